@@ -1,0 +1,67 @@
+"""What can go wrong, by who can mend it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class HFTrainError(Exception):
+    """Base of every error hftrain raises on purpose."""
+
+
+class ConfigError(HFTrainError, ValueError):
+    """A setting that cannot work; raised before a device or process group is touched."""
+
+
+class MissingDependencyError(HFTrainError, ImportError):
+    """An optional package is absent or too old."""
+
+
+class StrategyError(HFTrainError, RuntimeError):
+    """Processes, placement or communication failed."""
+
+
+class CheckpointError(HFTrainError, RuntimeError):
+    """A checkpoint cannot be written, found or trusted."""
+
+
+class TaskError(HFTrainError, TypeError):
+    """A task, model or dataset does not keep its side of the contract."""
+
+
+def explain(asked: str, reason: str, remedy: str, **received: Any) -> str:
+    """Word an error in the project's three parts, followed by the values received.
+
+    Args:
+        asked: What the user asked for.
+        reason: Why it cannot be.
+        remedy: What to do instead.
+        **received: The offending settings, shown as ``name=value``.
+
+    Returns:
+        One line of text.
+
+    Example:
+        >>> explain("precision='fp17' was asked for.", "No precision has that name.", "Use 'fp16'.", precision="fp17")
+        "precision='fp17' was asked for. No precision has that name. Use 'fp16'. Received: precision='fp17'."
+    """
+    text = " ".join(part for part in (asked, reason, remedy) if part)
+    if received:
+        text += " Received: " + ", ".join(f"{name}={value!r}" for name, value in received.items()) + "."
+    return text
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Word a hint for a misspelt name: close matches first, else the whole list.
+
+    Example:
+        >>> suggest("ddpp", ["ddp", "single"])
+        "Did you mean 'ddp'?"
+    """
+    known = sorted(known)
+    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
+    if close:
+        return "Did you mean " + " or ".join(repr(match) for match in close) + "?"
+    return "Known names: " + ", ".join(known) + "."

@@ -1,0 +1,31 @@
+"""Optional packages: asked for by requirement, refused with the command that installs them."""
+
+from __future__ import annotations
+
+from lightning_utilities.core.imports import RequirementCache
+
+from hftrain.core.errors import MissingDependencyError, explain
+
+
+def is_available(requirement: str) -> bool:
+    """Tell whether an installed package satisfies `requirement` (``"deepspeed>=0.16"``), without importing it."""
+    return bool(RequirementCache(requirement))
+
+
+def require(requirement: str, *, feature: str, extra: str | None = None) -> None:
+    """Raise unless an optional package is installed.
+
+    Args:
+        requirement: A pip requirement, such as ``"deepspeed>=0.16"``.
+        feature: What needs it, as the user wrote it (``"strategy='deepspeed'"``).
+        extra: hftrain's own extra that installs it, if there is one.
+
+    Raises:
+        MissingDependencyError: The package is absent or too old.
+    """
+    cache = RequirementCache(requirement)
+    if not cache:
+        command = f"pip install 'hftrain[{extra}]'" if extra else f"pip install '{requirement}'"
+        raise MissingDependencyError(
+            explain(f"{feature} was asked for.", f"It needs {requirement!r}: {cache.message}", f"Run: {command}.")
+        )

@@ -1,0 +1,84 @@
+"""Where a run is, what callbacks ask of it, and when things are due."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """Where the run is: five counters that a checkpoint saves and a resume restores.
+
+    Units:
+        step: optimizer updates done. epoch: passes begun before the current one.
+        micro_steps_in_epoch: micro-batches of this rank used in the current pass.
+        samples: samples trained on, all ranks together. tokens: input tokens trained on, all ranks together.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    micro_steps_in_epoch: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counters as plain integers."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Overwrite the counters; mutates the object."""
+        for name, value in state.items():
+            setattr(self, name, int(value))
+
+
+@dataclass
+class TrainerControl:
+    """What callbacks ask of the loop; the loop acts on it right after the event, in one place.
+
+    Source: the documented `TrainerControl`.
+    """
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+    def update(self, changes: dict[str, Any]) -> None:
+        """Set the named flags; mutates the object. Unknown names raise `AttributeError`."""
+        for name, value in changes.items():
+            if name not in self.__dict__:
+                raise AttributeError(f"TrainerControl has no flag {name!r}; its flags are {sorted(self.__dict__)}.")
+            setattr(self, name, bool(value))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint stores, in the documented form."""
+        return {"args": dict(self.__dict__), "attributes": {}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cadence:
+    """When something is due: never, every so many steps, or at each epoch's end.
+
+    Args:
+        unit: ``"no"``, ``"steps"``, ``"epoch"`` or ``"best"`` (which is due on a new best metric, decided elsewhere).
+        every: Steps between two, for ``"steps"``.
+        delay: Steps or epochs (following `unit`) before the first one.
+
+    Example:
+        >>> Cadence(unit="steps", every=5).is_due_at_step(10)
+        True
+    """
+
+    unit: str = "no"
+    every: int = 0
+    delay: float = 0
+
+    def is_due_at_step(self, step: int) -> bool:
+        """Tell whether it is due after `step` optimizer updates."""
+        return self.unit == "steps" and self.every > 0 and step % self.every == 0 and step >= self.delay
+
+    def is_due_at_epoch(self, epoch: float) -> bool:
+        """Tell whether it is due at an epoch's end, `epoch` passes being done."""
+        return self.unit == "epoch" and epoch >= self.delay

@@ -1,0 +1,85 @@
+"""Random number generators: set, captured and put back."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+
+
+def set_seed(seed: int, deterministic: bool = False) -> None:
+    """Seed Python, NumPy and torch (all devices).
+
+    Args:
+        seed: Any integer from 0 to 2**32 - 1.
+        deterministic: Also make torch choose deterministic algorithms.
+    """
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
+    """Seed everything and make every known source of nondeterminism refuse or comply; slow, for debugging.
+
+    Mutates environment variables and torch's global flags. Source: the documented `full_determinism`.
+    """
+    set_seed(seed)
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
+    os.environ["ASCEND_LAUNCH_BLOCKING"] = "1"
+    os.environ["HCCL_DETERMINISTIC"] = "1"
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the state of every generator of this process, as tensors and plain containers only.
+
+    Synchronises with an accelerator when there is one.
+    """
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": (version, internal, gauss),
+        "numpy": (kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)),
+        "cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Put back what `capture_rng` returned; generators of devices that are absent here are left alone."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state((kind, numpy.asarray(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        per_device = state["cuda"] if isinstance(state["cuda"], (list, tuple)) else [state["cuda"]]
+        torch.cuda.set_rng_state_all(list(per_device)[: torch.cuda.device_count()])
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Leave every generator as it was found."""
+    state = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(state)

@@ -1,0 +1,69 @@
+"""The documented, human-readable state of a run: `trainer_state.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class TrainerState:
+    """What a run has reached and logged, saved as plain JSON with each checkpoint.
+
+    Units:
+        epoch: passes over the data, fractional. logging_steps, eval_steps, save_steps: optimizer updates.
+        train_batch_size: samples per device and micro-step. total_flos: floating-point operations.
+
+    Source: the documented `TrainerState`.
+    """
+
+    epoch: float | None = None
+    global_step: int = 0
+    max_steps: int = 0
+    logging_steps: int = 500
+    eval_steps: int = 500
+    save_steps: int = 500
+    train_batch_size: int | None = None
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, str | float | int | bool] | None = None
+    stateful_callbacks: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return the state as JSON text, keys sorted."""
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainerState:
+        """Build the state from JSON text; keys this version does not know are dropped."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in json.loads(text).items() if name in known})
+
+    def save_to_json(self, json_path: str) -> None:
+        """Write the state to a file."""
+        Path(json_path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load_from_json(cls, json_path: str) -> TrainerState:
+        """Read the state from a file."""
+        return cls.from_json(Path(json_path).read_text(encoding="utf-8"))
+
+    def compute_steps(self, args: Any, max_steps: int) -> None:
+        """Turn the arguments' intervals into optimizer updates; ratios below 1 are shares of `max_steps`."""
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            value = getattr(args, name)
+            if value is not None:
+                setattr(self, name, math.ceil(max_steps * value) if value < 1 else int(value))

@@ -1,0 +1,53 @@
+"""Nested batches and outputs: tensors in tuples, lists and mappings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """Apply `function` to every tensor of a nested structure; other leaves and the containers' types are kept."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        items = {key: map_tensors(value, function) for key, value in tree.items()}
+        return items if type(tree) is dict else _rebuild_mapping(tree, items)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(value, function) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(value, function) for value in tree)
+    return tree
+
+
+def _rebuild_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Keep the mapping's type where its constructor takes a dict, as `BatchEncoding` and `ModelOutput` do."""
+    try:
+        return type(tree)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
+
+
+def first_tensor(tree: Any) -> torch.Tensor | None:
+    """Return the first tensor of a nested structure that has a batch dimension, or None."""
+    if isinstance(tree, torch.Tensor):
+        return tree if tree.dim() > 0 else None
+    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    for value in values:
+        found = first_tensor(value)
+        if found is not None:
+            return found
+    return None
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """Return the length of the batch dimension, read from the first tensor, or None without tensors."""
+    tensor = first_tensor(batch)
+    return None if tensor is None else int(tensor.shape[0])
+
+
+def detach(tree: Any) -> Any:
+    """Return the same structure with its tensors cut from their graph."""
+    return map_tensors(tree, torch.Tensor.detach)

@@ -1,0 +1,112 @@
+"""Values that cross rooms: what a task returns, what a run returns, what a strategy may know of numerics."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(kw_only=True, slots=True)
+class StepOutput:
+    """What a task's step has to say; nothing is pushed anywhere else.
+
+    Args:
+        loss: The mean loss over the batch's items, a 0-d tensor with its graph (None where there is no loss).
+        outputs: What the model produced; kept only where somebody asked for predictions.
+        labels: The targets that belong to `outputs`, likewise.
+        logs: Numbers to average over the logging window (training) or the whole set (evaluation).
+    """
+
+    loss: torch.Tensor | None = None
+    outputs: Any = None
+    labels: Any = None
+    logs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionPolicy:
+    """All that a strategy may know about precision.
+
+    Args:
+        name: The precision's registry name.
+        param_dtype: The dtype parameters are kept in.
+        compute_dtype: The dtype matrix products run in.
+        reduce_dtype: The dtype gradients are exchanged in.
+        loss_scaling: Whether a gradient scaler is at work.
+        autocast: Whether operations are cast one by one.
+        matmul: ``"highest"`` or ``"high"`` (TF32), None to leave torch's setting.
+    """
+
+    name: str
+    param_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    loss_scaling: bool = False
+    autocast: bool = False
+    matmul: str | None = None
+
+
+class Owns(enum.Flag):
+    """What a strategy's own engine takes over from the step."""
+
+    NOTHING = 0
+    BACKWARD = enum.auto()
+    STEP = enum.auto()
+    CLIP = enum.auto()
+    SCALING = enum.auto()
+    ACCUMULATION = enum.auto()
+    CASTING = enum.auto()
+
+
+class EvalPrediction:
+    """Predictions and labels as `compute_metrics` receives them; unpacks into the parts that are present.
+
+    Source: the documented `EvalPrediction`.
+    """
+
+    def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
+        self.predictions = predictions
+        self.label_ids = label_ids
+        self.inputs = inputs
+        self.losses = losses
+
+    def _parts(self) -> tuple[Any, ...]:
+        parts = [self.predictions, self.label_ids]
+        parts += [part for part in (self.inputs, self.losses) if part is not None]
+        return tuple(parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._parts())
+
+    def __getitem__(self, index: int) -> Any:
+        return self._parts()[index]
+
+
+class EvalLoopOutput(NamedTuple):
+    """What one pass over an evaluation set gives. Source: the documented `EvalLoopOutput`."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, Any]
+    num_samples: int | None
+
+
+class PredictionOutput(NamedTuple):
+    """What `Trainer.predict` gives. Source: the documented `PredictionOutput`."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, Any]
+
+
+class TrainOutput(NamedTuple):
+    """What `Trainer.train` gives. Source: the documented `TrainOutput`."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
