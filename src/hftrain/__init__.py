@@ -1,3 +1,81 @@
 """hftrain: modular PyTorch training that speaks the Hugging Face Trainer's language."""
 
+from hftrain.arguments import (
+    HubStrategy,
+    IntervalStrategy,
+    OptimizerNames,
+    SaveStrategy,
+    SchedulerType,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+)
+from hftrain.callbacks import (
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    NotebookProgressCallback,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+)
+from hftrain.core.errors import (
+    CheckpointError,
+    ConfigError,
+    HFTrainError,
+    MissingDependencyError,
+    StrategyError,
+    TaskError,
+)
+from hftrain.core.progress import TrainerControl
+from hftrain.core.seed import enable_full_determinism, set_seed
+from hftrain.core.state import TrainerState
+from hftrain.core.types import EvalLoopOutput, EvalPrediction, PredictionOutput, StepOutput, TrainOutput
+from hftrain.data.collators import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
+from hftrain.precision.base import Precision
+from hftrain.precision.registry import precisions
+from hftrain.strategies.base import Strategy
+from hftrain.strategies.registry import strategies
+from hftrain.task import ModelTask, TaskModule
+from hftrain.trainer import Trainer
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataCollatorWithPadding",
+    "DefaultDataCollator",
+    "DefaultFlowCallback",
+    "EarlyStoppingCallback",
+    "EvalLoopOutput",
+    "EvalPrediction",
+    "HFTrainError",
+    "HubStrategy",
+    "IntervalStrategy",
+    "MissingDependencyError",
+    "ModelTask",
+    "NotebookProgressCallback",
+    "OptimizerNames",
+    "Precision",
+    "PredictionOutput",
+    "PrinterCallback",
+    "ProgressCallback",
+    "SaveStrategy",
+    "SchedulerType",
+    "Seq2SeqTrainingArguments",
+    "StepOutput",
+    "Strategy",
+    "StrategyError",
+    "TaskError",
+    "TaskModule",
+    "TrainOutput",
+    "Trainer",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+    "TrainingArguments",
+    "default_data_collator",
+    "enable_full_determinism",
+    "precisions",
+    "set_seed",
+    "strategies",
+]

@@ -1,0 +1,192 @@
+"""Every command of the project: `nox -l` lists them, plain `nox` runs the CPU tests.
+
+A session keeps its environment in `.nox/` and reuses it; `nox --no-reuse-existing-virtualenvs` builds it anew.
+What follows `--` is handed to pytest: `nox -s tests -- tests/unit/core -k seed`.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["tests"]
+nox.options.reuse_venv = "yes"
+
+CONSTRAINTS = ("-c", "constraints.txt")
+
+# Tests with one of these marks have a session of their own.
+MARKS = ("slow", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "bench")
+
+# One thread per process: the models are tiny, and processes share the cores.
+ENV = {"OMP_NUM_THREADS": "1"}
+
+RUNS = Path("runs/quickstart")
+TORCHRUN = ("torchrun", "--standalone", "--nproc_per_node", "2")
+DIGITS = "examples/digits.py"
+QUICKSTART = (
+    ("Train and evaluate.", ("python", DIGITS, "--output-dir", f"{RUNS}/digits")),
+    (
+        "Stop in the middle of an epoch, ...",
+        ("python", DIGITS, "--output-dir", f"{RUNS}/resumed", "--stop-after-steps", "200"),
+    ),
+    ("... and carry on from the checkpoint.", ("python", DIGITS, "--output-dir", f"{RUNS}/resumed", "--resume")),
+    (
+        "The same script on two processes, in bfloat16.",
+        (*TORCHRUN, DIGITS, "--output-dir", f"{RUNS}/ddp", "--strategy", "ddp", "--precision", "bf16"),
+    ),
+)
+
+
+def install(session: nox.Session, *extras: str) -> None:
+    """Install the working tree with its extras, in the versions of constraints.txt."""
+    session.install(*CONSTRAINTS, "-e", f".[{','.join(extras)}]")
+
+
+def pytest(session: nox.Session, mark: str, *args: str) -> None:
+    """Run the tests a mark expression selects; no test at all is a failure (pytest's exit status 5)."""
+    session.run("python", "-m", "pytest", "-m", mark, *args, *session.posargs, env=ENV)
+
+
+def has_tests_marked(mark: str) -> bool:
+    """Tell, without importing anything, whether some test carries a mark."""
+    return any(f"pytest.mark.{mark}" in path.read_text("utf-8") for path in Path("tests").rglob("test_*.py"))
+
+
+def skip_unless_marked(session: nox.Session, mark: str, reason: str) -> None:
+    """Skip a session, before anything is installed, while no test carries its mark."""
+    if not has_tests_marked(mark):
+        session.skip(f"No test is marked {mark!r}. {reason}")
+
+
+def skip_unless_torch_says(session: nox.Session, question: str, reason: str) -> None:
+    """Skip a session when the torch in its environment does not see the device."""
+    answer = session.run("python", "-c", f"import torch; print({question})", silent=True)
+    if str(answer).split()[-1:] != ["True"]:
+        session.skip(f"{reason} ({question} is {answer!s:.200})")
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Train on the handwritten digits, stop and resume, then train on two processes."""
+    install(session, "examples")
+    shutil.rmtree(RUNS, ignore_errors=True)
+    for purpose, command in QUICKSTART:
+        session.log(purpose)
+        session.run(*command, env=ENV)
+    if not filecmp.cmp(RUNS / "digits/predictions.csv", RUNS / "resumed/predictions.csv", shallow=False):
+        session.error("The resumed run predicts otherwise than the undisturbed one.")
+    session.log(f"The resumed run predicts what the undisturbed one does, to the last digit. Look into {RUNS}/.")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the unit, loop, resume, surface and architecture tests and the doctests on the CPU."""
+    install(session, "test")
+    pytest(session, " and ".join(f"not {mark}" for mark in MARKS))
+
+
+@nox.session(name="tests-slow")
+def tests_slow(session: nox.Session) -> None:
+    """Run the long versions of tests whose short ones always run."""
+    skip_unless_marked(session, "slow", "The short versions run in `tests`.")
+    install(session, "test")
+    pytest(session, "slow and not bench")
+
+
+@nox.session(name="tests-distributed")
+def tests_distributed(session: nox.Session) -> None:
+    """Run the tests that start several real processes (gloo, on the CPU)."""
+    install(session, "test")
+    pytest(session, "distributed and not cuda and not deepspeed and not xla and not slow")
+
+
+@nox.session(name="tests-interop")
+def tests_interop(session: nox.Session) -> None:
+    """Run the tests against the installed transformers and datasets."""
+    install(session, "test", "transformers")
+    pytest(session, "interop and not cuda and not slow")
+
+
+@nox.session(name="tests-cuda")
+def tests_cuda(session: nox.Session) -> None:
+    """Run the GPU tests; skipped where torch sees no GPU."""
+    install(session, "test")
+    skip_unless_torch_says(session, "torch.cuda.is_available()", "No GPU that torch can use.")
+    pytest(session, "cuda and not bench")
+
+
+@nox.session(name="tests-mps")
+def tests_mps(session: nox.Session) -> None:
+    """Run the Apple GPU tests; skipped where torch sees none."""
+    install(session, "test")
+    skip_unless_torch_says(session, "torch.backends.mps.is_available()", "No Apple GPU that torch can use.")
+    pytest(session, "mps and not bench")
+
+
+@nox.session(name="tests-xla")
+def tests_xla(session: nox.Session) -> None:
+    """Run the torch_xla tests; skipped until strategy='xla' exists."""
+    skip_unless_marked(session, "xla", "strategy='xla' comes in a later version.")
+    # Without the constraints: torch_xla wants the torch it was built for.
+    session.install("-e", ".[test,xla]")
+    pytest(session, "xla")
+
+
+@nox.session(name="tests-deepspeed")
+def tests_deepspeed(session: nox.Session) -> None:
+    """Run the DeepSpeed tests; skipped until strategy='deepspeed' exists."""
+    skip_unless_marked(session, "deepspeed", "strategy='deepspeed' comes in a later version.")
+    install(session, "test", "deepspeed")
+    pytest(session, "deepspeed")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting."""
+    session.install(*CONSTRAINTS, "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types, strictly."""
+    install(session, "types")
+    session.run("mypy")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Run the documentation's code blocks, check its links and build the HTML in docs/_build."""
+    install(session, "docs", "examples")
+    session.run("python", "docs/check.py", env=ENV)
+    session.run("python", "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build")
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Run every script in examples/ for one epoch."""
+    scripts = sorted(Path("examples").glob("*.py"))
+    if not scripts:
+        session.error("examples/ holds no script.")
+    install(session, "examples")
+    for script in scripts:
+        output_dir = Path(session.create_tmp()) / script.stem
+        session.run("python", str(script), "--output-dir", str(output_dir), "--epochs", "1", env=ENV)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the tests that measure and every script in benchmarks/; wants a quiet machine."""
+    scripts = sorted(Path("benchmarks").glob("[!_]*.py"))
+    if not scripts and not has_tests_marked("bench"):
+        session.skip("benchmarks/ holds no script yet, and no test is marked 'bench'.")
+    install(session, "test")
+    if has_tests_marked("bench"):
+        pytest(session, "bench")
+    for script in scripts:
+        session.run("python", str(script), env=ENV)

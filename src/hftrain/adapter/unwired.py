@@ -1,0 +1,145 @@
+"""Settings that are documented but that nothing acts on yet: refused, never ignored."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from hftrain.adapter.data import read_accelerator_config
+from hftrain.arguments import Seq2SeqTrainingArguments
+from hftrain.core.errors import ConfigError, explain
+
+UNWIRED: dict[str, str] = {
+    "logging_dir": "TensorBoard",
+    "skip_memory_metrics": "memory metrics",
+    "include_tokens_per_second": "token counts",
+    "include_num_input_tokens_seen": "token counts",
+    "debug": "debugging",
+    "tpu_metrics_debug": "debugging",
+    "project": "Trackio",
+    "trackio_space_id": "Trackio",
+    "eval_use_gather_object": "gathering of objects",
+    "past_index": "recurrent memories",
+    "use_legacy_prediction_loop": "the legacy prediction loop",
+    "jit_mode_eval": "torch.jit",
+    "bf16_full_eval": "half-precision evaluation",
+    "fp16_full_eval": "half-precision evaluation",
+    "auto_find_batch_size": "batch-size search",
+    "optim_target_modules": "low-rank optimizers",
+    "neftune_noise_alpha": "NEFTune",
+    "save_on_each_node": "saving on every node",
+    "tpu_num_cores": "TPUs",
+    "mp_parameters": "SageMaker model parallelism",
+    "fsdp": "fully sharded data parallel",
+    "fsdp_config": "fully sharded data parallel",
+    "fsdp_min_num_params": "fully sharded data parallel",
+    "fsdp_transformer_layer_cls_to_wrap": "fully sharded data parallel",
+    "sharded_ddp": "fully sharded data parallel",
+    "deepspeed": "DeepSpeed",
+    "parallelism_config": "device meshes",
+    "ray_scope": "hyper-parameter search",
+    "fp16_opt_level": "Apex",
+    "use_ipex": "the Intel extension",
+    "torch_compile": "torch.compile",
+    "torch_compile_backend": "torch.compile",
+    "torch_compile_mode": "torch.compile",
+    "torchdynamo": "torch.compile",
+    "use_liger_kernel": "Liger kernels",
+    "liger_kernel_config": "Liger kernels",
+    "group_by_length": "grouping by length",
+    "length_column_name": "grouping by length",
+    "push_to_hub": "the Hub",
+    "hub_model_id": "the Hub",
+    "hub_strategy": "the Hub",
+    "hub_token": "the Hub",
+    "hub_private_repo": "the Hub",
+    "hub_always_push": "the Hub",
+    "hub_revision": "the Hub",
+    "push_to_hub_model_id": "the Hub",
+    "push_to_hub_organization": "the Hub",
+    "push_to_hub_token": "the Hub",
+    "sortish_sampler": "generation",
+    "predict_with_generate": "generation",
+    "generation_max_length": "generation",
+    "generation_num_beams": "generation",
+    "generation_config": "generation",
+}
+
+# Settings of which only some values are acted on.
+_HALF_PRECISION_BACKENDS = ("auto", "cuda_amp", "cpu_amp")
+_ACCELERATOR_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "dispatch_batches": (None, False),
+    "non_blocking": (False,),
+    "gradient_accumulation_kwargs": (None, {}),
+    "use_configured_state": (False,),
+}
+
+
+def check_wired(args: Any) -> None:
+    """Refuse documented settings that nothing acts on yet; fields that a subclass adds are its own business.
+
+    Args:
+        args: The training arguments.
+
+    Raises:
+        ConfigError: Such settings differ from their defaults; all of them are listed.
+    """
+    found = {**_changed_fields(args), **_changed_values(args)}
+    if found:
+        features = ", ".join(dict.fromkeys(found[name][1] for name in found))
+        raise ConfigError(
+            explain(
+                f"Settings of {features} were given.",
+                f"Not wired in this version: {', '.join(found)}.",
+                "Remove each of them, or set it to its default.",
+                **{name: value for name, (value, _) in found.items()},
+            )
+        )
+
+
+def check_local_rank(args: Any) -> None:
+    """Refuse a `local_rank` that the launcher does not confirm.
+
+    Raises:
+        ConfigError: `local_rank` is set, and the environment variable LOCAL_RANK is absent or says otherwise.
+    """
+    launched = os.environ.get("LOCAL_RANK")
+    if args.local_rank not in (-1, int(launched or -1)):
+        raise ConfigError(
+            explain(
+                f"local_rank={args.local_rank} was asked for.",
+                "The launcher's environment variable LOCAL_RANK decides the rank, and it does not say so.",
+                "Launch with torchrun, and leave local_rank out.",
+                local_rank=args.local_rank,
+                LOCAL_RANK=launched,
+            )
+        )
+
+
+@functools.cache
+def _defaults() -> Seq2SeqTrainingArguments:
+    return Seq2SeqTrainingArguments()
+
+
+def _changed_fields(args: Any) -> dict[str, tuple[Any, str]]:
+    changed = {}
+    for name, feature in UNWIRED.items():
+        default = getattr(_defaults(), name)
+        value = getattr(args, name, default)
+        if value != default:
+            changed[name] = ("<hidden>" if name.endswith("_token") else value, feature)
+    return changed
+
+
+def _changed_values(args: Any) -> dict[str, tuple[Any, str]]:
+    changed: dict[str, tuple[Any, str]] = {}
+    if args.report_to:
+        changed["report_to"] = (args.report_to, "experiment tracking")
+    if args.half_precision_backend not in _HALF_PRECISION_BACKENDS:
+        changed["half_precision_backend"] = (args.half_precision_backend, "Apex")
+    sharing = read_accelerator_config(args)
+    keys = [key for key, allowed in _ACCELERATOR_DEFAULTS.items() if key in sharing and sharing[key] not in allowed]
+    if keys:
+        changed["accelerator_config"] = ({key: sharing[key] for key in keys}, "loader sharing")
+    return changed

@@ -1,0 +1,33 @@
+"""The documented settings: plain data, grouped by concern, checked when built. Imports no torch."""
+
+from hftrain.arguments.enums import (
+    DebugOption,
+    EvaluationStrategy,
+    FSDPOption,
+    HubStrategy,
+    IntervalStrategy,
+    OptimizerNames,
+    ParallelMode,
+    SaveStrategy,
+    SchedulerType,
+    ShardedDDPOption,
+)
+from hftrain.arguments.seq2seq import Seq2SeqTrainingArguments
+from hftrain.arguments.settle import settle
+from hftrain.arguments.training import TrainingArguments
+
+__all__ = [
+    "DebugOption",
+    "EvaluationStrategy",
+    "FSDPOption",
+    "HubStrategy",
+    "IntervalStrategy",
+    "OptimizerNames",
+    "ParallelMode",
+    "SaveStrategy",
+    "SchedulerType",
+    "Seq2SeqTrainingArguments",
+    "ShardedDDPOption",
+    "TrainingArguments",
+    "settle",
+]

@@ -1,0 +1,153 @@
+"""Settings that contradict one another, or that have no effect together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hftrain.arguments.enums import FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
+from hftrain.arguments.fields import ArgumentFields
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import get_logger, warn_once
+
+_HYBRID = (FSDPOption.HYBRID_SHARD, FSDPOption.HYBRID_SHARD_ZERO2)
+_SHARDING = (FSDPOption.FULL_SHARD, FSDPOption.SHARD_GRAD_OP, *_HYBRID)
+_XLA_KEYS = ("xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
+
+
+def check_combinations(args: ArgumentFields) -> None:
+    """Refuse settings that cannot work together; warn once about those that have no effect together.
+
+    Raises:
+        ConfigError: Two settings contradict one another; both are named.
+    """
+    _check_best_model(args)
+    _check_save_best(args)
+    _check_plateau(args)
+    _check_precision(args)
+    _check_workers(args)
+    _check_accumulation(args)
+    _check_fsdp(args)
+    _check_fsdp_config(args)
+    _check_checkpointing(args)
+    if args.warmup_steps > 0 and args.warmup_ratio > 0:
+        get_logger(__name__).info("warmup_steps and warmup_ratio are both given; warmup_steps wins.")
+
+
+def _refuse(args: ArgumentFields, reason: str, remedy: str, *names: str) -> ConfigError:
+    values = {name: getattr(args, name) for name in names}
+    asked = " with ".join(f"{name}={value!r}" for name, value in values.items())
+    return ConfigError(explain(f"{asked} was asked for.", reason, remedy, **values))
+
+
+def _check_best_model(args: ArgumentFields) -> None:
+    if not args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST:
+        return
+    names = ("load_best_model_at_end", "eval_strategy", "save_strategy")
+    if args.eval_strategy == IntervalStrategy.NO:
+        reason = "Without evaluation no checkpoint is best."
+        raise _refuse(args, reason, "Set eval_strategy and save_strategy to 'steps' or both to 'epoch'.", *names)
+    if args.eval_strategy != args.save_strategy:
+        reason = "Each checkpoint must be evaluated for the best one to be known."
+        raise _refuse(args, reason, f"Set save_strategy={str(args.eval_strategy)!r}.", *names)
+    if args.eval_strategy == IntervalStrategy.STEPS:
+        _check_best_model_steps(args, args.eval_steps or 0, args.save_steps)
+
+
+def _check_best_model_steps(args: ArgumentFields, eval_steps: float, save_steps: float) -> None:
+    names = ("load_best_model_at_end", "eval_steps", "save_steps")
+    if (eval_steps < 1) != (save_steps < 1):
+        reason = "One counts optimizer updates and the other is a share of the run, so they need not meet."
+        raise _refuse(args, reason, "Write both in the same unit.", *names)
+    times = save_steps / eval_steps
+    # Shares are binary fractions: 0.3 / 0.1 is not exactly 3.
+    if abs(times - round(times)) > 1e-6 or round(times) < 1:
+        reason = "A checkpoint that is saved between two evaluations cannot be ranked."
+        raise _refuse(args, reason, "Make save_steps a multiple of eval_steps.", *names)
+
+
+def _check_save_best(args: ArgumentFields) -> None:
+    if args.save_strategy != SaveStrategy.BEST:
+        return
+    if args.metric_for_best_model is None:
+        reason = "Nothing says which metric is best."
+        raise _refuse(args, reason, "Set metric_for_best_model.", "save_strategy", "metric_for_best_model")
+    if args.eval_strategy == IntervalStrategy.NO:
+        reason = "Without evaluation nothing is ever best, so nothing would be saved."
+        raise _refuse(args, reason, "Set eval_strategy to 'steps' or 'epoch'.", "save_strategy", "eval_strategy")
+
+
+def _check_plateau(args: ArgumentFields) -> None:
+    if args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU and args.eval_strategy == IntervalStrategy.NO:
+        reason = "That schedule follows an evaluation metric."
+        raise _refuse(args, reason, "Set eval_strategy to 'steps' or 'epoch'.", "lr_scheduler_type", "eval_strategy")
+
+
+def _check_precision(args: ArgumentFields) -> None:
+    for pair in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
+        if all(getattr(args, name) for name in pair):
+            raise _refuse(args, "A run has one half precision.", "Keep one of the two.", *pair)
+    if args.bf16 and args.half_precision_backend == "apex":
+        reason = "Apex knows float16 only."
+        raise _refuse(args, reason, "Use half_precision_backend='auto'.", "bf16", "half_precision_backend")
+
+
+def _check_workers(args: ArgumentFields) -> None:
+    if args.dataloader_num_workers > 0:
+        return
+    for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
+        if getattr(args, name):
+            reason = "It concerns loading processes, and there are none."
+            raise _refuse(args, reason, f"Set dataloader_num_workers, or drop {name}.", name, "dataloader_num_workers")
+
+
+def _check_accumulation(args: ArgumentFields) -> None:
+    config: Any = args.accelerator_config
+    nested = config.get("gradient_accumulation_kwargs") if isinstance(config, Mapping) else None
+    if nested is None and config is not None:
+        nested = getattr(config, "gradient_accumulation_kwargs", None)
+    if args.gradient_accumulation_steps > 1 and "num_steps" in (nested or {}):
+        reason = "accelerator_config's gradient_accumulation_kwargs already say num_steps."
+        names = ("gradient_accumulation_steps", "accelerator_config")
+        raise _refuse(args, reason, "Remove num_steps there.", *names)
+
+
+def _check_fsdp(args: ArgumentFields) -> None:
+    options = args.fsdp or []
+    if options and args.deepspeed is not None:
+        reason = "Both decide how the model is shared between processes."
+        raise _refuse(args, reason, "Keep one of the two.", "fsdp", "deepspeed")
+    if FSDPOption.OFFLOAD in options and not any(option in options for option in _SHARDING):
+        reason = "Only what is sharded can be offloaded."
+        raise _refuse(args, reason, "Add 'full_shard' or 'shard_grad_op'.", "fsdp")
+    if FSDPOption.FULL_SHARD in options and FSDPOption.SHARD_GRAD_OP in options:
+        reason = "A model is sharded in one way."
+        raise _refuse(args, reason, "Keep 'full_shard' or 'shard_grad_op'.", "fsdp")
+
+
+def _check_fsdp_config(args: ArgumentFields) -> None:
+    if args.fsdp_config and not args.fsdp:
+        warn_once("fsdp_config has no effect without fsdp.")
+    config = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
+    if config.get("min_num_params") and config.get("transformer_layer_cls_to_wrap"):
+        reason = "min_num_params and transformer_layer_cls_to_wrap are two ways to choose what is wrapped."
+        raise _refuse(args, reason, "Keep one of the two keys.", "fsdp_config")
+    if config.get("cpu_ram_efficient_loading") and not config.get("sync_module_states", True):
+        reason = "cpu_ram_efficient_loading reads weights on one process, which sync_module_states then sends out."
+        raise _refuse(args, reason, "Set the key sync_module_states to true.", "fsdp_config")
+    if not config.get("xla") and any(config.get(key) for key in _XLA_KEYS):
+        warn_once("fsdp_config's xla_fsdp_* keys have no effect without the key xla.")
+
+
+def _check_checkpointing(args: ArgumentFields) -> None:
+    if not args.gradient_checkpointing:
+        return
+    config = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
+    if args.fsdp and config.get("activation_checkpointing"):
+        reason = "fsdp_config's activation_checkpointing recomputes the same activations."
+        raise _refuse(args, reason, "Keep activation_checkpointing alone.", "gradient_checkpointing", "fsdp_config")
+    if any(option in (args.fsdp or []) for option in (FSDPOption.FULL_SHARD, *_HYBRID)):
+        warn_once(
+            "gradient_checkpointing gathers fully sharded parameters once more in the backward pass; "
+            "fsdp_config={'activation_checkpointing': True} does not."
+        )

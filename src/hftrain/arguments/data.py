@@ -1,0 +1,33 @@
+"""How batches are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True, repr=False)
+class DataArguments:
+    """Data loading. Source: the documented `TrainingArguments`."""
+
+    dataloader_drop_last: bool = field(default=False, metadata={"help": "Drop the last batch when it is not full."})
+    dataloader_num_workers: int = field(
+        default=0, metadata={"help": "Loading processes per rank; 0 loads in the training process."}
+    )
+    dataloader_pin_memory: bool = field(
+        default=True, metadata={"help": "Load into page-locked memory; off with use_cpu."}
+    )
+    dataloader_persistent_workers: bool = field(
+        default=False, metadata={"help": "Keep loading processes alive between epochs."}
+    )
+    dataloader_prefetch_factor: int | None = field(
+        default=None, metadata={"help": "Batches that each loading process prepares ahead."}
+    )
+    remove_unused_columns: bool | None = field(
+        default=True, metadata={"help": "Drop dataset columns that the model's forward does not take."}
+    )
+    group_by_length: bool = field(
+        default=False, metadata={"help": "Put samples of similar length into the same batch."}
+    )
+    length_column_name: str | None = field(
+        default="length", metadata={"help": "Dataset column with the lengths for group_by_length."}
+    )

@@ -1,0 +1,138 @@
+"""One form for what may be written in several: lists, JSON text, paths, choices."""
+
+from __future__ import annotations
+
+import json
+import os
+from enum import Enum
+from typing import Any
+
+from hftrain.arguments.enums import (
+    DebugOption,
+    FSDPOption,
+    HubStrategy,
+    IntervalStrategy,
+    OptimizerNames,
+    SaveStrategy,
+    SchedulerType,
+)
+from hftrain.arguments.fields import ArgumentFields
+from hftrain.core.errors import ConfigError, explain
+
+_LISTS = ("label_names", "include_for_metrics")
+_WORDS = ("debug", "fsdp")
+_JSON = ("lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "liger_kernel_config")
+_JSON_OR_PATH = ("fsdp_config", "deepspeed", "accelerator_config")
+_CHOICES: dict[str, type[Enum]] = {
+    "eval_strategy": IntervalStrategy,
+    "logging_strategy": IntervalStrategy,
+    "save_strategy": SaveStrategy,
+    "hub_strategy": HubStrategy,
+    "lr_scheduler_type": SchedulerType,
+    "optim": OptimizerNames,
+}
+_CHOICE_LISTS: dict[str, type[Enum]] = {"debug": DebugOption, "fsdp": FSDPOption}
+
+
+def normalize(args: ArgumentFields) -> None:
+    """Give every setting but the choices its one form; mutates the arguments.
+
+    Raises:
+        ConfigError: JSON text cannot be parsed, or 'none' is combined with trackers.
+    """
+    _normalize_paths(args)
+    _normalize_lists(args)
+    _normalize_json(args)
+    if args.eval_delay is None:
+        args.eval_delay = 0
+    if args.include_num_input_tokens_seen == "no":
+        args.include_num_input_tokens_seen = False
+
+
+def convert_choices(args: ArgumentFields) -> None:
+    """Turn the names of choices into members of their enum; mutates the arguments.
+
+    Raises:
+        ConfigError: A name is unknown; close matches are listed.
+    """
+    for name, choice in _CHOICES.items():
+        setattr(args, name, choice(getattr(args, name)))
+    for name, choice in _CHOICE_LISTS.items():
+        setattr(args, name, [choice(word) for word in getattr(args, name)])
+
+
+def _normalize_paths(args: ArgumentFields) -> None:
+    args.output_dir = _expand("trainer_output" if args.output_dir is None else args.output_dir)
+    if args.logging_dir is not None:
+        args.logging_dir = _expand(args.logging_dir)
+
+
+def _expand(path: str) -> str:
+    """Return the path as text. Only a path that begins with '~' makes it look up the home folder."""
+    text = os.fspath(path)
+    return os.path.expanduser(text) if text.startswith("~") else text
+
+
+def _normalize_lists(args: ArgumentFields) -> None:
+    fsdp: Any = args.fsdp
+    if fsdp is True:
+        args.fsdp = [FSDPOption.FULL_SHARD]
+    elif isinstance(fsdp, str):
+        # The documentation's XLA chapter spells it so.
+        args.fsdp = fsdp.replace("full shard", "full_shard")
+    for name in _LISTS:
+        value = getattr(args, name)
+        setattr(args, name, [value] if isinstance(value, str) else value)
+    for name in _WORDS:
+        value = getattr(args, name) or []
+        setattr(args, name, value.split() if isinstance(value, str) else list(value))
+    args.report_to = _trackers(args.report_to)
+
+
+def _trackers(value: str | list[str] | None) -> list[str]:
+    trackers = [value] if isinstance(value, str) else list(value or [])
+    if "none" not in trackers:
+        return trackers
+    if len(trackers) > 1:
+        raise ConfigError(
+            explain(
+                "report_to='none' was combined with experiment trackers.",
+                "'none' means that nothing is reported.",
+                "Remove 'none', or the trackers.",
+                report_to=trackers,
+            )
+        )
+    return []
+
+
+def _normalize_json(args: ArgumentFields) -> None:
+    for name in _JSON:
+        value = getattr(args, name)
+        if isinstance(value, str):
+            setattr(args, name, _parse(name, value))
+    for name in _JSON_OR_PATH:
+        value = getattr(args, name)
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            setattr(args, name, _parse(name, value))
+    if args.lr_scheduler_kwargs is None:
+        args.lr_scheduler_kwargs = {}
+    if isinstance(args.fsdp_config, dict):
+        args.fsdp_config = {key.removeprefix("fsdp_"): _flag(value) for key, value in args.fsdp_config.items()}
+
+
+def _parse(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        value = error
+    if not isinstance(value, dict):
+        reason = f"It is no JSON object: {value}."
+        raise ConfigError(
+            explain(f"{name}={text!r} was given.", reason, "Write it as '{\"key\": value}', or as a dict.")
+        )
+    return value
+
+
+def _flag(value: Any) -> Any:
+    """Read the booleans that the documentation writes as text."""
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value

@@ -1,0 +1,131 @@
+"""Which process this is, and what follows from it; asked of the launcher's environment variables at each call."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from hftrain.arguments.enums import ParallelMode
+from hftrain.arguments.fields import ArgumentFields
+from hftrain.core.log import get_logger, get_verbosity
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ArgumentProcesses(ArgumentFields):
+    """What the documented arguments say about the process that asks."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes in the run."""
+        return int(os.environ.get("WORLD_SIZE") or 1)
+
+    @property
+    def process_index(self) -> int:
+        """This process's rank in the run."""
+        return int(os.environ.get("RANK") or 0)
+
+    @property
+    def local_process_index(self) -> int:
+        """This process's rank on its node."""
+        return int(os.environ.get("LOCAL_RANK") or 0)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process, where each has one; imports torch, puts nothing on the device."""
+        import torch
+
+        if not self.use_cpu:
+            for kind, is_available in (("cuda", torch.cuda.is_available), ("xpu", torch.xpu.is_available)):
+                if is_available():
+                    return torch.device(kind, self.local_process_index)
+            if torch.backends.mps.is_available():
+                return torch.device("mps")
+        return torch.device("cpu")
+
+    @property
+    def n_gpu(self) -> int:
+        """Accelerators that this process computes on: 1, or 0 on the CPU; imports torch."""
+        return 0 if self.device.type == "cpu" else 1
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """Whether the launcher started one process or several."""
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+
+    @property
+    def train_batch_size(self) -> int:
+        """Training samples per process and micro-step."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Evaluation samples per process and batch."""
+        return self.per_device_eval_batch_size
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Whether the Trainer moves the model to its device; subclasses may say no."""
+        return True
+
+    @property
+    def ddp_timeout_delta(self) -> timedelta:
+        """The time until a collective operation is given up."""
+        return timedelta(seconds=self.ddp_timeout)
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process logs at `log_level` rather than at `log_level_replica`."""
+        return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes what a single process must write."""
+        return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
+
+    def get_process_log_level(self) -> int:
+        """Return the numeric log level of this process; "passive" is hftrain's present level.
+
+        Source: the documented `TrainingArguments.get_process_log_level`.
+        """
+        name = self.log_level if self.should_log else self.log_level_replica
+        return get_verbosity() if name == "passive" else int(getattr(logging, name.upper()))
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Return the optimizer updates of warmup out of `num_training_steps`.
+
+        Source: the documented `TrainingArguments.get_warmup_steps`.
+        """
+        return self.warmup_steps if self.warmup_steps > 0 else math.ceil(num_training_steps * self.warmup_ratio)
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Let one process do the work while the others wait, then the others: they find it in the cache.
+
+        Collective where there are several processes: every one must enter, and the process group is opened if it is
+        not yet. Does nothing in a run of one process.
+
+        Args:
+            local: The first process of each node goes first; otherwise the first of the run.
+            desc: What the work is, for the debug log.
+
+        Source: the documented `TrainingArguments.main_process_first`.
+        """
+        if self.world_size <= 1:
+            yield
+            return
+        from accelerate import PartialState
+
+        backend = {} if self.ddp_backend is None else {"backend": self.ddp_backend}
+        state = PartialState(cpu=self.use_cpu, timeout=self.ddp_timeout_delta, **backend)
+        logger, who = get_logger(__name__), f"process {self.process_index}"
+        logger.debug("%s: %s, one process first", who, desc)
+        with state.local_main_process_first() if local else state.main_process_first():
+            yield
+        logger.debug("%s: %s is done everywhere it was waited for", who, desc)

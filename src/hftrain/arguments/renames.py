@@ -1,0 +1,160 @@
+"""Old spellings: each still works, warns once with the new spelling, and is put back to its default.
+
+An old name holds nothing after construction, so that copies (`dataclasses.replace`) neither warn again nor contradict
+a new value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from pathlib import Path, PurePath
+from typing import Any
+
+from hftrain.arguments.enums import DebugOption, FSDPOption, OptimizerNames, ShardedDDPOption
+from hftrain.arguments.fields import ArgumentFields
+from hftrain.core.errors import ConfigError, explain
+
+_HERE = str(Path(__file__).parent)
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ArgumentFields)}
+
+_RENAMED = {
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "fp16_backend": "half_precision_backend",
+    "xpu_backend": "ddp_backend",
+    "torchdynamo": "torch_compile_backend",
+    "push_to_hub_token": "hub_token",
+}
+_FSDP_KEYS = {
+    "fsdp_min_num_params": "min_num_params",
+    "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap",
+}
+_SHARDINGS = {
+    ShardedDDPOption.SIMPLE: FSDPOption.SHARD_GRAD_OP,
+    ShardedDDPOption.ZERO_DP_2: FSDPOption.SHARD_GRAD_OP,
+    ShardedDDPOption.ZERO_DP_3: FSDPOption.FULL_SHARD,
+    ShardedDDPOption.OFFLOAD: FSDPOption.OFFLOAD,
+    ShardedDDPOption.AUTO_WRAP: FSDPOption.AUTO_WRAP,
+}
+
+
+def apply_renames(args: ArgumentFields) -> None:
+    """Move every old spelling to its new place; mutates the arguments.
+
+    Raises:
+        ConfigError: The old and the new spelling say different things; both are named.
+    """
+    for old, new in _RENAMED.items():
+        if _is_given(args, old):
+            _take_over(args, old, new, getattr(args, old))
+    if args.adafactor:
+        _take_over(args, "adafactor", "optim", OptimizerNames.ADAFACTOR)
+    args.optim = current_optimizer(args.optim)
+    _rename_debug(args)
+    _rename_metric_inputs(args)
+    _rename_mps(args)
+    _rename_hub_model(args)
+    for old, key in _FSDP_KEYS.items():
+        if _is_given(args, old):
+            _take_over_fsdp_key(args, old, key)
+    _rename_sharded_ddp(args)
+
+
+def current_optimizer(name: str) -> str:
+    """Return the optimizer's name as it is spelt today; warns about an old one."""
+    if name == "adamw_hf":
+        _deprecate("optim='adamw_hf'", "optim='adamw_torch'")
+        return OptimizerNames.ADAMW_TORCH
+    return name
+
+
+def _is_given(args: ArgumentFields, name: str) -> bool:
+    return bool(getattr(args, name) != _DEFAULTS[name])
+
+
+def _deprecate(old: str, new: str) -> None:
+    """Warn at the user's line: the first one outside this room and outside the dataclass's generated `__init__`."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith((_HERE, "<string>")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"{old} is deprecated. Use {new} instead.", FutureWarning, stacklevel=level)
+
+
+def _conflict(old: str, old_value: Any, new: str, new_value: Any) -> ConfigError:
+    received = {} if new.endswith("_token") else {old: old_value, new: new_value}
+    return ConfigError(
+        explain(
+            f"{old} was given together with {new}.",
+            f"{old} is the old form of {new}, and the two differ.",
+            f"Keep {new} alone.",
+            **received,
+        )
+    )
+
+
+def _take_over(args: ArgumentFields, old: str, new: str, value: Any) -> None:
+    if _is_given(args, new) and getattr(args, new) != value:
+        raise _conflict(old, getattr(args, old), new, getattr(args, new))
+    setattr(args, new, value)
+    setattr(args, old, _DEFAULTS[old])
+    _deprecate(old, new if new.endswith("_token") else f"{new}={value!r}")
+
+
+def _rename_debug(args: ArgumentFields) -> None:
+    if args.tpu_metrics_debug:
+        args.tpu_metrics_debug = False
+        if DebugOption.TPU_METRICS_DEBUG not in args.debug:
+            args.debug = [*args.debug, DebugOption.TPU_METRICS_DEBUG]
+        _deprecate("tpu_metrics_debug", "debug='tpu_metrics_debug'")
+
+
+def _rename_metric_inputs(args: ArgumentFields) -> None:
+    if args.include_inputs_for_metrics:
+        args.include_inputs_for_metrics = False
+        if "inputs" not in args.include_for_metrics:
+            args.include_for_metrics = [*args.include_for_metrics, "inputs"]
+        _deprecate("include_inputs_for_metrics", "include_for_metrics=['inputs']")
+
+
+def _rename_mps(args: ArgumentFields) -> None:
+    if args.use_mps_device:
+        args.use_mps_device = False
+        _deprecate("use_mps_device", "nothing: MPS is chosen by itself; use_cpu=True avoids it")
+
+
+def _rename_hub_model(args: ArgumentFields) -> None:
+    name, owner = args.push_to_hub_model_id, args.push_to_hub_organization
+    if name is None and owner is None:
+        return
+    old = "push_to_hub_organization" if name is None else "push_to_hub_model_id"
+    name = name or PurePath(args.output_dir or "").name
+    _take_over(args, old, "hub_model_id", f"{owner}/{name}" if owner else name)
+    args.push_to_hub_organization = None
+
+
+def _take_over_fsdp_key(args: ArgumentFields, old: str, key: str) -> None:
+    value, config = getattr(args, old), args.fsdp_config or {}
+    if isinstance(config, str) or config.get(key, value) != value:
+        raise _conflict(old, value, "fsdp_config", config)
+    args.fsdp_config = {**config, key: value}
+    setattr(args, old, _DEFAULTS[old])
+    _deprecate(old, f"fsdp_config={{{key!r}: {value!r}}}")
+
+
+def _rename_sharded_ddp(args: ArgumentFields) -> None:
+    given: Any = args.sharded_ddp
+    args.sharded_ddp = ""
+    words = ["simple"] if given is True else given.split() if isinstance(given, str) else list(given or [])
+    if not words:
+        return
+    # The 4.24 command lines write both spellings of offloading.
+    options = [ShardedDDPOption(str(word).replace("cpu_offload", "offload")) for word in words]
+    shardings = list(dict.fromkeys(_SHARDINGS[option] for option in options))
+    if args.fsdp and list(args.fsdp) != shardings:
+        raise _conflict("sharded_ddp", given, "fsdp", args.fsdp)
+    args.fsdp = shardings
+    _deprecate("sharded_ddp", f"fsdp={' '.join(shardings)!r}")

@@ -1,0 +1,67 @@
+"""Arguments as plain values and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+from hftrain.arguments.processes import ArgumentProcesses
+
+
+class ArgumentSerialization(ArgumentProcesses):
+    """Views of the arguments, with secrets hidden."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings as plain values; each `*_token` is replaced by a placeholder.
+
+        Source: the documented `TrainingArguments.to_dict`.
+        """
+        names = [field.name for field in dataclasses.fields(self) if field.init]
+        return {n: f"<{n.upper()}>" if n.endswith("_token") else _plain(getattr(self, n)) for n in names}
+
+    def to_json_string(self) -> str:
+        """Return `to_dict()` as JSON text. Source: the documented `TrainingArguments.to_json_string`."""
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Return the settings as TensorBoard takes them: numbers, booleans, text and tensors; the rest as text.
+
+        Source: the documented `TrainingArguments.to_sanitized_dict`.
+        """
+        settings = self.to_dict()
+        settings |= {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        kinds: tuple[type, ...] = (bool, int, float, str)
+        if "torch" in sys.modules:
+            kinds += (sys.modules["torch"].Tensor,)
+        return {name: value if isinstance(value, kinds) else str(value) for name, value in settings.items()}
+
+    def __str__(self) -> str:
+        lines = "".join(f"{name}={value!r},\n" for name, value in sorted(self.to_dict().items()))
+        return f"{type(self).__name__}(\n{lines})"
+
+    __repr__ = __str__
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    if isinstance(value, type):
+        return value
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict())
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return value

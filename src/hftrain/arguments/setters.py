@@ -1,0 +1,333 @@
+"""Settings by concern: methods that change several at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hftrain.arguments.checks import check_values
+from hftrain.arguments.enums import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
+from hftrain.arguments.fields import ArgumentFields
+from hftrain.arguments.normalize import convert_choices, normalize
+from hftrain.arguments.renames import current_optimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ArgumentSetters(ArgumentFields):
+    """The documented `set_*` methods: each mutates the arguments and returns them, so that calls chain.
+
+    Values are checked at once; how settings fit together is checked when a Trainer takes the arguments, because a
+    chain may pass through states that do not fit.
+    """
+
+    def set_training(
+        self,
+        learning_rate: float = 5e-5,
+        batch_size: int = 8,
+        weight_decay: float = 0,
+        num_epochs: float = 3,
+        max_steps: int = -1,
+        gradient_accumulation_steps: int = 1,
+        seed: int = 42,
+        gradient_checkpointing: bool = False,
+    ) -> Self:
+        """Set what training mainly depends on; also sets `do_train`.
+
+        Args:
+            learning_rate: Base learning rate.
+            batch_size: Samples per device and micro-step.
+            weight_decay: Decay of weights other than biases and normalization weights.
+            num_epochs: Passes over the data.
+            max_steps: Optimizer updates; wins over `num_epochs` when positive.
+            gradient_accumulation_steps: Micro-steps per optimizer update.
+            seed: Seed of every generator.
+            gradient_checkpointing: Recompute activations in the backward pass.
+
+        Raises:
+            ConfigError: A value is out of range.
+
+        Source: the documented `TrainingArguments.set_training`.
+        """
+        return self._set(
+            do_train=True,
+            learning_rate=learning_rate,
+            per_device_train_batch_size=batch_size,
+            weight_decay=weight_decay,
+            num_train_epochs=num_epochs,
+            max_steps=max_steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            seed=seed,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+
+    def set_evaluate(
+        self,
+        strategy: str | IntervalStrategy = "no",
+        steps: int = 500,
+        batch_size: int = 8,
+        accumulation_steps: int | None = None,
+        delay: float | None = None,
+        loss_only: bool = False,
+        jit_mode: bool = False,
+    ) -> Self:
+        """Set when and how to evaluate; also sets `do_eval` unless `strategy` is "no".
+
+        Args:
+            strategy: "no", "steps" or "epoch".
+            steps: Optimizer updates between two evaluations.
+            batch_size: Samples per device and batch.
+            accumulation_steps: Batches gathered on the device before they move to the CPU.
+            delay: Epochs or steps before the first evaluation; None is 0.
+            loss_only: Keep nothing but the loss.
+            jit_mode: Trace the model before evaluating.
+
+        Raises:
+            ConfigError: A value is out of range, or 0 steps with strategy "steps".
+
+        Source: the documented `TrainingArguments.set_evaluate`.
+        """
+        strategy = IntervalStrategy(strategy)
+        return self._set(
+            eval_strategy=strategy,
+            do_eval=self.do_eval or strategy != IntervalStrategy.NO,
+            eval_steps=steps,
+            per_device_eval_batch_size=batch_size,
+            eval_accumulation_steps=accumulation_steps,
+            eval_delay=delay,
+            prediction_loss_only=loss_only,
+            jit_mode_eval=jit_mode,
+        )
+
+    def set_testing(self, batch_size: int = 8, loss_only: bool = False, jit_mode: bool = False) -> Self:
+        """Set how to predict on a test set; also sets `do_predict`.
+
+        Args:
+            batch_size: Samples per device and batch; evaluation shares it.
+            loss_only: Keep nothing but the loss.
+            jit_mode: Trace the model before predicting.
+
+        Raises:
+            ConfigError: The batch size is below 1.
+
+        Source: the documented `TrainingArguments.set_testing`.
+        """
+        return self._set(
+            do_predict=True,
+            per_device_eval_batch_size=batch_size,
+            prediction_loss_only=loss_only,
+            jit_mode_eval=jit_mode,
+        )
+
+    def set_save(
+        self,
+        strategy: str | SaveStrategy | IntervalStrategy = "steps",
+        steps: int = 500,
+        total_limit: int | None = None,
+        on_each_node: bool = False,
+    ) -> Self:
+        """Set when to save and how many checkpoints to keep.
+
+        Args:
+            strategy: "no", "steps", "epoch" or "best".
+            steps: Optimizer updates between two checkpoints.
+            total_limit: Checkpoints to keep; None keeps all.
+            on_each_node: Save on every node.
+
+        Raises:
+            ConfigError: A value is out of range, or 0 steps with strategy "steps".
+
+        Source: the documented `TrainingArguments.set_save`.
+        """
+        return self._set(
+            save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
+        )
+
+    def set_logging(
+        self,
+        strategy: str | IntervalStrategy = "steps",
+        steps: int = 500,
+        report_to: str | list[str] = "none",
+        level: str = "passive",
+        first_step: bool = False,
+        nan_inf_filter: bool = False,
+        on_each_node: bool = False,
+        replica_level: str = "passive",
+    ) -> Self:
+        """Set what is logged, when and where.
+
+        Args:
+            strategy: "no", "steps" or "epoch".
+            steps: Optimizer updates between two logs.
+            report_to: Experiment trackers, "all" or "none".
+            level: Level on main processes.
+            first_step: Also log after the first optimizer update.
+            nan_inf_filter: Log the window's mean loss in place of NaN and infinity.
+            on_each_node: Treat the first process of every node as main.
+            replica_level: Level on all other processes.
+
+        Raises:
+            ConfigError: A value is out of range, or 0 steps with strategy "steps".
+
+        Source: the documented `TrainingArguments.set_logging`, whose signature's defaults hold where its text differs.
+        """
+        return self._set(
+            logging_strategy=strategy,
+            logging_steps=steps,
+            report_to=report_to,
+            log_level=level,
+            logging_first_step=first_step,
+            logging_nan_inf_filter=nan_inf_filter,
+            log_on_each_node=on_each_node,
+            log_level_replica=replica_level,
+        )
+
+    def set_push_to_hub(
+        self,
+        model_id: str,
+        strategy: str | HubStrategy = "every_save",
+        token: str | None = None,
+        private_repo: bool | None = None,
+        always_push: bool = False,
+        revision: str | None = None,
+    ) -> Self:
+        """Set what is pushed to the Hub; also sets `push_to_hub`.
+
+        Args:
+            model_id: The repository, "name" or "owner/name".
+            strategy: "end", "every_save", "checkpoint" or "all_checkpoints".
+            token: Access token; the stored login if None.
+            private_repo: Make a new repository private; None follows the owner's default.
+            always_push: Push although the previous push has not ended.
+            revision: Branch, tag or commit to push to.
+
+        Source: the documented `TrainingArguments.set_push_to_hub`.
+        """
+        return self._set(
+            push_to_hub=True,
+            hub_model_id=model_id,
+            hub_strategy=strategy,
+            hub_token=token,
+            hub_private_repo=private_repo,
+            hub_always_push=always_push,
+            hub_revision=revision,
+        )
+
+    def set_optimizer(
+        self,
+        name: str | OptimizerNames = "adamw_torch",
+        learning_rate: float = 5e-5,
+        weight_decay: float = 0,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        args: str | None = None,
+    ) -> Self:
+        """Set the optimizer.
+
+        Args:
+            name: The optimizer's name.
+            learning_rate: Base learning rate.
+            weight_decay: Decay of weights other than biases and normalization weights.
+            beta1: Adam's first-moment decay.
+            beta2: Adam's second-moment decay.
+            epsilon: Adam's epsilon.
+            args: Extra arguments as "name=value, name=value".
+
+        Raises:
+            ConfigError: The name is unknown, or a value out of range.
+
+        Source: the documented `TrainingArguments.set_optimizer`.
+        """
+        return self._set(
+            optim=current_optimizer(name),
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            adam_beta1=beta1,
+            adam_beta2=beta2,
+            adam_epsilon=epsilon,
+            optim_args=args,
+        )
+
+    def set_lr_scheduler(
+        self,
+        name: str | SchedulerType = "linear",
+        num_epochs: float = 3.0,
+        max_steps: int = -1,
+        warmup_ratio: float = 0,
+        warmup_steps: int = 0,
+    ) -> Self:
+        """Set the learning-rate schedule and the duration it spans.
+
+        Args:
+            name: The schedule's name.
+            num_epochs: Passes over the data.
+            max_steps: Optimizer updates; wins over `num_epochs` when positive.
+            warmup_ratio: Share of all optimizer updates spent on warmup.
+            warmup_steps: Optimizer updates of warmup; wins over `warmup_ratio` when positive.
+
+        Raises:
+            ConfigError: The name is unknown, or a value out of range.
+
+        Source: the documented `TrainingArguments.set_lr_scheduler`.
+        """
+        return self._set(
+            lr_scheduler_type=name,
+            num_train_epochs=num_epochs,
+            max_steps=max_steps,
+            warmup_ratio=warmup_ratio,
+            warmup_steps=warmup_steps,
+        )
+
+    def set_dataloader(
+        self,
+        train_batch_size: int = 8,
+        eval_batch_size: int = 8,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        pin_memory: bool = True,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        auto_find_batch_size: bool = False,
+        ignore_data_skip: bool = False,
+        sampler_seed: int | None = None,
+    ) -> Self:
+        """Set how batches are loaded.
+
+        Args:
+            train_batch_size: Training samples per device and micro-step.
+            eval_batch_size: Evaluation samples per device and batch.
+            drop_last: Drop the last batch when it is not full.
+            num_workers: Loading processes per rank.
+            pin_memory: Load into page-locked memory.
+            persistent_workers: Keep loading processes alive between epochs.
+            prefetch_factor: Batches each loading process prepares ahead.
+            auto_find_batch_size: Start again with a smaller batch when memory runs out.
+            ignore_data_skip: On resume, do not skip the data already seen.
+            sampler_seed: Seed of data samplers; `seed` if None.
+
+        Raises:
+            ConfigError: A value is out of range.
+
+        Source: the documented `TrainingArguments.set_dataloader`.
+        """
+        return self._set(
+            per_device_train_batch_size=train_batch_size,
+            per_device_eval_batch_size=eval_batch_size,
+            dataloader_drop_last=drop_last,
+            dataloader_num_workers=num_workers,
+            dataloader_pin_memory=pin_memory,
+            dataloader_persistent_workers=persistent_workers,
+            dataloader_prefetch_factor=prefetch_factor,
+            auto_find_batch_size=auto_find_batch_size,
+            ignore_data_skip=ignore_data_skip,
+            data_seed=sampler_seed,
+        )
+
+    def _set(self, **values: Any) -> Self:
+        for name, value in values.items():
+            setattr(self, name, value)
+        normalize(self)
+        convert_choices(self)
+        check_values(self)
+        return self

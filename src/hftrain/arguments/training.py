@@ -1,0 +1,84 @@
+"""`TrainingArguments`: every documented setting, checked as soon as it is written."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hftrain.arguments.serialization import ArgumentSerialization
+from hftrain.arguments.setters import ArgumentSetters
+from hftrain.arguments.settle import settle
+from hftrain.core.errors import ConfigError, explain, suggest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class _InitSignature:
+    """Show the names that `__init__` takes: editors and `inspect` would show those of `__new__`."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+@dataclass(repr=False)
+class TrainingArguments(ArgumentSetters, ArgumentSerialization):
+    """Hold every setting of a run: plain data, checked when built.
+
+    Building reads no file, no environment variable and no device, with one exception: an `output_dir` or `logging_dir`
+    that begins with "~" has the home folder looked up. Settings that are left open and follow from others are filled
+    in; `dataclasses.replace` copies them, so give them anew when what they follow from changes.
+
+    Each setting is described where it is declared: the modules of `hftrain.arguments` hold one concern each.
+
+    Args:
+        output_dir: Folder for checkpoints and predictions. Every other setting is given by name.
+
+    Raises:
+        ConfigError: A name is unknown, a value cannot work, or two settings contradict one another.
+
+    Source: the documented `TrainingArguments`.
+
+    Example:
+        >>> args = TrainingArguments("working_dir", eval_strategy="steps", logging_steps=50)
+        >>> args.eval_steps, args.do_eval
+        (50, True)
+        >>> args.set_save(strategy="steps", steps=100).save_steps
+        100
+    """
+
+    __signature__ = _InitSignature()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        _refuse_unknown_names(cls, kwargs)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        settle(self)
+
+
+def _refuse_unknown_names(cls: type, given: dict[str, Any]) -> None:
+    known = _accepted_names(cls)
+    if known is None:
+        return
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                explain(
+                    f"{cls.__name__}({name}=...) was asked for.",
+                    f"{cls.__name__} has no setting {name!r}.",
+                    suggest(name, known),
+                )
+            )
+
+
+@functools.cache
+def _accepted_names(cls: type) -> frozenset[str] | None:
+    """Return the names that the class's `__init__` takes, or None where it takes any."""
+    parameters = list(inspect.signature(cls).parameters.values())
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)

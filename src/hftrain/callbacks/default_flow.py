@@ -1,0 +1,65 @@
+"""The callback that decides when to log, evaluate, save and stop."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from hftrain.callbacks.base import CallbackResult, TrainerCallback
+from hftrain.core.progress import Cadence, TrainerControl
+from hftrain.core.state import TrainerState
+
+# A handful of different cadences exist in a run, and every step asks for three of them.
+_cadence = functools.lru_cache(maxsize=64)(Cadence)
+
+
+class DefaultFlowCallback(TrainerCallback):
+    """Turn the logging, evaluation and save strategies and `max_steps` into control flags.
+
+    The intervals are read from the state at each step, so a callback may change them while training. A run that
+    reaches `max_steps`, or that any callback stops before an epoch's end, ends with a save unless the save strategy is
+    ``"no"`` or ``"best"``; it ends without an evaluation that was not due.
+
+    Source: the documented `DefaultFlowCallback`.
+    """
+
+    _saved_step: int | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Forget the saves of an earlier run."""
+        self._saved_step = None
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
+        """Set the flags of what is due after this step, and stop at `max_steps`."""
+        step = state.global_step
+        is_last = step >= state.max_steps
+        log = _cadence(unit=args.logging_strategy, every=state.logging_steps)
+        evaluate = _cadence(unit=args.eval_strategy, every=state.eval_steps, delay=args.eval_delay)
+        save = _cadence(unit=args.save_strategy, every=state.save_steps)
+        if log.is_due_at_step(step) or (step == 1 and args.logging_first_step):
+            control.should_log = True
+        if evaluate.is_due_at_step(step):
+            control.should_evaluate = True
+        if save.is_due_at_step(step) or (is_last and args.save_strategy == "steps"):
+            control.should_save = True
+        if is_last:
+            control.should_training_stop = True
+        return control
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
+        """Set the flags of what is due after this pass."""
+        epoch = state.epoch or 0.0
+        if _cadence(unit=args.logging_strategy).is_due_at_epoch(epoch):
+            control.should_log = True
+        if _cadence(unit=args.eval_strategy, delay=args.eval_delay).is_due_at_epoch(epoch):
+            control.should_evaluate = True
+        if _cadence(unit=args.save_strategy).is_due_at_epoch(epoch):
+            control.should_save = True
+        # Another callback may have stopped the run; the save strategy promises a checkpoint of its end all the same.
+        if control.should_training_stop and args.save_strategy == "steps" and self._saved_step != state.global_step:
+            control.should_save = True
+        return control
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Remember the step, so that the end of the run is not saved twice."""
+        self._saved_step = state.global_step

@@ -1,0 +1,129 @@
+"""Stopping a run whose metric no longer improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hftrain.callbacks.base import CallbackResult, ExportableState, TrainerCallback
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import get_logger
+from hftrain.core.progress import TrainerControl
+from hftrain.core.state import TrainerState
+
+
+class EarlyStoppingCallback(TrainerCallback, ExportableState):
+    """Stop training once `metric_for_best_model` has failed to improve for a number of evaluations.
+
+    Needs `metric_for_best_model` and an evaluation strategy. The count is part of checkpoints; a run that starts at
+    step 0 starts counting anew. A metric that is not a number never counts as better.
+
+    Args:
+        early_stopping_patience: Evaluations in a row without an improvement after which training stops.
+        early_stopping_threshold: By how much a value must beat the best one so far to count as an improvement.
+
+    Raises:
+        ConfigError: The patience is below 1 or the threshold negative.
+
+    Source: the documented `EarlyStoppingCallback`.
+    """
+
+    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
+        self.early_stopping_patience = early_stopping_patience
+        self.early_stopping_threshold = early_stopping_threshold or 0.0
+        self.early_stopping_patience_counter = 0
+        if early_stopping_patience < 1 or self.early_stopping_threshold < 0:
+            raise ConfigError(
+                explain(
+                    "EarlyStoppingCallback was given its limits.",
+                    "The patience counts evaluations and the threshold measures an improvement.",
+                    "Use a patience of at least 1 and a threshold of at least 0.",
+                    early_stopping_patience=early_stopping_patience,
+                    early_stopping_threshold=early_stopping_threshold,
+                )
+            )
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Check the settings, and forget the count of an earlier run.
+
+        Raises:
+            ConfigError: There is no metric, no direction or no evaluation.
+        """
+        if args.metric_for_best_model is None or args.greater_is_better is None or args.eval_strategy == "no":
+            raise ConfigError(_missing_settings(args))
+        if not args.load_best_model_at_end:
+            get_logger().warning("Early stopping without load_best_model_at_end=True ends with the last model.")
+        if state.global_step == 0:
+            self.early_stopping_patience_counter = 0
+
+    def on_evaluate(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> CallbackResult:
+        """Compare with the best metric before this evaluation, and stop when patience runs out.
+
+        Raises:
+            ConfigError: The metric is not among those of the evaluation.
+        """
+        value = self._read_metric(args, metrics or {})
+        if value is None:
+            return None
+        is_better = _is_better(value, state.best_metric, self.early_stopping_threshold, args.greater_is_better)
+        self.early_stopping_patience_counter = 0 if is_better else self.early_stopping_patience_counter + 1
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
+        return control
+
+    def state(self) -> dict[str, Any]:
+        """Return the limits and the count."""
+        return {
+            "args": {
+                "early_stopping_patience": self.early_stopping_patience,
+                "early_stopping_threshold": self.early_stopping_threshold,
+            },
+            "attributes": {"early_stopping_patience_counter": self.early_stopping_patience_counter},
+        }
+
+    def _read_metric(self, args: Any, metrics: Mapping[str, Any]) -> float | None:
+        """Return the metric, or None if this was an evaluation of another set (``eval_<set>_...``)."""
+        if args.metric_for_best_model is None:
+            raise ConfigError(_missing_settings(args))
+        name = str(args.metric_for_best_model)
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name in metrics:
+            return float(metrics[name])
+        prefixes = {key.removesuffix("_runtime") for key in metrics if key.endswith("_runtime")}
+        if prefixes and "eval" not in prefixes:
+            return None
+        raise ConfigError(
+            explain(
+                "EarlyStoppingCallback looked for metric_for_best_model.",
+                f"The evaluation gave no {name!r}.",
+                f"Choose one of: {', '.join(sorted(metrics)) or '(no metrics at all)'}.",
+                metric_for_best_model=args.metric_for_best_model,
+            )
+        )
+
+
+def _is_better(value: float, best: float | None, threshold: float, greater_is_better: bool) -> bool:
+    if math.isnan(value):
+        return False
+    if best is None or math.isnan(best):
+        return True
+    return (value - best if greater_is_better else best - value) > threshold
+
+
+def _missing_settings(args: Any) -> str:
+    return explain(
+        "EarlyStoppingCallback was added.",
+        "It needs a metric to follow, its direction, and evaluations while training.",
+        "Set metric_for_best_model, greater_is_better and eval_strategy='steps' or 'epoch'.",
+        metric_for_best_model=args.metric_for_best_model,
+        greater_is_better=args.greater_is_better,
+        eval_strategy=args.eval_strategy,
+    )

@@ -1,0 +1,251 @@
+"""Calling callbacks: only those that hear an event, in list order, with one control object."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from hftrain.callbacks.base import TrainerCallback
+from hftrain.core.errors import CheckpointError, TaskError, explain, suggest
+from hftrain.core.events import EVENTS
+from hftrain.core.progress import TrainerControl
+from hftrain.core.state import TrainerState
+
+Handler = Callable[..., Any]
+
+_CONTEXT = (
+    "model",
+    "processing_class",
+    "tokenizer",
+    "optimizer",
+    "lr_scheduler",
+    "train_dataloader",
+    "eval_dataloader",
+)
+
+
+class CallbackRunner:
+    """Hold a run's callbacks and call the methods they override.
+
+    Which methods those are is looked up when callbacks are added or removed and by `refresh`, never while training.
+
+    Args:
+        callbacks: Classes (instantiated without arguments) or instances, in the order of their calls. Any object with
+            a method named after an event will do.
+        args: The arguments handed to every callback.
+        state: The state handed to every callback; assign `runner.state` when another one takes over.
+        control: The one control object; it is changed but never replaced.
+        **context: Keywords for every callback; see `refresh`.
+
+    Raises:
+        TaskError: A callback has no method named after an event.
+
+    Example:
+        >>> class Stop(TrainerCallback):
+        ...     def on_step_end(self, args, state, control, **kwargs):
+        ...         return {"should_training_stop": True}
+        >>> runner = CallbackRunner([Stop], args=None, state=TrainerState(), control=TrainerControl())
+        >>> runner.fire("on_step_end").should_training_stop, sorted(runner.heard)
+        (True, ['on_step_end'])
+    """
+
+    heard: frozenset[str]
+
+    def __init__(
+        self, callbacks: Iterable[Any], *, args: Any, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
+        self.args = args
+        self.state = state
+        self.control = control
+        self.callbacks: list[Any] = []
+        self._context: dict[str, Any] = dict.fromkeys(_CONTEXT)
+        for callback in callbacks:
+            self._append(callback)
+        self.refresh(**context)
+
+    def add(self, callback: Any) -> None:
+        """Append a callback, a class or an instance; a second one of the same class warns.
+
+        Raises:
+            TaskError: It has no method named after an event.
+        """
+        self._append(callback)
+        self._resolve()
+
+    def pop(self, callback: Any) -> Any:
+        """Remove and return the first callback of a class, or this very instance; None if there is none."""
+        for index, present in enumerate(self.callbacks):
+            if isinstance(present, callback) if isinstance(callback, type) else present is callback:
+                del self.callbacks[index]
+                self._resolve()
+                return present
+        return None
+
+    def remove(self, callback: Any) -> None:
+        """Remove what `pop` would return."""
+        self.pop(callback)
+
+    def refresh(self, **context: Any) -> None:
+        """Replace keywords that callbacks receive, and look again at what each callback overrides.
+
+        Args:
+            **context: `model`, `processing_class`, `optimizer`, `lr_scheduler`, `train_dataloader`, `eval_dataloader`;
+                `tokenizer` is another name for `processing_class`. Those left out stay as they are.
+        """
+        for name, alias in (("processing_class", "tokenizer"), ("tokenizer", "processing_class")):
+            if name in context:
+                context.setdefault(alias, context[name])
+        self._context.update(context)
+        self._resolve()
+
+    def fire(self, event: str, **extra: Any) -> TrainerControl:
+        """Call every callback that overrides `event`; mutates and returns the control object.
+
+        Args:
+            event: One of `hftrain.core.events.EVENTS`.
+            **extra: Keywords for this call only; they win over the context.
+
+        Raises:
+            TaskError: A callback returned something that is no set of control flags.
+        """
+        control = self.control
+        handlers = self._handlers[event]
+        if handlers:
+            context = {**self._context, **extra} if extra else self._context
+            for handler in handlers:
+                result = handler(self.args, self.state, control, **context)
+                if result is not None and result is not control:
+                    self._adopt(result, handler, event)
+        return control
+
+    def stateful_states(self) -> dict[str, Any]:
+        """Return the state of every callback that exports one, and of the control, by class name.
+
+        Several callbacks of one class give a list, in their order.
+        """
+        grouped: dict[str, list[Any]] = {}
+        for source in (*filter(_is_exportable, self.callbacks), self.control):
+            grouped.setdefault(type(source).__name__, []).append(source.state())
+        return {name: found if len(found) > 1 else found[0] for name, found in grouped.items()}
+
+    def restore(self, states: Mapping[str, Any], *, is_full: bool = True) -> None:
+        """Put saved states back into the callbacks of the same class.
+
+        Saved states without a callback of their class warn; callbacks without a saved state stay as they are.
+
+        Args:
+            states: What `stateful_states` returned.
+            is_full: Replace the callbacks by ones built from the saved states, constructor arguments included, and
+                set the control's flags; else only what the callbacks had counted is restored, so that a resumed run
+                goes on as it would have.
+
+        Raises:
+            CheckpointError: A saved state does not fit its class.
+        """
+        places: dict[str, list[int]] = {}
+        for index, callback in enumerate(self.callbacks):
+            if _is_exportable(callback):
+                places.setdefault(type(callback).__name__, []).append(index)
+        missing = []
+        for name, saved in states.items():
+            if name == type(self.control).__name__:
+                if is_full:
+                    self._restore_control(saved)
+                continue
+            found = saved if isinstance(saved, list) else [saved]
+            if len(found) > len(places.get(name, ())):
+                missing.append(name)
+            for index, state in zip(places.get(name, ()), found, strict=False):
+                restored = _rebuild(type(self.callbacks[index]), state)
+                if is_full:
+                    self.callbacks[index] = restored
+                else:
+                    vars(self.callbacks[index]).update(state.get("attributes", {}))
+        if missing:
+            warnings.warn(
+                f"The checkpoint holds the state of callbacks that this run lacks; it is left out: {missing}.",
+                stacklevel=2,
+            )
+        self._resolve()
+
+    def _append(self, callback: Any) -> None:
+        callback = callback() if isinstance(callback, type) else callback
+        name = type(callback).__name__
+        if not any(callable(getattr(callback, event, None)) for event in EVENTS):
+            raise TaskError(
+                explain(
+                    f"{name} was given as a callback.",
+                    "It has no method that is named after an event.",
+                    f"Derive it from TrainerCallback and override one of: {', '.join(EVENTS)}.",
+                    callback=callback,
+                )
+            )
+        if any(type(present) is type(callback) for present in self.callbacks):
+            warnings.warn(f"There is already a {name} among the callbacks; both will be called.", stacklevel=4)
+        self.callbacks.append(callback)
+
+    def _resolve(self) -> None:
+        self._handlers: dict[str, tuple[Handler, ...]] = {
+            event: tuple(handler for callback in self.callbacks if (handler := _overridden(callback, event)))
+            for event in EVENTS
+        }
+        self.heard = frozenset(event for event, handlers in self._handlers.items() if handlers)
+
+    def _adopt(self, result: Any, handler: Handler, event: str) -> None:
+        flags = result.__dict__ if isinstance(result, TrainerControl) else result
+        known = self.control.__dict__
+        owner = type(getattr(handler, "__self__", handler)).__name__
+        if not isinstance(flags, Mapping):
+            raise TaskError(
+                explain(
+                    f"{owner}.{event} returned a {type(result).__name__}.",
+                    "A callback asks for things through the control's flags.",
+                    "Return None, the control, or a mapping of its flags to booleans.",
+                    returned=result,
+                )
+            )
+        for name in flags:
+            if name not in known:
+                raise TaskError(
+                    explain(
+                        f"{owner}.{event} asked for {name!r}.",
+                        "TrainerControl has no flag of that name.",
+                        suggest(name, known),
+                        returned=dict(flags),
+                    )
+                )
+        self.control.update(dict(flags))
+
+    def _restore_control(self, saved: Any) -> None:
+        try:
+            self.control.update(saved["args"])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(_misfit(type(self.control).__name__, error, saved)) from error
+
+
+def _overridden(callback: Any, event: str) -> Handler | None:
+    """Return the callback's own method for an event, or None if it has none beyond the base class's."""
+    method: Handler | None = getattr(callback, event, None)
+    is_inherited = getattr(method, "__func__", None) is getattr(TrainerCallback, event)
+    return method if callable(method) and not is_inherited else None
+
+
+def _is_exportable(callback: Any) -> bool:
+    return callable(getattr(callback, "state", None)) and callable(getattr(callback, "from_state", None))
+
+
+def _rebuild(kind: Any, state: Any) -> Any:
+    try:
+        return kind.from_state(state)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(_misfit(kind.__name__, error, state)) from error
+
+
+def _misfit(name: str, error: Exception, saved: Any) -> str:
+    return explain(
+        f"The saved state of {name} was to be restored.",
+        f"It does not fit the class ({type(error).__name__}: {error}).",
+        "Use the version that wrote the checkpoint, or restore_callback_states_from_checkpoint=False.",
+        saved=saved,
+    )

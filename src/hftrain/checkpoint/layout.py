@@ -1,0 +1,58 @@
+"""The documented names of a checkpoint's folder and files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+BIN_WEIGHTS = "pytorch_model.bin"
+BIN_WEIGHTS_INDEX = "pytorch_model.bin.index.json"
+TASK_STATE = "task_state.safetensors"
+OPTIMIZER = "optimizer.pt"
+SCHEDULER = "scheduler.pt"
+SCALER = "scaler.pt"
+TRAINER_STATE = "trainer_state.json"
+ARGUMENTS = "training_args.bin"
+MANIFEST = "manifest.json"
+
+_FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
+_PARTS = {WEIGHTS, WEIGHTS_INDEX, BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE}
+_PARTS |= {OPTIMIZER, SCHEDULER, SCALER, TRAINER_STATE, ARGUMENTS}
+_RNG = re.compile(r"rng_state(_[0-9]+)?\.pth")
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the folder that holds the checkpoint of a step."""
+    return f"checkpoint-{step}"
+
+
+def checkpoint_step(path: str | Path) -> int | None:
+    """Return the step in a checkpoint folder's name, or None if it is no such name.
+
+    Example:
+        >>> checkpoint_step("out/checkpoint-500")
+        500
+    """
+    match = _FOLDER.fullmatch(Path(path).name)
+    return None if match is None else int(match[1])
+
+
+def list_checkpoints(output_dir: str | Path) -> list[Path]:
+    """List the folders that are named like checkpoints, by step; the newest is last."""
+    folder = Path(output_dir)
+    if not folder.is_dir():
+        return []
+    found = [(step, path) for path in folder.iterdir() if (step := checkpoint_step(path)) is not None and path.is_dir()]
+    return [path for _, path in sorted(found)]
+
+
+def rng_name(*, rank: int, world_size: int) -> str:
+    """Return the name of the file that holds the random number generators of one process."""
+    return "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"
+
+
+def is_part(name: str) -> bool:
+    """Tell whether a resume would read a file of this name."""
+    return name in _PARTS or _RNG.fullmatch(name) is not None

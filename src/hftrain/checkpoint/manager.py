@@ -1,0 +1,214 @@
+"""The commit protocol: every checkpoint of a run is whole or does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_name, checkpoint_step, list_checkpoints
+from hftrain.checkpoint.manifest import Manifest, read_manifest, verify, write_manifest
+from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.log import get_logger
+from hftrain.storage import files
+
+Writer = Callable[[Path], None]
+
+logger = get_logger(__name__)
+
+
+class Group(Protocol):
+    """The processes that save together; a strategy is one."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that commits."""
+
+    def barrier(self) -> None:
+        """Wait for all; collective."""
+
+    def all_true(self, flag: bool) -> bool:
+        """Tell every process whether the flag is set on all; collective."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Where checkpoints go, what they hold and how many are kept.
+
+    Args:
+        output_dir: The folder of the checkpoints.
+        save_total_limit: How many are kept; None, or a number below 1, keeps all.
+        only_model: Whether what only a resume needs is left out.
+        safe_weights: Whether weights are written as safetensors.
+
+    Source: the documented `output_dir`, `save_total_limit`, `save_only_model`, `save_safetensors`.
+    """
+
+    output_dir: Path
+    save_total_limit: int | None = None
+    only_model: bool = False
+    safe_weights: bool = True
+
+
+class CheckpointManager:
+    """Write, find, verify and rotate the checkpoints of one run, which owns its output folder.
+
+    Args:
+        config: Where and how many.
+        group: The processes that call `save` together.
+    """
+
+    def __init__(self, config: CheckpointConfig, *, group: Group) -> None:
+        self.config = config
+        self.group = group
+        self._committed: Path | None = None
+
+    def save(self, step: int, *, main: Sequence[Writer], each: Sequence[Writer] = (), facts: Mapping[str, Any]) -> Path:
+        """Write the checkpoint of a step; collective, and durable on return.
+
+        Nothing is visible under the final name before every process has written its part. A checkpoint of the same
+        step is replaced.
+
+        Args:
+            step: The optimizer updates done.
+            main: What the main process writes; each is called with the folder to write to.
+            each: What every process writes, under names that differ by rank.
+            facts: What the manifest tells beside the files: numbers, text, lists and dictionaries.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: A writer or the commit failed, on whichever process; the earlier checkpoints are as they
+                were. The cause is attached on the process where it happened.
+        """
+        target = self.config.output_dir / checkpoint_name(step)
+        writers = [*main, *each] if self.group.is_main else each
+        self._together(target, self._begin, is_for_main=True)
+        self._together(target, lambda path: self._write(path, writers))
+        self._together(target, lambda path: self._commit(path, step, facts), is_for_main=True)
+        self._committed = target
+        return target
+
+    def latest(self) -> Path | None:
+        """Return the newest checkpoint that is whole, or None; those passed over are named in a warning.
+
+        Not collective: the main process asks, and tells the others. It reads every byte of the answer, and first puts
+        back a checkpoint that a killed save had set aside.
+        """
+        if self.group.is_main:
+            files.restore(self.config.output_dir, is_ours=_is_ours)
+        for path in reversed(list_checkpoints(self.config.output_dir)):
+            try:
+                verify(path)
+            except CheckpointError as error:
+                logger.warning("Passed over %s when looking for the newest checkpoint: %s", path, error)
+            else:
+                return path
+        return None
+
+    def open(self, path: str | Path) -> Manifest | None:
+        """Verify a checkpoint that was named explicitly.
+
+        Returns:
+            Its manifest; None, with a warning, if it looks like one of the Hugging Face Trainer, which cannot be
+            verified.
+
+        Raises:
+            CheckpointError: It is damaged, or no checkpoint.
+        """
+        path = Path(path)
+        if (path / MANIFEST).exists():
+            return verify(path)
+        if (path / TRAINER_STATE).is_file():
+            logger.warning("%s has no %s: its files are read as they are, without proof.", path, MANIFEST)
+            return None
+        raise CheckpointError(
+            explain(f"Resuming from {path} was asked for.", f"It is not a checkpoint: {_contents(path)}.", _hint(path))
+        )
+
+    def rotate(self, *, best: Path | None = None) -> None:
+        """Delete the oldest checkpoints beyond the limit; for the main process alone, others do nothing.
+
+        The newest, the best and the one committed last always stay, and so does every folder without a manifest that
+        can be read.
+
+        Args:
+            best: The checkpoint with the best metric so far.
+        """
+        limit = self.config.save_total_limit
+        known = [path for path in list_checkpoints(self.config.output_dir) if _is_known(path)]
+        if not self.group.is_main or limit is None or limit < 1 or not known:
+            return
+        protected = {path.resolve() for path in (known[-1], best, self._committed) if path is not None}
+        kept = [path for path in known if path.resolve() in protected]
+        others = [path for path in known if path not in kept]
+        for path in others[: max(0, len(known) - max(limit, len(kept)))]:
+            files.discard(path)
+
+    def _begin(self, target: Path) -> None:
+        files.sweep(target.parent, is_ours=_is_ours)
+        files.begin(target)
+
+    def _write(self, target: Path, writers: Sequence[Writer]) -> None:
+        staged = files.find_staging(target)
+        for writer in writers:
+            writer(staged)
+        files.fsync_tree(staged)  # on shared storage each machine can flush only what it wrote itself
+
+    def _commit(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
+        staged = files.find_staging(target)
+        write_manifest(staged, {**facts, "only_model": self.config.only_model}, step=step)
+        files.commit(staged, target)
+
+    def _together(self, target: Path, work: Writer, *, is_for_main: bool = False) -> None:
+        """Do one stage on every process, and raise on all of them if it failed on one."""
+        cause: Exception | None = None
+        try:
+            if self.group.is_main or not is_for_main:
+                work(target)
+        except Exception as error:
+            cause = error
+        if self.group.all_true(cause is None):
+            return
+        try:
+            if self.group.is_main:
+                files.sweep(target.parent, is_ours=_is_ours)
+        finally:
+            self.group.barrier()
+        reason = "Another process failed, and says why." if cause is None else f"{type(cause).__name__}: {str(cause).rstrip('.')}."
+        remedy = "Earlier checkpoints are untouched. Mend the cause, then resume from the newest."
+        raise CheckpointError(explain(f"{target} should be written.", reason, remedy)) from cause
+
+
+def _is_ours(name: str) -> bool:
+    return checkpoint_step(name) is not None
+
+
+def _is_known(path: Path) -> bool:
+    try:
+        return not path.is_symlink() and read_manifest(path).step == checkpoint_step(path)
+    except CheckpointError:
+        return False
+
+
+def _contents(path: Path) -> str:
+    if not path.is_dir():
+        return "it is a file" if path.exists() else "it does not exist"
+    names = sorted(entry.name for entry in path.iterdir())
+    return f"it holds {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "it is empty"
+
+
+def _hint(path: Path) -> str:
+    nearby = [*list_checkpoints(path), *list_checkpoints(path.parent)]
+    found = ", ".join(str(each) for each in nearby if each != path)
+    return f"Checkpoints found there: {found}." if found else "No checkpoint lies inside it or beside it."

@@ -1,0 +1,175 @@
+"""`manifest.json`: what a checkpoint is, and the proof that its files are the ones that were saved."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from hftrain.checkpoint.layout import MANIFEST, checkpoint_step, is_part
+from hftrain.core.errors import CheckpointError, explain
+from hftrain.storage.files import read_json, sha256, walk_files, write_text
+
+FORMAT_VERSION = 1
+_PACKAGES = ("hftrain", "torch", "safetensors", "numpy", "accelerate", "transformers")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    Args:
+        step: The optimizer updates done.
+        facts: What the run told: ``progress`` (counters), ``geometry`` (see `check_geometry`), ``only_model``.
+        versions: The libraries it was written with.
+        files: Size in bytes and SHA-256 of each file, by its path inside the folder.
+        format_version: The version of this layout.
+    """
+
+    step: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def only_model(self) -> bool:
+        """Whether it was saved without what a resume needs. Source: the documented `save_only_model`."""
+        return bool(self.facts.get("only_model", False))
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any], *, step: int) -> Manifest:
+    """Hash every file of a folder and write its manifest, durably; the last thing before the commit."""
+    files = {
+        path.relative_to(folder).as_posix(): _record(path) for path in walk_files(folder) if path != folder / MANIFEST
+    }
+    manifest = Manifest(step=step, facts=dict(facts), versions=_versions(), files=files)
+    body = json.loads(json.dumps(asdict(manifest), allow_nan=False))
+    write_text(folder / MANIFEST, json.dumps({**body, "checksum": _checksum(body)}, indent=1, sort_keys=True) + "\n")
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint without looking at its files.
+
+    Raises:
+        CheckpointError: It is absent, damaged, or of a format this version does not know.
+    """
+    body = read_json(folder / MANIFEST)
+    if not isinstance(body, dict) or body.pop("checksum", None) != _checksum(body):
+        raise _refused(folder / MANIFEST, "Its content does not match its own checksum")
+    if body.get("format_version") != FORMAT_VERSION:
+        raise _refused(
+            folder / MANIFEST, f"Its format is {body.get('format_version')!r}; this version reads {FORMAT_VERSION}"
+        )
+    if set(body) != set(Manifest.__dataclass_fields__) or not _is_well_typed(body):
+        raise _refused(folder / MANIFEST, "Its entries are not those of this format")
+    return Manifest(**body)
+
+
+def verify(folder: Path) -> Manifest:
+    """Prove that a checkpoint is whole: each file present, of the recorded size and SHA-256, and not a link.
+
+    Files that the manifest does not name may lie beside, unless a resume would read them.
+
+    Raises:
+        CheckpointError: It is not; the message names the file.
+    """
+    manifest = read_manifest(folder)
+    if checkpoint_step(folder) not in (None, manifest.step):
+        raise _refused(folder, f"It was saved at step {manifest.step}, as another folder")
+    for name, record in manifest.files.items():
+        _verify_file(folder, name, record)
+    for path in folder.iterdir():
+        if is_part(path.name) and path.name not in manifest.files:
+            raise _refused(path, "It was not there when the checkpoint was saved")
+    return manifest
+
+
+def check_geometry(manifest: Manifest, **current: Any) -> None:
+    """Refuse a run whose shape differs from that of the checkpoint.
+
+    Args:
+        manifest: The checkpoint's; its facts hold the saved shape under ``geometry``.
+        **current: The same of this run, such as ``world_size``, ``batch_size``, ``accumulation``, ``samples``.
+
+    Raises:
+        CheckpointError: A value differs or was not recorded; all such values are named.
+    """
+    saved = manifest.facts.get("geometry", {})
+    differing = [
+        f"{name}={value!r} (the checkpoint has {saved.get(name)!r})"
+        for name, value in current.items()
+        if name not in saved or saved[name] != value
+    ]
+    if differing:
+        raise CheckpointError(
+            explain(
+                f"Resuming from step {manifest.step} was asked for with {', '.join(differing)}.",
+                "The position in the data is counted in batches of one shape, and this version does not convert it.",
+                "Resume with the values of the checkpoint, or start a new run from its weights.",
+            )
+        )
+
+
+def _verify_file(folder: Path, name: str, record: Any) -> None:
+    parts = PurePosixPath(name).parts
+    if not parts or name != "/".join(parts) or parts[0] == "/" or ".." in parts or "\\" in name or ":" in parts[0]:
+        raise _refused(folder / MANIFEST, f"It names {name!r}, which is no path inside the folder")
+    path = folder
+    for part in parts:
+        path = path / part
+        try:
+            status = path.lstat()
+        except OSError as error:
+            raise _refused(path, f"It cannot be found: {error}") from error
+        if stat.S_ISLNK(status.st_mode):
+            raise _refused(path, "It is a link")
+    if not stat.S_ISREG(status.st_mode):
+        raise _refused(path, "It is no regular file")
+    if status.st_size != record["size"]:
+        raise _refused(path, f"It has {status.st_size} bytes instead of {record['size']}")
+    if sha256(path) != record["sha256"]:
+        raise _refused(path, "Its SHA-256 is not the recorded one")
+
+
+def _record(path: Path) -> dict[str, Any]:
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise CheckpointError(
+            explain(f"{path} should be saved.", "It is a link or no regular file.", "Write its content instead.")
+        )
+    return {"size": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _is_well_typed(body: dict[str, Any]) -> bool:
+    records = body["files"].values() if isinstance(body["files"], dict) else [None]
+    return (
+        type(body["step"]) is int
+        and isinstance(body["facts"], dict)
+        and isinstance(body["versions"], dict)
+        and all(isinstance(record, dict) and set(record) == {"size", "sha256"} for record in records)
+    )
+
+
+def _refused(path: Path, reason: str) -> CheckpointError:
+    remedy = "Use another checkpoint; without a path, resuming takes the newest that is whole."
+    return CheckpointError(explain(f"{path} should be read.", f"{reason}.", remedy))
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,97 @@
+"""The files of a checkpoint that are not weights: one reader and one writer for each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, OPTIMIZER, SCALER, SCHEDULER, TRAINER_STATE, rng_name
+from hftrain.checkpoint.manifest import read_manifest
+from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.state import TrainerState
+from hftrain.storage.files import write_text
+from hftrain.storage.tensors import load_containers, save_containers
+
+
+def save_optimizer(state: dict[str, Any], folder: Path) -> None:
+    """Write the optimizer's state dict."""
+    save_containers(state, folder / OPTIMIZER)
+
+
+def load_optimizer(folder: Path) -> dict[str, Any]:
+    """Read the optimizer's state dict onto the CPU; raises `CheckpointError` if it is absent or damaged."""
+    return _load(folder, OPTIMIZER)
+
+
+def save_scheduler(state: dict[str, Any], folder: Path) -> None:
+    """Write the learning rate schedule's state dict."""
+    save_containers(state, folder / SCHEDULER)
+
+
+def load_scheduler(folder: Path) -> dict[str, Any]:
+    """Read the learning rate schedule's state dict; raises `CheckpointError` if it is absent or damaged."""
+    return _load(folder, SCHEDULER)
+
+
+def save_scaler(state: dict[str, Any], folder: Path) -> None:
+    """Write the gradient scaler's state dict."""
+    save_containers(state, folder / SCALER)
+
+
+def load_scaler(folder: Path) -> dict[str, Any]:
+    """Read the gradient scaler's state dict; raises `CheckpointError` if it is absent or damaged."""
+    return _load(folder, SCALER)
+
+
+def save_rng(state: dict[str, Any], folder: Path, *, rank: int, world_size: int) -> None:
+    """Write one process's random number generators, as `capture_rng` returns them."""
+    save_containers(state, folder / rng_name(rank=rank, world_size=world_size))
+
+
+def load_rng(folder: Path, *, rank: int, world_size: int) -> dict[str, Any]:
+    """Read one process's random number generators; raises `CheckpointError` if they are absent or damaged."""
+    return _load(folder, rng_name(rank=rank, world_size=world_size), with_numpy=True)
+
+
+def save_trainer_state(state: TrainerState, folder: Path) -> None:
+    """Write the documented, human-readable state."""
+    write_text(folder / TRAINER_STATE, state.to_json())
+
+
+def load_trainer_state(folder: Path) -> TrainerState:
+    """Read the documented, human-readable state; raises `CheckpointError` if it is absent or damaged."""
+    path = folder / TRAINER_STATE
+    try:
+        return TrainerState.load_from_json(str(path))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise _unusable(path, f"It is absent or damaged: {error}") from error
+
+
+def save_arguments(arguments: dict[str, Any], folder: Path) -> None:
+    """Write the training arguments as a dictionary of plain values."""
+    save_containers(arguments, folder / ARGUMENTS)
+
+
+def load_arguments(folder: Path) -> dict[str, Any]:
+    """Read the training arguments as a dictionary; raises `CheckpointError` if they are absent or damaged."""
+    return _load(folder, ARGUMENTS)
+
+
+def _load(folder: Path, name: str, *, with_numpy: bool = False) -> dict[str, Any]:
+    path = folder / name
+    if not path.exists() and (folder / MANIFEST).exists() and read_manifest(folder).only_model:
+        raise CheckpointError(
+            explain(
+                f"Resuming from {folder} was asked for.",
+                f"It was saved with save_only_model=True, so it has no {name}.",
+                "Start a new run from its weights, or save without save_only_model.",
+            )
+        )
+    content = load_containers(path, with_numpy=with_numpy)
+    if not isinstance(content, dict):
+        raise _unusable(path, f"It holds a {type(content).__name__} instead of a dictionary")
+    return content
+
+
+def _unusable(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(explain(f"{path} should be read.", f"{reason}.", "Use another checkpoint."))

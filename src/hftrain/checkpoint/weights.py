@@ -1,0 +1,242 @@
+"""A model's weights in a folder: whole or sharded, safetensors or torch's zip format."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hftrain.checkpoint.layout import BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE, WEIGHTS, WEIGHTS_INDEX
+from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.log import get_logger
+from hftrain.core.optional import is_available
+from hftrain.core.seed import preserved_rng
+from hftrain.storage.files import read_json
+from hftrain.storage.tensors import load_containers, load_tensors, save_containers, save_tensors, tensor_identity
+
+_SHARD = re.compile(r"(model|pytorch_model)[\w.-]*\.(safetensors|bin)")
+
+logger = get_logger(__name__)
+
+
+def save_weights(
+    model: torch.nn.Module, folder: Path, *, state_dict: Mapping[str, Any] | None = None, safe: bool = True
+) -> None:
+    """Write a model's weights, and its configuration if the model saves itself (`save_pretrained`).
+
+    Args:
+        model: The model without wrappers.
+        folder: An existing folder; weights that it holds are replaced, whatever their form.
+        state_dict: The weights to write instead of the model's own, such as gathered shards.
+        safe: Write safetensors, else torch's zip format.
+
+    Raises:
+        CheckpointError: The state holds something that the format cannot.
+    """
+    state = dict(model.state_dict() if state_dict is None else state_dict)
+    _remove_weights(folder)
+    if _saves_itself(model):
+        _save_pretrained(model, folder, state, safe=safe)
+    elif not safe:
+        save_containers(state, folder / BIN_WEIGHTS)
+    else:
+        foreign = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+        if foreign:
+            raise CheckpointError(
+                explain(
+                    f"The weights of {type(model).__name__} should be saved as safetensors.",
+                    f"{', '.join(foreign)} are no tensors.",
+                    "Set save_safetensors=False, or return tensors from get_extra_state().",
+                )
+            )
+        save_tensors(state, folder / WEIGHTS)
+
+
+def load_weights(model: torch.nn.Module, folder: Path, *, strict: bool = True) -> None:
+    """Overwrite a model's weights in place with those of a folder, in whichever form they are.
+
+    Args:
+        model: The model without wrappers.
+        folder: What `save_weights` or `save_pretrained` wrote.
+        strict: Raise if names are missing or left over, instead of warning.
+
+    Raises:
+        CheckpointError: There are no weights, a file is damaged, or names or shapes do not fit.
+    """
+    state = matching_weights(model, folder, strict=strict)
+    try:
+        model.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        raise _unfit(model, folder, str(error)) from error
+
+
+def matching_weights(model: torch.nn.Module, folder: Path, *, strict: bool = True) -> dict[str, Any]:
+    """Read a folder's weights under the names of a model's state; see `load_weights`."""
+    state, own = read_weights(folder), model.state_dict()
+    _add_tied(state, own)
+    if state.keys() != own.keys() and _saves_itself(model) and is_available("transformers>=5"):
+        state = _renamed(model, folder, state)
+        _add_tied(state, own)
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    missing = [name for name in own if name not in state and not any(re.search(key, name) for key in ignored)]
+    unexpected = [name for name in state if name not in own]
+    problem = "; ".join(
+        f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
+    )
+    if problem and strict:
+        raise _unfit(model, folder, problem)
+    if problem:
+        logger.warning("The weights in %s were loaded in part; %s.", folder, problem)
+    # what the model itself leaves out when it saves is rebuilt with it, and stays as it is
+    return {name: value for name, value in {**own, **state}.items() if strict or name in state}
+
+
+def read_weights(folder: Path) -> dict[str, Any]:
+    """Read all weights of a folder onto the CPU, under the names they are stored with.
+
+    Raises:
+        CheckpointError: There are none, or a file is damaged.
+    """
+    for name, index in ((WEIGHTS, WEIGHTS_INDEX), (BIN_WEIGHTS, BIN_WEIGHTS_INDEX)):
+        if (folder / name).is_file():
+            return _read_file(folder / name)
+        if (folder / index).is_file():
+            return _read_shards(folder, folder / index)
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    raise CheckpointError(
+        explain(
+            f"Weights should be loaded from {folder}.",
+            f"It has neither {WEIGHTS} nor {BIN_WEIGHTS}, whole or sharded.",
+            "Use a folder that holds a model's weights.",
+            found=names[:12],
+        )
+    )
+
+
+def save_task_state(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write what a task learns beside its model, such as a loss's parameters; without any, no file is written."""
+    if tensors:
+        save_tensors(tensors, folder / TASK_STATE)
+
+
+def load_task_state(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Read what `save_task_state` wrote.
+
+    Args:
+        folder: The checkpoint.
+        names: The names that the task has, and so expects.
+
+    Raises:
+        CheckpointError: The file is damaged, or holds other names.
+    """
+    path = folder / TASK_STATE
+    tensors = load_tensors(path) if names or path.exists() else {}
+    if tensors.keys() != set(names):
+        raise CheckpointError(
+            explain(
+                f"The task's own state should be loaded from {path}.",
+                f"It holds {sorted(tensors)}, and the task has {sorted(names)}.",
+                "Resume with the task that was trained.",
+            )
+        )
+    return tensors
+
+
+def _saves_itself(model: torch.nn.Module) -> bool:
+    save = getattr(model, "save_pretrained", None)
+    return save is not None and "state_dict" in inspect.signature(save).parameters
+
+
+def _save_pretrained(model: Any, folder: Path, state: dict[str, Any], *, safe: bool) -> None:
+    if "safe_serialization" in inspect.signature(model.save_pretrained).parameters:
+        model.save_pretrained(folder, state_dict=state, safe_serialization=safe)
+        return
+    model.save_pretrained(folder, state_dict=state)
+    if not safe:  # transformers 5 writes safetensors only
+        state = read_weights(folder)
+        _remove_weights(folder)
+        save_containers(state, folder / BIN_WEIGHTS)
+
+
+def _remove_weights(folder: Path) -> None:
+    for name in (WEIGHTS_INDEX, BIN_WEIGHTS_INDEX):
+        shards = _shards_of(folder / name).values() if (folder / name).is_file() else ()
+        for path in {name, *shards}:
+            (folder / path).unlink(missing_ok=True)
+    (folder / WEIGHTS).unlink(missing_ok=True)
+    (folder / BIN_WEIGHTS).unlink(missing_ok=True)
+
+
+def _renamed(model: Any, folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Undo the renaming and regrouping with which transformers 5 stores some architectures, by its own rules."""
+    dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
+    dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else None
+    try:
+        with preserved_rng():
+            twin, report = type(model).from_pretrained(
+                None, config=copy.deepcopy(model.config), state_dict=state, dtype=dtype, output_loading_info=True
+            )
+    except RuntimeError as error:
+        raise _unfit(model, folder, str(error)) from error
+    found = {name: value for name, value in twin.state_dict().items() if name not in report["missing_keys"]}
+    return {**found, **{name: state[name] for name in report["unexpected_keys"]}}
+
+
+def _add_tied(state: dict[str, Any], own: Mapping[str, Any]) -> None:
+    """Give a name that is missing the value of a loaded name with which it is one tensor in the model."""
+    loaded = {tensor_identity(own[name]): name for name in state if name in own}
+    loaded.pop(None, None)
+    for name, tensor in own.items():
+        source = loaded.get(tensor_identity(tensor))
+        if name not in state and source is not None:
+            state[name] = state[source]
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if path.suffix == ".safetensors":
+        return load_tensors(path)
+    state = load_containers(path)
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            explain(f"{path} should hold weights.", f"It holds a {type(state).__name__}.", "Use another checkpoint.")
+        )
+    return state
+
+
+def _shards_of(index: Path) -> dict[str, str]:
+    content = read_json(index)
+    shards = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shards, dict) or not all(_SHARD.fullmatch(str(name)) for name in shards.values()):
+        raise CheckpointError(
+            explain(f"{index} should be read.", "It does not map names to files beside it.", "Use another checkpoint.")
+        )
+    return shards
+
+
+def _read_shards(folder: Path, index: Path) -> dict[str, Any]:
+    shards = _shards_of(index)
+    state: dict[str, Any] = {}
+    for name in sorted(set(shards.values())):
+        state.update(_read_file(folder / name))
+    if state.keys() != shards.keys():
+        differing = sorted(state.keys() ^ shards.keys())
+        raise CheckpointError(
+            explain(f"{index} should be read.", f"It and its files differ in {differing}.", "Use another checkpoint.")
+        )
+    return state
+
+
+def _unfit(model: torch.nn.Module, folder: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            f"The weights in {folder} should be loaded into {type(model).__name__}.",
+            f"They do not fit: {problem}.",
+            "Build the model as it was when the checkpoint was saved.",
+        )
+    )

@@ -1,0 +1,172 @@
+"""Lists of samples become batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import default_collate
+
+from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.tree import map_tensors
+
+_LABELS = ("label", "label_ids")
+
+
+def default_data_collator(features: list[Any], return_tensors: str = "pt") -> Any:
+    """Stack samples into a batch, key by key.
+
+    Tensors are stacked, NumPy arrays and numbers become tensors, strings and None are left out. ``label`` (one number
+    per sample) or else ``label_ids`` becomes ``labels``: int64 if whole numbers, else float32. Samples without named
+    parts (tuples, tensors, numbers) are stacked place by place as torch's own collator does.
+
+    Args:
+        features: Mappings, or objects whose attributes are the named parts. The first tells which parts there are.
+        return_tensors: ``"pt"`` for torch tensors, ``"np"`` for NumPy arrays.
+
+    Returns:
+        A dict of tensors; for samples without named parts, what `torch.utils.data.default_collate` gives.
+
+    Raises:
+        ConfigError: `return_tensors` is neither.
+        TaskError: The samples' parts are missing or cannot be stacked.
+
+    Source:
+        The documented `default_data_collator`.
+
+    Example:
+        >>> default_data_collator([{"x": [1, 2], "label": 0}, {"x": [3, 4], "label": 1}])
+        {'labels': tensor([0, 1]), 'x': tensor([[1, 2],
+                [3, 4]])}
+    """
+    if return_tensors not in ("pt", "np"):
+        raise ConfigError(
+            explain(
+                f"return_tensors={return_tensors!r} was asked for.",
+                "Batches can only be made of torch tensors or NumPy arrays.",
+                "Use 'pt', which training needs, or 'np'.",
+                return_tensors=return_tensors,
+            )
+        )
+    batch = _collate_named(features) if _is_named(features[0]) else default_collate(features)
+    return batch if return_tensors == "pt" else map_tensors(batch, torch.Tensor.numpy)
+
+
+@dataclass
+class DefaultDataCollator:
+    """`default_data_collator` as an object.
+
+    Args:
+        return_tensors: ``"pt"`` or ``"np"``.
+
+    Source:
+        The documented `DefaultDataCollator`.
+    """
+
+    return_tensors: str = "pt"
+
+    def __call__(self, features: list[Any], return_tensors: str | None = None) -> Any:
+        """Stack samples into a batch, see `default_data_collator`."""
+        return default_data_collator(features, self.return_tensors if return_tensors is None else return_tensors)
+
+
+@dataclass
+class DataCollatorWithPadding:
+    """Pad the samples of a batch to equal lengths with a tokenizer's own `pad`, then rename the labels.
+
+    Args:
+        tokenizer: Whatever has `pad`: a tokenizer or a feature extractor.
+        padding: True or ``"longest"`` for the longest sample, ``"max_length"``, or False.
+        max_length: Length to pad to for ``"max_length"``.
+        pad_to_multiple_of: Round lengths up to a multiple of this.
+        return_tensors: ``"pt"`` or ``"np"``.
+
+    Raises:
+        ConfigError: The tokenizer cannot pad.
+
+    Source:
+        The documented `DataCollatorWithPadding`.
+    """
+
+    tokenizer: Any
+    padding: bool | str = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        if not callable(getattr(self.tokenizer, "pad", None)):
+            raise ConfigError(
+                explain(
+                    f"A {type(self.tokenizer).__name__} was to pad the batches.",
+                    "It has no pad method.",
+                    "Give a tokenizer or feature extractor, or use default_data_collator.",
+                )
+            )
+
+    def __call__(self, features: list[Any]) -> Any:
+        """Pad the samples into a batch."""
+        known_warnings = getattr(self.tokenizer, "deprecation_warnings", None)
+        if isinstance(known_warnings, dict):
+            # Tokenizers advise against calling pad, which is for people who tokenize and pad in the same place.
+            known_warnings.setdefault("Asking-to-pad-a-fast-tokenizer", True)
+        batch = self.tokenizer.pad(
+            features,
+            padding=self.padding,
+            max_length=self.max_length,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            return_tensors=self.return_tensors,
+        )
+        for name in _LABELS:
+            if name in batch:
+                batch["labels"] = batch.pop(name)
+        return batch
+
+
+def _is_named(feature: Any) -> bool:
+    is_plain = isinstance(feature, (torch.Tensor, numpy.ndarray, list, tuple, str, bytes))
+    return isinstance(feature, Mapping) or (hasattr(feature, "__dict__") and not is_plain)
+
+
+def _collate_named(features: list[Any]) -> dict[str, Any]:
+    rows: list[Mapping[str, Any]] = [f if isinstance(f, Mapping) else vars(f) for f in features]
+    batch = {}
+    label = next((name for name in _LABELS if rows[0].get(name) is not None), None)
+    if label is not None:
+        batch["labels"] = _column(rows, label, _stack_labels)
+    for name, value in rows[0].items():
+        if name not in _LABELS and value is not None and not isinstance(value, (str, bytes)):
+            batch[name] = _column(rows, name, _stack)
+    return batch
+
+
+def _column(rows: list[Mapping[str, Any]], name: str, stack: Callable[[list[Any]], torch.Tensor]) -> torch.Tensor:
+    try:
+        return stack([row[name] for row in rows])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise TaskError(
+            explain(
+                f"A batch of {len(rows)} samples was to be stacked.",
+                f"The samples' {name!r} cannot be: {type(error).__name__}: {error}",
+                "Give every sample the same shape; for texts, pass the tokenizer (or a data_collator that pads).",
+            )
+        ) from error
+
+
+def _stack(values: list[Any]) -> torch.Tensor:
+    if isinstance(values[0], torch.Tensor):
+        return torch.stack(values)
+    if isinstance(values[0], (numpy.ndarray, numpy.generic)):
+        return torch.from_numpy(numpy.stack(values))
+    return torch.tensor(values)
+
+
+def _stack_labels(values: list[Any]) -> torch.Tensor:
+    """Stack labels; whole numbers become int64 and others float32, whatever precision they came in."""
+    labels = torch.stack(values) if isinstance(values[0], torch.Tensor) else torch.as_tensor(numpy.asarray(values))
+    if isinstance(values[0], torch.Tensor) and labels.dim() > 1:
+        return labels
+    return labels.float() if labels.is_floating_point() else labels.long()

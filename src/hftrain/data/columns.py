@@ -1,0 +1,169 @@
+"""Dataset columns that the model has no use for."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import get_logger
+
+_logger = get_logger(__name__)
+
+
+def signature_columns(model: Any, *, label_names: Iterable[str]) -> list[str] | None:
+    """Name the columns that a model's forward can take.
+
+    Args:
+        model: The model; adapters (`get_base_model()`) and compiled models are looked through.
+        label_names: The arguments that hold labels.
+
+    Returns:
+        The parameters of `forward`, then the label names and ``"label"``, ``"label_ids"``, which collators rename.
+        None stands for all columns: forward's signature names none or cannot be read, or it takes ``**kwargs`` and
+        the model is not of the transformers kind (it has no `config`), so any column may be meant for it.
+
+    Example:
+        >>> signature_columns(torch.nn.Linear(1, 1), label_names=["labels"])
+        ['input', 'labels', 'label', 'label_ids']
+    """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper forwards anything
+    if callable(getattr(model, "get_base_model", None)):
+        model = model.get_base_model()
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if not named or (takes_any and not hasattr(model, "config")):
+        return None
+    return list(dict.fromkeys([*named, *label_names, "label", "label_ids"]))
+
+
+def removable_columns(dataset: Any) -> list[str] | None:
+    """List the columns of a `datasets` dataset that can be removed before it is read.
+
+    Returns:
+        The column names; None for other datasets, for a stream that does not know its columns yet, and where a custom
+        transform makes the model's columns out of the stored ones. `ColumnPruner` serves those.
+    """
+    names = getattr(dataset, "column_names", None)
+    format_ = getattr(dataset, "format", None)
+    is_transformed = isinstance(format_, Mapping) and format_.get("type") == "custom"
+    if not isinstance(names, list) or not callable(getattr(dataset, "remove_columns", None)) or is_transformed:
+        return None
+    return names
+
+
+def prune_columns(
+    dataset: Any, *, keep: Iterable[str], model_name: str, description: str, log_level: int = logging.INFO
+) -> Any:
+    """Remove the columns of a `datasets` dataset that are not in `keep`.
+
+    Args:
+        dataset: Any dataset; without `removable_columns` it comes back as it is.
+        keep: What `signature_columns` gave.
+        model_name: The model, for messages.
+        description: The set's role, for messages (``"training"``).
+        log_level: How loudly to name the columns: a warning where the user brought an own collator.
+
+    Returns:
+        A dataset with the remaining columns; the given one is not changed.
+
+    Raises:
+        ConfigError: No column would remain.
+    """
+    names = removable_columns(dataset)
+    if names is None:
+        return dataset
+    keep = list(keep)
+    dropped = [name for name in names if name not in keep]
+    if not dropped:
+        return dataset
+    if len(dropped) == len(names):
+        raise _nothing_left(names, keep, model_name=model_name, description=description)
+    _report(_message(dropped, model_name=model_name, description=description), log_level)
+    return dataset.remove_columns(dropped)
+
+
+class ColumnPruner:
+    """Drop the keys that a model cannot take before a collator sees them; can be pickled if the collator can.
+
+    Args:
+        collator: Makes a batch of a list of samples.
+        keep: What `signature_columns` gave.
+        model_name: The model, for messages.
+        description: The set's role, for messages (``"training"``).
+        log_level: How loudly to name the dropped keys, which happens once, all workers taken together.
+
+    Example:
+        >>> ColumnPruner(list, keep=["x"], model_name="Net", description="training")([{"x": 1, "text": "a"}])
+        [{'x': 1}]
+    """
+
+    def __init__(
+        self,
+        collator: Callable[[list[Any]], Any],
+        *,
+        keep: Iterable[str],
+        model_name: str,
+        description: str,
+        log_level: int = logging.INFO,
+    ) -> None:
+        self.collator = collator
+        self._keep = frozenset(keep)
+        self._model_name = model_name
+        self._description = description
+        self._log_level = log_level
+        # Shared memory, because each worker has its own copy of this object.
+        self._has_reported = torch.tensor(False, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
+
+    def __call__(self, features: list[Any]) -> Any:
+        """Collate the features without the dropped keys; features that are no mappings are left as they are.
+
+        Raises:
+            ConfigError: A feature would be empty.
+        """
+        return self.collator([self._prune(f) if isinstance(f, Mapping) else f for f in features])
+
+    def _prune(self, feature: Mapping[str, Any]) -> Mapping[str, Any]:
+        kept = {name: value for name, value in feature.items() if name in self._keep}
+        if len(kept) == len(feature):
+            return feature
+        if not kept:
+            raise _nothing_left(feature, sorted(self._keep), model_name=self._model_name, description=self._description)
+        if not self._has_reported:
+            self._has_reported.fill_(True)
+            dropped = [name for name in feature if name not in kept]
+            _report(_message(dropped, model_name=self._model_name, description=self._description), self._log_level)
+        return kept
+
+
+def _message(dropped: Iterable[str], *, model_name: str, description: str) -> str:
+    return (
+        f"Columns of the {description} set that {model_name}.forward has no argument for are left out: "
+        f"{', '.join(dropped)}. Set remove_unused_columns=False to keep them."
+    )
+
+
+@cache
+def _report(message: str, level: int) -> None:
+    _logger.log(level, message)
+
+
+def _nothing_left(found: Iterable[str], keep: Iterable[str], *, model_name: str, description: str) -> ConfigError:
+    return ConfigError(
+        explain(
+            f"Unused columns of the {description} set were to be removed.",
+            f"Nothing would be left: {model_name}.forward takes none of its columns.",
+            "Rename the columns, or set remove_unused_columns=False if your collator needs them.",
+            columns=list(found),
+            signature=list(keep),
+        )
+    )

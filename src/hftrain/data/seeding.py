@@ -1,0 +1,92 @@
+"""Random numbers in loader workers: the same for a batch whichever worker makes it, and after a resume."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import Sampler
+
+
+def derive_seed(*parts: int) -> int:
+    """Mix integers into one seed from 0 to 2**32 - 1; nearby integers give unrelated seeds.
+
+    Example:
+        >>> derive_seed(42, 0) == derive_seed(42, 0) != derive_seed(42, 1)
+        True
+    """
+    return int(numpy.random.SeedSequence([part % 2**64 for part in parts]).generate_state(1)[0])
+
+
+def seed_process(seed: int) -> None:
+    """Seed Python, NumPy and torch's CPU generator, which is all that a worker may use."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+def start_worker(worker_id: int, *, rank: int, seed: int | None = None) -> None:
+    """Seed a new worker process; a `worker_init_fn` once `rank` is bound.
+
+    Args:
+        worker_id: The worker's number.
+        rank: The process it works for: the loaders of all ranks draw the same base seed.
+        seed: The seed to start from; None for torch's base seed, which the loader's generator draws for each epoch.
+    """
+    seed_process(derive_seed(torch.initial_seed() if seed is None else seed, rank, worker_id))
+
+
+def new_generator(seed: int) -> torch.Generator:
+    """Make a generator on the default device, where the loader and torch's samplers draw their numbers."""
+    return torch.Generator(device=torch.get_default_device()).manual_seed(seed)
+
+
+class SeededBatches(Sampler[list[Any]]):
+    """Send a seed along with each batch of indices.
+
+    Workers fetch ahead, and after a resume another worker makes a batch than before. With a seed that depends on the
+    batch's place only, what a dataset or collator draws at random in a worker is the same in every run.
+
+    Args:
+        batch_sampler: Yields lists of indices.
+        seed: The run's data seed.
+        rank: This process; each rank draws other numbers.
+    """
+
+    def __init__(self, batch_sampler: Any, *, seed: int, rank: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        self._seed = seed
+        self._rank = rank
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose seeds the next iteration sends."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for position, batch in enumerate(self.batch_sampler):
+            yield _SeededBatch(batch, (self._seed, self._epoch, self._rank, position))
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+class _SeededBatch(list[Any]):
+    """Indices that seed the process they are unpacked in: the worker, right before it fetches them."""
+
+    def __init__(self, indices: list[Any], parts: tuple[int, ...]) -> None:
+        super().__init__(indices)
+        self._parts = parts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpack, (list(self), self._parts)
+
+
+def _unpack(indices: list[Any], parts: tuple[int, ...]) -> list[Any]:
+    seed_process(derive_seed(*parts))
+    return indices

@@ -1,0 +1,63 @@
+"""How long things are, as far as they can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from hftrain.core.tree import batch_size_of
+from hftrain.data.streams import BatchShardStream, EpochStream
+
+
+def has_length(obj: Any) -> bool:
+    """Tell whether `len(obj)` works.
+
+    Example:
+        >>> has_length([1, 2]), has_length(iter([1, 2]))
+        (True, False)
+    """
+    try:
+        len(obj)
+    except (TypeError, AttributeError, NotImplementedError):
+        return False
+    return True
+
+
+def num_examples(loader: Any, *, batch_size: int = 1) -> int:
+    """Count the samples behind a loader, all ranks together where its dataset can tell.
+
+    Args:
+        loader: Any iterable of batches.
+        batch_size: Samples per batch to assume where neither the dataset nor the loader tells.
+
+    Returns:
+        The dataset's length; without one, the observed sizes of a list of batches, or batches times batch size.
+
+    Raises:
+        TypeError: Neither the dataset nor the loader has a length.
+
+    Source:
+        The documented `Trainer.num_examples`.
+    """
+    dataset = whole_dataset(getattr(loader, "dataset", None))
+    if has_length(dataset):
+        return len(dataset)
+    if isinstance(loader, Sequence):
+        return sum(batch_size_of(batch) or batch_size for batch in loader)
+    batches = getattr(loader, "batch_sampler", None)
+    size = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None) or batch_size
+    return len(loader) * int(size)
+
+
+def whole_dataset(dataset: Any) -> Any:
+    """Return the dataset under the wrappers that give each rank its share of a stream."""
+    while isinstance(dataset, (EpochStream, BatchShardStream)) or _is_foreign_shard(dataset):
+        dataset = dataset.dataset
+    return dataset
+
+
+def _is_foreign_shard(dataset: Any) -> bool:
+    """Recognise accelerate's and transformers' wrapper by name, to import neither."""
+    return isinstance(dataset, IterableDataset) and type(dataset).__name__ == "IterableDatasetShard"

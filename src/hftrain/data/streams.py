@@ -1,0 +1,152 @@
+"""Datasets that can only be iterated: their epochs, and each rank's share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.data.seeding import derive_seed, seed_process
+
+
+def set_dataset_epoch(dataset: Any, *, epoch: int, seed: int) -> None:
+    """Tell a dataset its epoch: reseed a stream's `generator`, call `set_epoch`; mutates the dataset.
+
+    Source:
+        The documented rules for randomized `IterableDataset` objects.
+    """
+    generator = getattr(dataset, "generator", None)
+    if isinstance(dataset, IterableDataset) and isinstance(generator, torch.Generator):
+        generator.manual_seed(seed + epoch)
+    if callable(getattr(dataset, "set_epoch", None)):
+        dataset.set_epoch(epoch)
+
+
+class EpochStream(IterableDataset[Any]):
+    """Carry the epoch to every copy of a stream, those in persistent workers included.
+
+    Workers hold copies of the dataset, which `set_epoch` in the main process never reaches once they live. Here the
+    epoch is in shared memory, and each copy applies it as it starts to iterate.
+
+    Args:
+        dataset: The stream.
+        seed: The data seed; a `generator` of the stream is seeded with `seed + epoch`.
+        rank: This rank, for the random numbers of its workers.
+    """
+
+    def __init__(self, dataset: Any, *, seed: int, rank: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+        self._rank = rank
+        self._epoch = torch.tensor(-1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration is about; until then the stream is left as it is."""
+        self._epoch.fill_(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = int(self._epoch)
+        if epoch >= 0:
+            worker = get_worker_info()
+            if worker is not None:
+                seed_process(derive_seed(self._seed, epoch, self._rank, worker.id))
+            set_dataset_epoch(self.dataset, epoch=epoch, seed=self._seed)
+        return iter(self.dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class BatchShardStream(IterableDataset[Any]):
+    """Give rank r the batches r, r + W, r + 2W, ... of a stream, without padding or repetition.
+
+    Every rank reads the whole stream, which must be in the same order on all. A rank may get one batch less.
+
+    Args:
+        dataset: The stream.
+        batch_size: Samples per batch of one rank.
+        rank: This rank.
+        world_size: The number of ranks, W.
+
+    Example:
+        >>> from torch.utils.data import IterableDataset
+        >>> class Count(IterableDataset):
+        ...     def __iter__(self):
+        ...         return iter(range(5))
+        >>> [list(BatchShardStream(Count(), batch_size=2, rank=rank, world_size=2)) for rank in (0, 1)]
+        [[0, 1, 4], [2, 3]]
+    """
+
+    def __init__(self, dataset: Any, *, batch_size: int, rank: int, world_size: int) -> None:
+        self.dataset = dataset
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to a stream that wants it."""
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = iter(self.dataset)
+        place = 0
+        while batch := list(islice(stream, self._batch_size)):
+            if place == self._rank:
+                yield from batch
+            place = (place + 1) % self._world_size
+
+    def __len__(self) -> int:
+        full, tail = divmod(len(self.dataset), self._batch_size)
+        rounds, left = divmod(full, self._world_size)
+        return (rounds + (self._rank < left)) * self._batch_size + (tail if self._rank == left else 0)
+
+
+def shard_stream(
+    dataset: Any,
+    *,
+    batch_size: int,
+    drop_last: bool,
+    rank: int,
+    world_size: int,
+    is_training: bool,
+    even_batches: bool,
+    num_workers: int,
+    seed: int,
+) -> IterableDataset[Any]:
+    """Give one rank its share of a stream; every rank reads the whole.
+
+    Training with `even_batches`: all ranks get as many samples, the last round being filled up from the stream's
+    start unless `drop_last`. Otherwise: each batch goes to one rank, none twice.
+
+    Raises:
+        ConfigError: Several workers would each read the whole of an evaluation set.
+    """
+    if is_training:
+        dataset = EpochStream(dataset, seed=seed, rank=rank)
+        if even_batches:
+            from accelerate.data_loader import IterableDatasetShard
+
+            return IterableDatasetShard(  # type: ignore[no-any-return]
+                dataset, batch_size=batch_size, drop_last=drop_last, num_processes=world_size, process_index=rank
+            )
+    elif num_workers > 1 and not _splits_among_workers(dataset):
+        raise ConfigError(
+            explain(
+                f"An {type(dataset).__name__} was to be evaluated by several processes with several workers each.",
+                "Nothing tells whether each worker would yield the whole stream, which would count samples twice.",
+                "Use one worker or none (dataloader_num_workers=1), or a map-style dataset.",
+                num_workers=num_workers,
+                world_size=world_size,
+            )
+        )
+    return BatchShardStream(dataset, batch_size=batch_size, rank=rank, world_size=world_size)
+
+
+def _splits_among_workers(dataset: Any) -> bool:
+    """Recognise a `datasets.IterableDataset`, which hands its shards out to the workers."""
+    return hasattr(dataset, "n_shards") and callable(getattr(dataset, "shard", None))

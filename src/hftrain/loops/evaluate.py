@@ -1,0 +1,187 @@
+"""Evaluation: one pass without gradients; metrics stream, predictions are kept only where somebody needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.tree import batch_size_of
+from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
+from hftrain.loops.fit import Events
+from hftrain.loops.gather import Group, Kept, to_numpy
+from hftrain.loops.window import LogWindow
+
+
+_END = object()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateConfig:
+    """What an evaluation keeps and how it hands it on.
+
+    Args:
+        keeps_predictions: Keep outputs and labels of the whole set.
+        moves_every: Batches kept on the device before they move to the host; None moves them at the end.
+        joins_batches: Concatenate over batches, or hand out one entry per batch.
+        computes_per_batch: Call `compute_metrics` with each batch and keep nothing.
+        includes: What else `compute_metrics` gets: ``"inputs"``, ``"loss"``.
+        input_name: The key of the batch that counts as its input.
+    """
+
+    keeps_predictions: bool = False
+    moves_every: int | None = None
+    joins_batches: bool = True
+    computes_per_batch: bool = False
+    includes: tuple[str, ...] = ()
+    input_name: str = "input_ids"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateSlots:
+    """The functions the loop calls.
+
+    Args:
+        evaluate_batch: batch -> loss, outputs, labels, logs.
+        count_items: batch -> how many items its mean loss is a mean over.
+        compute_metrics: The user's function on predictions and labels, or None.
+        preprocess_logits: Runs on (logits, labels) before they are kept, or None.
+        read_metrics: Compute and reset the task's own metrics; collective.
+    """
+
+    evaluate_batch: Callable[[Any], StepOutput]
+    count_items: Callable[[Any], int | torch.Tensor]
+    compute_metrics: Callable[..., Mapping[str, Any]] | None = None
+    preprocess_logits: Callable[[Any, Any], Any] | None = None
+    read_metrics: Callable[[], Mapping[str, Any]] | None = None
+
+
+class EvaluateLoop:
+    """Run every batch of a loader once and reduce what the steps returned.
+
+    The loss is the mean over items, not over batches: it depends neither on the batch size nor on the number of ranks.
+
+    Args:
+        config: What is kept.
+        slots: The functions to call.
+        group: The ranks.
+        events: Tells the callbacks (`on_prediction_step`).
+    """
+
+    def __init__(self, config: EvaluateConfig, *, slots: EvaluateSlots, group: Group, events: Events) -> None:
+        if config.computes_per_batch and group.world_size > 1:
+            raise ConfigError(
+                explain(
+                    "batch_eval_metrics=True was asked for with several processes.",
+                    "Ranks hold different batches, and this version does not merge metrics of single batches.",
+                    "Use torchmetrics in a TaskModule, or batch_eval_metrics=False.",
+                    world_size=group.world_size,
+                )
+            )
+        self.config = config
+        self.slots = slots
+        self.group = group
+        self.events = events
+        every = config.moves_every
+        self._kept = {name: Kept(moves_every=every) for name in ("outputs", "labels", "inputs", "losses")}
+        self._logs = LogWindow(gather_object=group.gather_object)
+        self._sum_dtype = torch.float32 if group.device.type == "mps" else torch.float64
+        self._loss_sum: torch.Tensor | float = 0.0
+        self._num_items: torch.Tensor | float = 0.0
+        self._num_samples = 0
+
+    def run(self, loader: Any, *, is_interleaved: bool = False) -> EvalLoopOutput:
+        """Evaluate every batch; collective at the end only.
+
+        Args:
+            loader: Gives this rank's batches.
+            is_interleaved: Ranks take batches in turn (streams); else each holds a contiguous run.
+
+        Returns:
+            Predictions and labels in the data's order (None where not kept), metrics without prefix, sample count.
+        """
+        per_batch: Mapping[str, Any] = {}
+        batches = iter(loader)
+        batch = next(batches, _END)
+        while batch is not _END:
+            upcoming = next(batches, _END)
+            output = self._run_batch(batch)
+            if self.config.computes_per_batch and output.outputs is not None and output.labels is not None:
+                per_batch = self._compute_on_batch(batch, output, is_last=upcoming is _END)
+            self.events.fire("on_prediction_step")
+            batch = upcoming
+        metrics = {**self._mean_loss(), **self._logs.read(), **per_batch}
+        if self.slots.read_metrics is not None:
+            metrics.update(self.slots.read_metrics())
+        predictions, labels = self._collect("outputs", is_interleaved), self._collect("labels", is_interleaved)
+        if self.slots.compute_metrics is not None and not self.config.computes_per_batch and predictions is not None:
+            extras = {name: self._collect(name, is_interleaved) for name in ("inputs", "losses")}
+            if labels is not None:
+                metrics.update(self.slots.compute_metrics(EvalPrediction(predictions, labels, **extras)))
+        return EvalLoopOutput(predictions, labels, metrics, self._total_samples())
+
+    def _run_batch(self, batch: Any) -> StepOutput:
+        output = self.slots.evaluate_batch(batch)
+        size = batch_size_of(batch) or 0
+        self._num_samples += size
+        if output.loss is not None:
+            self._add_loss(output.loss.detach(), self.slots.count_items(batch))
+        self._logs.add(output.logs)
+        if self.slots.preprocess_logits is not None and output.outputs is not None:
+            output.outputs = self.slots.preprocess_logits(output.outputs, output.labels)
+        if self.config.keeps_predictions:
+            self._kept["outputs"].add(output.outputs)
+            self._kept["labels"].add(output.labels)
+            if "inputs" in self.config.includes and isinstance(batch, Mapping):
+                self._kept["inputs"].add(batch.get(self.config.input_name))
+            if "loss" in self.config.includes and output.loss is not None:
+                self._kept["losses"].add(output.loss.detach().repeat(size))
+        return output
+
+    def _compute_on_batch(self, batch: Any, output: StepOutput, *, is_last: bool) -> Mapping[str, Any]:
+        extras: dict[str, Any] = {}
+        if "inputs" in self.config.includes and isinstance(batch, Mapping):
+            extras["inputs"] = to_host(batch.get(self.config.input_name))
+        if "loss" in self.config.includes and output.loss is not None:
+            extras["losses"] = to_host(output.loss.detach().reshape(1))
+        prediction = EvalPrediction(to_host(output.outputs), to_host(output.labels), **extras)
+        assert self.slots.compute_metrics is not None
+        return self.slots.compute_metrics(prediction, compute_result=is_last) or {}
+
+    def _collect(self, name: str, is_interleaved: bool) -> Any:
+        if not self.config.keeps_predictions:
+            return None
+        if not self.config.joins_batches:
+            return self._kept[name].per_batch()
+        return self._kept[name].joined(self.group, is_interleaved=is_interleaved)
+
+    def _add_loss(self, loss: torch.Tensor, count: int | torch.Tensor) -> None:
+        # Double precision, where the device has it: the sum must not depend on how the set is cut into batches.
+        loss = loss.to(self._sum_dtype)
+        items = torch.as_tensor(count, device=loss.device, dtype=loss.dtype)
+        # A batch without a single item has no mean; it must not turn the others into NaN.
+        self._loss_sum = self._loss_sum + torch.where(items > 0, loss * items, 0.0)
+        self._num_items = self._num_items + items
+
+    def _mean_loss(self) -> dict[str, float]:
+        sums = torch.zeros(2, dtype=self._sum_dtype, device=self.group.device)
+        sums[0], sums[1] = self._loss_sum, self._num_items
+        total, count = self._sum_over_ranks(sums).tolist()
+        return {"loss": total / count} if count else {}
+
+    def _total_samples(self) -> int:
+        return int(self._sum_over_ranks(torch.tensor(self._num_samples, device=self.group.device)))
+
+    def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.group.reduce(tensor, op="sum") if self.group.world_size > 1 else tensor
+
+
+def to_host(tree: Any) -> Any:
+    """Copy nested tensors to host memory as NumPy arrays; synchronises."""
+    kept = Kept()
+    kept.add(tree)
+    batches = kept.per_batch()
+    return batches[0] if batches else None

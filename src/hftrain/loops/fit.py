@@ -1,0 +1,247 @@
+"""Training: epochs, steps, micro-steps. Read it beside a hand-written loop; `core/events.py` has it as pseudocode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hftrain.core.errors import TaskError, explain
+from hftrain.core.progress import Progress, TrainerControl
+from hftrain.core.state import TrainerState
+from hftrain.core.tree import batch_size_of
+from hftrain.loops.window import LossWindow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitConfig:
+    """How long to train, and how a step is cut.
+
+    Units:
+        max_steps: optimizer updates. accumulation: micro-batches per update. num_batches: of one rank's loader per
+        epoch (None: unknown). world_size: ranks. empty_cache_every: updates (None: never).
+    """
+
+    max_steps: int
+    accumulation: int = 1
+    num_batches: int | None = None
+    world_size: int = 1
+    evaluates_on_start: bool = False
+    empty_cache_every: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitSlots:
+    """The functions the loop calls, with the documented signatures; a Trainer fills in its own methods.
+
+    Args:
+        get_batch_samples: (iterator, number, device) -> the step's micro-batches (none left: empty), item count.
+        training_step: (model, batch, item count) -> detached loss, its share of the step; runs backward.
+        restore_rng: Called once the first epoch's data is open.
+        log, evaluate, save: Act on what callbacks asked for.
+        empty_cache: Gives cached device memory back.
+    """
+
+    get_batch_samples: Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
+    training_step: Callable[[nn.Module, Any, Any], torch.Tensor]
+    restore_rng: Callable[[], None]
+    log: Callable[[dict[str, Any]], None]
+    evaluate: Callable[[], Any]
+    save: Callable[[], None]
+    empty_cache: Callable[[], None]
+
+
+class Feed(Protocol):
+    """What gives the loop its batches."""
+
+    def open(self, epoch: int, *, skip: int = 0) -> Iterator[Any]:
+        """Return the epoch's batches, the first `skip` left out."""
+
+
+class Steps(Protocol):
+    """What turns gradients into an update."""
+
+    def clip(self) -> torch.Tensor | None:
+        """Clip the gradients; return their norm before."""
+
+    def step(self) -> bool:
+        """Update the parameters; False if the update was skipped."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+
+
+class Events(Protocol):
+    """What tells callbacks."""
+
+    heard: frozenset[str]
+
+    def fire(self, event: str, **extra: Any) -> Any:
+        """Call every callback that overrides the event."""
+
+
+class FitLoop:
+    """Run training steps until `max_steps`, acting between steps on what callbacks asked for.
+
+    Args:
+        config: How long, and how a step is cut.
+        slots: The functions to call.
+        feed: Gives each epoch's batches.
+        stepper: Clips and updates.
+        model: What `training_step` receives.
+        optimizer: Only its current learning rate is read.
+        schedule: Stepped after each update that was not skipped; None if something else drives it.
+        no_sync: Context for micro-steps that must not exchange gradients.
+        device: Where losses live.
+        progress, state, control: Where the run is; mutated.
+        events: Tells the callbacks.
+        losses: Sums the losses.
+    """
+
+    def __init__(
+        self,
+        config: FitConfig,
+        *,
+        slots: FitSlots,
+        feed: Feed,
+        stepper: Steps,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Any,
+        no_sync: Callable[[nn.Module], AbstractContextManager[Any]],
+        device: torch.device,
+        progress: Progress,
+        state: TrainerState,
+        control: TrainerControl,
+        events: Events,
+        losses: LossWindow,
+    ) -> None:
+        self.config = config
+        self.slots = slots
+        self.feed = feed
+        self.stepper = stepper
+        self.model = model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.no_sync = no_sync
+        self.device = device
+        self.progress = progress
+        self.state = state
+        self.control = control
+        self.events = events
+        self.losses = losses
+        self._grad_norm: torch.Tensor | float | None = None
+        self._learning_rate: Any = None
+        self._batches_per_epoch = config.num_batches or config.max_steps * config.accumulation
+        self._is_resumed = progress.step > 0
+
+    def run(self) -> None:
+        """Train until `max_steps` or until a callback stops the run."""
+        if self.config.evaluates_on_start and not self._is_resumed:
+            self.slots.evaluate()
+        while self.progress.step < self.config.max_steps and not self.control.should_training_stop:
+            self._run_epoch()
+
+    def _run_epoch(self) -> None:
+        control, progress, accumulation = self.control, self.progress, self.config.accumulation
+        num_skipped = progress.micro_steps_in_epoch
+        batches = self.feed.open(progress.epoch, skip=num_skipped)
+        control.should_epoch_stop = False
+        self.events.fire("on_epoch_begin")
+        self.slots.restore_rng()
+        num_steps = 0
+        is_exhausted = False
+        while progress.step < self.config.max_steps:
+            window, num_items = self.slots.get_batch_samples(batches, accumulation, self.device)
+            if not window:
+                is_exhausted = True
+                break
+            self._run_step(window, num_items)
+            num_steps += 1
+            if control.should_epoch_stop or control.should_training_stop:
+                break
+        if is_exhausted and not num_steps and not num_skipped:
+            raise TaskError(
+                explain(
+                    f"Epoch {progress.epoch} was to be trained.",
+                    "Its data gave no batch.",
+                    "Give a dataset that is not empty and can be iterated once per epoch (a generator cannot).",
+                )
+            )
+        # Counted before the event, so that a checkpoint taken here resumes with the next epoch.
+        if is_exhausted or control.should_epoch_stop or progress.micro_steps_in_epoch == self.config.num_batches:
+            progress.epoch += 1
+            progress.micro_steps_in_epoch = 0
+        self.events.fire("on_epoch_end")
+        self._act()
+
+    def _run_step(self, window: list[Any], num_items: Any) -> None:
+        control, progress, events, heard = self.control, self.progress, self.events, self.events.heard
+        control.should_log = control.should_evaluate = control.should_save = False
+        if "on_step_begin" in heard:
+            events.fire("on_step_begin")
+        last = len(window) - 1
+        num_samples = 0
+        for index, batch in enumerate(window):
+            if index == last:
+                loss = self.slots.training_step(self.model, batch, num_items)
+            else:
+                with self.no_sync(self.model):
+                    loss = self.slots.training_step(self.model, batch, num_items)
+                if "on_substep_end" in heard:
+                    events.fire("on_substep_end")
+            self.losses.add(loss)
+            num_samples += batch_size_of(batch) or 0
+        self._grad_norm = self.stepper.clip()
+        if "on_pre_optimizer_step" in heard:
+            events.fire("on_pre_optimizer_step")
+        is_updated = self.stepper.step()
+        if "on_optimizer_step" in heard:
+            events.fire("on_optimizer_step")
+        # The rate this step used: the schedule moves it right after.
+        self._learning_rate = self.optimizer.param_groups[0]["lr"]
+        if is_updated and self.schedule is not None:
+            self.schedule.step()
+        self.stepper.zero_grad()
+        self._advance(last + 1, num_samples)
+        if "on_step_end" in heard:
+            events.fire("on_step_end")
+        self._act()
+
+    def _advance(self, num_micro_steps: int, num_samples: int) -> None:
+        progress, state = self.progress, self.state
+        progress.step += 1
+        progress.micro_steps_in_epoch += num_micro_steps
+        progress.samples += num_samples * self.config.world_size
+        state.global_step = progress.step
+        state.epoch = progress.epoch + progress.micro_steps_in_epoch / self._batches_per_epoch
+        self.losses.close_step()
+
+    def _act(self) -> None:
+        """Do what callbacks asked for; the one place where a step may synchronise, log, evaluate or save."""
+        control = self.control
+        if self.config.empty_cache_every and self.progress.step % self.config.empty_cache_every == 0:
+            self.slots.empty_cache()
+        if not (control.should_log or control.should_evaluate or control.should_save):
+            return
+        if control.should_log:
+            control.should_log = False
+            if self.losses.num_steps:
+                self.slots.log(self._read_logs())
+        if control.should_evaluate:
+            control.should_evaluate = False
+            self.slots.evaluate()
+        if control.should_save:
+            control.should_save = False
+            self.slots.save()
+
+    def _read_logs(self) -> dict[str, Any]:
+        logs: dict[str, Any] = dict(self.losses.read())
+        if self._grad_norm is not None:
+            logs["grad_norm"] = float(self._grad_norm)
+        logs["learning_rate"] = float(self._learning_rate)
+        return logs

@@ -1,0 +1,17 @@
+"""Prediction: an evaluation that always keeps what the model said."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hftrain.loops.evaluate import EvaluateConfig, EvaluateLoop, EvaluateSlots
+from hftrain.loops.fit import Events
+from hftrain.loops.gather import Group
+
+
+class PredictLoop(EvaluateLoop):
+    """Run every batch once and return the predictions in the data's order; the loss and metrics need labels."""
+
+    def __init__(self, config: EvaluateConfig, *, slots: EvaluateSlots, group: Group, events: Events) -> None:
+        config = dataclasses.replace(config, keeps_predictions=True)
+        super().__init__(config, slots=slots, group=group, events=events)

@@ -1,0 +1,116 @@
+"""Options written by users, as text or as a mapping: read, checked against what is known, cast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+from hftrain.core.errors import ConfigError, explain
+
+_BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def parse_options(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
+    """Read `optim_args`: a mapping as it is, or text of the form ``"key=value, key=value"``.
+
+    Args:
+        options: The mapping form can hold what the text form cannot: values with ``,`` or ``=``.
+
+    Returns:
+        Key to value; the values of text stay text.
+
+    Raises:
+        ConfigError: A piece of the text is not ``key=value``, or a key comes twice.
+
+    Source: the documented `optim_args`.
+
+    Example:
+        >>> parse_options("momentum=0.9, nesterov = True")
+        {'momentum': '0.9', 'nesterov': 'True'}
+    """
+    if not isinstance(options, str):
+        return dict(options or {})
+    pieces = [[part.strip() for part in piece.split("=")] for piece in options.split(",")] if options.strip() else []
+    parsed = {piece[0]: piece[-1] for piece in pieces}
+    if len(parsed) < len(pieces) or any(len(piece) != 2 or not all(piece) for piece in pieces):
+        raise ConfigError(
+            explain(
+                f"optim_args={options!r} was asked for.",
+                "It must be 'key=value' pieces with commas between them, each key once.",
+                "Write it like 'momentum=0.9, nesterov=True', or pass a dict.",
+                optim_args=options,
+            )
+        )
+    return parsed
+
+
+def refuse_unknown(
+    options: Iterable[str], known: Iterable[str], *, owner: str, field: str, reason: str = "It does not take that."
+) -> None:
+    """Raise unless every option is known.
+
+    Args:
+        options: The keys received.
+        known: The keys `owner` takes.
+        owner: Whose options they are, as the user wrote it (``"optim='sgd'"``).
+        field: The argument they came in.
+        reason: Why an option may be unknown.
+
+    Raises:
+        ConfigError: A key is unknown; the known ones are listed.
+    """
+    known = sorted(known)
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(
+            explain(
+                f"{owner} was asked for with {field} {', '.join(map(repr, unknown))}.",
+                reason,
+                f"It takes: {', '.join(known)}." if known else "It takes none.",
+                **{field: list(options)},
+            )
+        )
+
+
+def cast_options(options: Mapping[str, Any], hints: Mapping[str, Any], *, owner: str) -> dict[str, Any]:
+    """Turn option values into what the type hints say.
+
+    Args:
+        options: Key to value; anything but text is cast as its text would be.
+        hints: Key to type hint, for every key `owner` takes.
+        owner: Whose options they are, as the user wrote it.
+
+    Raises:
+        ConfigError: A key is unknown, or a value cannot be read as its type.
+
+    Example:
+        >>> cast_options({"nesterov": "False", "momentum": "0.9"}, {"nesterov": bool, "momentum": float}, owner="sgd")
+        {'nesterov': False, 'momentum': 0.9}
+    """
+    reason = "It does not take that there; rate, weight decay and Adam's betas and eps have arguments of their own."
+    refuse_unknown(options, hints, owner=owner, field="optim_args", reason=reason)
+    cast = {}
+    for key, value in options.items():
+        try:
+            cast[key] = _cast(str(value), get_args(hints[key]) or (hints[key],))
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                explain(
+                    f"{owner} was asked for with optim_args {key}={value!r}.",
+                    f"{key} must be {getattr(hints[key], '__name__', hints[key])}.",
+                    "Correct the value.",
+                    **{key: value},
+                )
+            ) from error
+    return cast
+
+
+def _cast(text: str, kinds: tuple[Any, ...]) -> Any:
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    if bool in kinds:
+        # bool("False") is True, so the words are looked up instead.
+        return _BOOLEANS[text.lower()]
+    if float in kinds:
+        return float(text)
+    return int(text) if int in kinds else text

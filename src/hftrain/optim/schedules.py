@@ -1,0 +1,187 @@
+"""Learning-rate schedules by name, as torch's schedulers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import warn_once
+from hftrain.core.registry import Registry
+from hftrain.optim import multipliers, settle
+from hftrain.optim.options import refuse_unknown
+
+_PLATEAU = "reduce_lr_on_plateau"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Which schedule, and how long it runs.
+
+    Args:
+        name: A name of `schedules`.
+        num_training_steps: The run's length.
+        num_warmup_steps: How many of them warm up.
+        options: What else the schedule takes.
+
+    Units:
+        num_training_steps, num_warmup_steps: optimizer updates.
+
+    Source: the documented `lr_scheduler_type`, `warmup_steps`, `warmup_ratio` and `lr_scheduler_kwargs`.
+    """
+
+    name: str = "linear"
+    num_training_steps: int
+    num_warmup_steps: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def build_schedule(config: ScheduleConfig, optimizer: Optimizer) -> LRScheduler:
+    """Build the schedule of an optimizer; sets the groups' rates to the schedule's first value.
+
+    Args:
+        config: Which schedule, and how long it runs.
+        optimizer: Mutated. Rates given as such (`lr_end`, `min_lr`) relate to its default `lr`.
+
+    Returns:
+        A scheduler to step once per optimizer update, or with the metric when `is_metric_driven`. Its state dict
+        holds plain values only.
+
+    Raises:
+        ConfigError: The name is unknown; an option is unknown, missing or impossible.
+
+    Source: the documented `Trainer.create_scheduler`.
+    """
+    return schedules.create(config.name, config=config, optimizer=optimizer)
+
+
+def is_metric_driven(name: str) -> bool:
+    """Tell whether a schedule is stepped with a metric after each evaluation, instead of once per update.
+
+    Example:
+        >>> is_metric_driven("reduce_lr_on_plateau"), is_metric_driven("linear")
+        (True, False)
+    """
+    return name == _PLATEAU
+
+
+def reduce_on_plateau(config: ScheduleConfig, optimizer: Optimizer) -> LRScheduler:
+    """Handle torch's `ReduceLROnPlateau`; the options are its own keyword arguments."""
+    own = inspect.signature(ReduceLROnPlateau).parameters
+    options = {name: parameter for name, parameter in own.items() if name not in {"optimizer", "verbose"}}
+    _check_options(config, options, has_warmup=False)
+    with _impossible_is_config_error(config):
+        return ReduceLROnPlateau(optimizer, **config.options)
+
+
+def by_multiplier(
+    config: ScheduleConfig,
+    optimizer: Optimizer,
+    *,
+    multiplier: Callable[..., float],
+    adapt: Callable[..., dict[str, Any]] | None = None,
+) -> LRScheduler:
+    """Handle a schedule that multiplies every group's base rate.
+
+    The run's facts (`warmup`, `total`, `base_lr`) and the options reach both functions by parameter name.
+
+    Args:
+        config: Which schedule, and how long it runs.
+        optimizer: Mutated.
+        multiplier: Step to multiplier. Its parameters with a default are options; the others are facts, or come
+            from `adapt`.
+        adapt: Turns facts and options of its own into arguments of the multiplier.
+
+    Raises:
+        ConfigError: An option is unknown, missing or impossible.
+    """
+    base_lr = optimizer.defaults.get("lr")
+    facts = {"warmup": config.num_warmup_steps, "total": config.num_training_steps, "base_lr": base_lr}
+    takes = inspect.signature(multiplier).parameters
+    adapts = inspect.signature(adapt).parameters if adapt else {}
+    options = {name: parameter for name, parameter in takes.items() if parameter.default is not parameter.empty}
+    options |= {name: parameter for name, parameter in adapts.items() if name not in facts}
+    _check_options(config, options, has_warmup="warmup" in takes)
+    known = {**facts, **config.options}
+    with _impossible_is_config_error(config):
+        arguments = {name: value for name, value in known.items() if name in takes}
+        if adapt:
+            arguments |= adapt(**{name: value for name, value in known.items() if name in adapts})
+        chosen = functools.partial(multiplier, **arguments)
+        # One value of each phase now, so that a bad option does not wait for the end of the warm-up.
+        for step in (0, config.num_warmup_steps, max(config.num_warmup_steps, config.num_training_steps - 1)):
+            chosen(step)
+    return LambdaLR(optimizer, chosen)
+
+
+def _check_options(config: ScheduleConfig, options: Mapping[str, inspect.Parameter], *, has_warmup: bool) -> None:
+    owner = f"lr_scheduler_type={config.name!r}"
+    refuse_unknown(config.options, options, owner=owner, field="lr_scheduler_kwargs")
+    required = {name for name, parameter in options.items() if parameter.default is parameter.empty}
+    missing = sorted(required - set(config.options))
+    if missing:
+        raise ConfigError(
+            explain(
+                f"{owner} was asked for.",
+                f"It needs {', '.join(missing)}.",
+                "Add that to lr_scheduler_kwargs.",
+                lr_scheduler_kwargs=dict(config.options),
+            )
+        )
+    if config.num_warmup_steps and not has_warmup:
+        warn_once(f"{owner} has no warm-up: the {config.num_warmup_steps} warm-up steps asked for are ignored.")
+
+
+@contextmanager
+def _impossible_is_config_error(config: ScheduleConfig) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(
+            explain(
+                f"lr_scheduler_type={config.name!r} was asked for.",
+                f"It cannot be computed with these settings: {error}.",
+                "Correct them.",
+                lr_scheduler_kwargs=dict(config.options),
+                num_training_steps=config.num_training_steps,
+                num_warmup_steps=config.num_warmup_steps,
+            )
+        ) from error
+
+
+schedules: Registry[LRScheduler] = Registry("lr_scheduler_type", group="hftrain.schedules")
+schedules.register("linear", by_multiplier, multiplier=multipliers.linear)
+schedules.register("cosine", by_multiplier, multiplier=multipliers.cosine)
+schedules.register("cosine_with_restarts", by_multiplier, multiplier=multipliers.cosine_with_restarts)
+schedules.register("polynomial", by_multiplier, multiplier=multipliers.polynomial, adapt=settle.end_rate)
+schedules.register("constant", by_multiplier, multiplier=multipliers.constant)
+schedules.register("constant_with_warmup", by_multiplier, multiplier=multipliers.constant_with_warmup)
+schedules.register("inverse_sqrt", by_multiplier, multiplier=multipliers.inverse_sqrt)
+schedules.register(_PLATEAU, reduce_on_plateau)
+schedules.register(
+    "cosine_with_min_lr",
+    by_multiplier,
+    multiplier=multipliers.cosine_with_min_lr,
+    adapt=settle.min_rate,
+)
+schedules.register(
+    "cosine_warmup_with_min_lr",
+    by_multiplier,
+    multiplier=multipliers.cosine_warmup_with_min_lr,
+    adapt=settle.min_rate,
+)
+schedules.register(
+    "warmup_stable_decay",
+    by_multiplier,
+    multiplier=multipliers.warmup_stable_decay,
+    adapt=settle.stages,
+)

@@ -1,0 +1,119 @@
+"""Mixed precision: float32 parameters, half-precision operations where they are safe."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.types import PrecisionPolicy
+from hftrain.precision.base import Precision, ScalerFactory
+
+
+class AutocastPrecision(Precision):
+    """Cast operations one by one to bfloat16 with `torch.autocast`.
+
+    Args:
+        matmul: What the remaining float32 matrix products run in, see `FullPrecision`.
+
+    Source: the documented `bf16`.
+    """
+
+    name = "bf16"
+    dtype = torch.bfloat16
+    loss_scaling = False
+
+    def __init__(self, *, matmul: str | None = None) -> None:
+        super().__init__(
+            PrecisionPolicy(
+                name=self.name,
+                param_dtype=torch.float32,
+                compute_dtype=self.dtype,
+                reduce_dtype=torch.float32,
+                loss_scaling=self.loss_scaling,
+                autocast=True,
+                matmul=matmul,
+            )
+        )
+        self._device_type = ""
+
+    def prepare(self, device: torch.device, scaler_factory: ScalerFactory) -> None:
+        self._device_type = device.type
+        self._context = self._new_context()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        # A context remembers one state to go back to, so it can be entered again but not inside itself.
+        return self._new_context() if torch.is_autocast_enabled(self._device_type) else self._context
+
+    def _new_context(self) -> torch.autocast:
+        return torch.autocast(self._device_type, dtype=self.policy.compute_dtype)
+
+
+class ScaledPrecision(AutocastPrecision):
+    """Cast to float16 and scale the loss, so that small gradients do not vanish.
+
+    A step whose gradients overflow is skipped and the scale is lowered. Reading whether that happened synchronises
+    with the device once per step.
+
+    Args:
+        matmul: What the remaining float32 matrix products run in, see `FullPrecision`.
+
+    Source: the documented `fp16`; Micikevicius et al., Mixed Precision Training, 2018.
+    """
+
+    name = "fp16"
+    dtype = torch.float16
+    loss_scaling = True
+
+    _scaler: GradScaler
+    _scale: float
+
+    def prepare(self, device: torch.device, scaler_factory: ScalerFactory) -> None:
+        super().prepare(device, scaler_factory)
+        self._scaler = scaler_factory(device)
+        self._scale = self._scaler.get_scale()
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Return the model as it is.
+
+        Raises:
+            ConfigError: It has trainable float16 parameters, whose gradients cannot be scaled back.
+        """
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.dtype == torch.float16:
+                raise ConfigError(
+                    explain(
+                        f"precision={self.policy.name!r} was asked for.",
+                        f"Parameter {name!r} is float16 itself; mixed precision updates float32 parameters.",
+                        "Load the model in float32 (`torch_dtype=torch.float32`), or freeze that parameter.",
+                    )
+                )
+        return model
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> bool:
+        # A skipped step shows only in the scale, which nothing but an overflow lowers.
+        before = self._scale
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        self._scale = self._scaler.get_scale()
+        return self._scale >= before
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the scale; an empty state, left by a run without a scaler, keeps the fresh one."""
+        if state:
+            self._scaler.load_state_dict(state)
+            self._scale = self._scaler.get_scale()

@@ -1,0 +1,112 @@
+"""What every precision can do; on its own it leaves torch's arithmetic as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import warn_once
+from hftrain.core.types import PrecisionPolicy
+from hftrain.precision.matmul import set_matmul
+
+ScalerFactory = Callable[[torch.device], GradScaler]
+
+
+class Precision:
+    """Run a model in one kind of arithmetic.
+
+    Subclasses override `prepare`, `autocast` and, where the loss is scaled, the three calls of a step.
+
+    Args:
+        policy: What a strategy may know about this precision.
+
+    Raises:
+        ConfigError: `policy.matmul` is not a value of `PrecisionPolicy`.
+    """
+
+    def __init__(self, policy: PrecisionPolicy) -> None:
+        if policy.matmul not in (None, "highest", "high"):
+            raise ConfigError(
+                explain(
+                    f"matmul={policy.matmul!r} was asked for.",
+                    "Float32 matrix products run in float32 or in TF32.",
+                    "Use 'highest' (float32), 'high' (TF32) or None (torch's own setting).",
+                    matmul=policy.matmul,
+                )
+            )
+        self.policy = policy
+        self._device: torch.device | None = None
+        self._context: AbstractContextManager[Any] = nullcontext()
+        self._restore_matmul: Callable[[], None] | None = None
+
+    def open(self, device: torch.device, scaler_factory: ScalerFactory) -> None:
+        """Prepare for a device and set the global flags; opening again on the same device changes nothing.
+
+        Mutates torch's TF32 flags when the policy names a `matmul`; `close` puts them back.
+
+        Args:
+            device: Where the model runs.
+            scaler_factory: Makes the gradient scaler that suits the strategy; called only where a loss is scaled.
+
+        Raises:
+            ConfigError: Open on another device already, or the TF32 flags cannot be read.
+        """
+        if self._device == device:
+            return
+        if self._device is not None:
+            raise ConfigError(
+                explain(
+                    f"precision={self.policy.name!r} was to be opened on {str(device)!r}.",
+                    f"It is open on {str(self._device)!r}.",
+                    "Call close() first, or use a second precision object.",
+                )
+            )
+        self.prepare(device, scaler_factory)
+        if self.policy.matmul is not None:
+            self._restore_matmul = set_matmul(self.policy.matmul)
+        self._device = device
+
+    def prepare(self, device: torch.device, scaler_factory: ScalerFactory) -> None:
+        """Build what a run on `device` needs; called once by `open`."""
+
+    def close(self) -> None:
+        """Put the global flags back; safe to call twice."""
+        if self._restore_matmul is not None:
+            self._restore_matmul()
+        self._restore_matmul = self._device = None
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Return the model with the parameters' dtypes this precision wants; may mutate it."""
+        return model
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context to run a forward pass in."""
+        return self._context
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradients of a loss."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring the optimizer's gradients back to the loss's own scale; at most once per step."""
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Update the parameters; return False if the step was skipped because gradients overflowed."""
+        optimizer.step()
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resume needs: the scaler's state, empty without one."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; a scaler's state that has no use here is reported once."""
+        if state:
+            warn_once(f"The saved gradient scaler has no use with precision={self.policy.name!r} and was left out.")

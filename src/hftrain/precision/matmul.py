@@ -1,0 +1,40 @@
+"""TF32: torch's process-wide switches, set together and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hftrain.core.errors import ConfigError, explain
+
+
+def set_matmul(matmul: str) -> Callable[[], None]:
+    """Set the arithmetic of float32 matrix products and cuDNN convolutions, and return a function that puts it back.
+
+    Args:
+        matmul: ``"high"`` for TF32, ``"highest"`` for float32.
+
+    Raises:
+        ConfigError: The flags were set through torch's newer `fp32_precision` interface, which hides them here.
+    """
+    # torch.compile still reads these flags and fails when only the newer `fp32_precision` was written
+    # (pytorch issue 166387), while writing these keeps both interfaces readable. Switch once that is closed.
+    try:
+        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError as error:
+        raise ConfigError(
+            explain(
+                f"matmul={matmul!r} was asked for.",
+                "This process has set torch's `fp32_precision` flags itself, and torch refuses to mix the two.",
+                "Remove those settings, or leave TF32 to them and ask for no `matmul` and no 'tf32' here.",
+                matmul=matmul,
+            )
+        ) from error
+    _apply(matmul, matmul == "high")
+    return lambda: _apply(*before)
+
+
+def _apply(matmul: str, allow_tf32: bool) -> None:
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = allow_tf32

@@ -1,0 +1,85 @@
+"""Join a strategy and a precision into the calls of a step; nothing else reads what a strategy owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from hftrain.core.errors import StrategyError, explain
+from hftrain.core.types import Owns
+from hftrain.precision.base import Precision
+from hftrain.step.stepper import Stepper
+from hftrain.strategies.base import Strategy
+
+
+def assemble_stepper(
+    *, strategy: Strategy, precision: Precision, optimizer: Optimizer, max_grad_norm: float | None
+) -> Stepper:
+    """Resolve who does what in a step: the precision, unless the strategy's own engine takes it over.
+
+    Args:
+        strategy: Launched and set up.
+        precision: Opened on the strategy's device.
+        optimizer: As `Strategy.setup` returned it; its parameters are the ones clipped, whatever else has a gradient.
+        max_grad_norm: The largest norm of all gradients together; None or 0 turns clipping off.
+
+    Raises:
+        StrategyError: The strategy declares more than it provides, or takes over only a part that needs another.
+    """
+    owns = strategy.owns
+    engine: Any = strategy
+    _check(strategy, scales=precision.policy.loss_scaling)
+    clips = bool(max_grad_norm and max_grad_norm > 0) and Owns.CLIP not in owns
+    unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
+    return Stepper(
+        autocast=nullcontext if Owns.CASTING in owns else precision.autocast,
+        backward=engine.backward if Owns.BACKWARD in owns else precision.backward,
+        clip=_make_clip(strategy, precision, optimizer, max_grad_norm or 0.0, unscales) if clips else _clip_nothing,
+        step=engine.step if Owns.STEP in owns else partial(precision.step, optimizer),
+        zero_grad=optimizer.zero_grad,
+    )
+
+
+def _make_clip(
+    strategy: Strategy, precision: Precision, optimizer: Optimizer, max_norm: float, unscales: bool
+) -> Callable[[], torch.Tensor]:
+    def clip() -> torch.Tensor:
+        if unscales:
+            precision.unscale(optimizer)
+        # Read anew, because a callback may add a parameter group.
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return strategy.clip_grad_norm(parameters, max_norm)
+
+    return clip
+
+
+def _clip_nothing() -> None:
+    return None
+
+
+def _check(strategy: Strategy, *, scales: bool) -> None:
+    """Raise unless what the strategy owns holds together."""
+    owns = strategy.owns
+    both = Owns.BACKWARD | Owns.STEP
+    reason = None
+    for part, method in ((Owns.BACKWARD, "backward"), (Owns.STEP, "step")):
+        if part in owns and not callable(getattr(strategy, method, None)):
+            reason = f"It declares {part} and has no method {method!r}."
+    if Owns.SCALING in owns and both not in owns:
+        reason = "It declares Owns.SCALING, which needs its own backward and step as well."
+    elif scales and Owns.SCALING not in owns and owns & both:
+        reason = "It runs backward or step itself, and leaves the scaling of the loss to a precision it bypasses."
+    if reason:
+        raise StrategyError(
+            explain(
+                f"strategy={strategy.name!r} was to take over parts of the step.",
+                reason,
+                "Mend the strategy's `owns`.",
+                owns=owns,
+            )
+        )

@@ -1,0 +1,102 @@
+"""Which strategy works with which precision on which device, and why the others do not."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from packaging.version import Version
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.types import PrecisionPolicy
+from hftrain.precision.base import Precision
+from hftrain.precision.registry import precisions
+from hftrain.strategies.base import Strategy
+from hftrain.strategies.registry import strategies
+
+Capability = tuple[int, int]
+
+_AMPERE: Capability = (8, 0)
+_DEVICES: tuple[tuple[str, Capability | None], ...] = (
+    ("cpu", None),
+    ("cuda", (7, 5)),
+    ("cuda", _AMPERE),
+    ("mps", None),
+)
+
+
+class LegalityRow(NamedTuple):
+    """One line of the legality table; `reason` is None where the pair works."""
+
+    strategy: str
+    precision: str
+    device: str
+    reason: str | None
+
+
+def check_legal(strategy: Strategy, precision: Precision) -> None:
+    """Raise unless a strategy and a precision work together on the device that the strategy will take.
+
+    Call before `Strategy.launch`: allocates nothing on a device, though torch asks the driver about a GPU.
+
+    Raises:
+        ConfigError: They do not; the message says why.
+    """
+    policy, kind = precision.policy, strategy.device_type
+    capability = torch.cuda.get_device_capability(strategy.planned_device) if kind == "cuda" else None
+    reason = strategy.refuses(policy, kind) or find_device_refusal(policy, kind, capability)
+    if reason:
+        raise ConfigError(
+            explain(
+                f"precision={policy.name!r} was asked for with strategy={strategy.name!r} on {kind!r}.",
+                f"{reason}.",
+                "Choose another precision, strategy or device.",
+            )
+        )
+
+
+def find_device_refusal(policy: PrecisionPolicy, device_type: str, capability: Capability | None) -> str | None:
+    """Return why a kind of device cannot run a precision, None if it can.
+
+    Args:
+        policy: The precision.
+        device_type: ``"cpu"``, ``"cuda"``, ``"mps"``, ...
+        capability: What a CUDA device can do; None elsewhere.
+    """
+    torch_version = Version(torch.__version__)
+    if policy.matmul == "high" and device_type != "cuda":
+        return "TF32 exists on CUDA devices only"
+    if capability is not None and capability < _AMPERE:
+        has = f"and this one has {capability[0]}.{capability[1]}"
+        if policy.matmul == "high":
+            return f"TF32 needs a GPU of compute capability 8.0 or newer, {has}"
+        if policy.compute_dtype == torch.bfloat16:
+            return f"bfloat16 needs a GPU of compute capability 8.0 or newer, {has}; 'fp16' works"
+    if device_type == "mps":
+        if policy.loss_scaling and torch_version < Version("2.8"):
+            return "torch's gradient scaler works on MPS from torch 2.8 on"
+        if policy.compute_dtype == torch.bfloat16 and torch_version < Version("2.6"):
+            return "torch runs bfloat16 autocast on MPS from torch 2.6 on"
+    return None
+
+
+def legality_table() -> list[LegalityRow]:
+    """List every registered strategy with every registered precision on each kind of device, for the documentation."""
+    return [
+        LegalityRow(strategy, precision, _label(kind, capability), reason)
+        for strategy in strategies.names()
+        for precision in precisions.names()
+        for kind, capability in _DEVICES
+        for reason in [_find_refusal(strategy, precisions.create(precision).policy, kind, capability)]
+    ]
+
+
+def _find_refusal(strategy: str, policy: PrecisionPolicy, kind: str, capability: Capability | None) -> str | None:
+    factory, _ = strategies.resolve(strategy)
+    # Asked of the class, so that a strategy whose package is not installed has its rows too.
+    refuses = factory.refuses if isinstance(factory, type) and issubclass(factory, Strategy) else Strategy.refuses
+    return refuses(policy, kind) or find_device_refusal(policy, kind, capability)
+
+
+def _label(kind: str, capability: Capability | None) -> str:
+    return kind if capability is None else f"{kind} {capability[0]}.{capability[1]}"

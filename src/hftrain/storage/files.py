@@ -1,0 +1,205 @@
+"""Durable local files, and folders that appear whole or not at all.
+
+A folder is written beside its target as ``.staging-<name>-<token>``, flushed, and renamed once. What stands in the way
+is first renamed to ``.replaced-<name>-<token>``, what must go to ``.trash-<name>-<token>``; so after a kill at any
+instant each of these says by its name what has to be done with it, and `restore` and `sweep` do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hftrain.core.errors import CheckpointError, ConfigError, explain
+from hftrain.core.log import get_logger
+
+_CHUNK_BYTES = 1 << 20
+_MAX_JSON_BYTES = 1 << 28
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/.*", re.IGNORECASE)
+_LEFTOVER = re.compile(r"\.(?P<kind>staging|replaced|trash)-(?P<name>.+)-[0-9a-f]{8}")
+
+logger = get_logger(__name__)
+
+
+def check_writable(folder: str | Path) -> None:
+    """Create a folder if it is absent, and prove that a file can be written in it.
+
+    Raises:
+        ConfigError: It cannot, with the operating system's reason; or the folder is a URL.
+    """
+    asked = f"Writing to {str(folder)!r} was asked for."
+    if _URL.fullmatch(str(folder)):
+        raise ConfigError(explain(asked, "This version writes to local folders only.", "Give a path without scheme."))
+    probe = Path(folder) / f".write-test-{secrets.token_hex(4)}"
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_text(probe, "test")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(explain(asked, f"{error}.", "Give a folder in which this user may create files.")) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it holds the old text or the new, whenever the machine stops; returns when durable."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with open(part, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    _fsync_folder(path.parent)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file of a bounded size.
+
+    Raises:
+        CheckpointError: It is absent, too large, or not JSON.
+    """
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ValueError(f"it is larger than {_MAX_JSON_BYTES} bytes")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            explain(f"{path} should be read.", f"It is absent or damaged: {error}.", "Use another checkpoint.")
+        ) from error
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, as hexadecimal text."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def walk_files(folder: Path) -> Iterator[Path]:
+    """Yield all that a folder and its subfolders hold except folders; links are yielded and not followed."""
+    for parent, folders, names in os.walk(folder):
+        yield from (Path(parent) / name for name in names)
+        yield from (path for name in folders if (path := Path(parent) / name).is_symlink())
+
+
+def fsync_tree(folder: Path) -> None:
+    """Flush each file and folder below `folder`, itself included, to disk; files that vanish meanwhile are skipped."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                _fsync_file(Path(parent) / name)
+        _fsync_folder(Path(parent))
+
+
+def begin(target: Path) -> Path:
+    """Create and return the empty staging folder of `target`."""
+    staged = _beside(target, "staging")
+    staged.mkdir(parents=True)
+    return staged
+
+
+def find_staging(target: Path) -> Path:
+    """Return the one staging folder of `target` that another process created.
+
+    Raises:
+        CheckpointError: There is none to be seen from here, or more than one.
+    """
+    found = [path for path, kind, name in _leftovers(target.parent) if kind == "staging" and name == target.name]
+    if len(found) != 1:
+        raise CheckpointError(
+            explain(
+                f"{target} should be written by several processes.",
+                f"This one sees {len(found)} staging folders that the main process made for it in {target.parent}.",
+                "Put the output folder on storage that all machines share, and let one run at a time write to it.",
+            )
+        )
+    return found[0]
+
+
+def commit(staged: Path, target: Path) -> None:
+    """Flush a staging folder and give it its name, in place of what has that name; durable on return."""
+    fsync_tree(staged)
+    replaced = _beside(target, "replaced") if os.path.lexists(target) else None
+    if replaced is not None:
+        os.rename(target, replaced)
+    os.rename(staged, target)
+    _fsync_folder(target.parent)
+    if replaced is not None:
+        discard(replaced)
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder, renamed out of sight first; what cannot be deleted is left behind with a warning."""
+    try:
+        if _LEFTOVER.fullmatch(folder.name) is None:
+            folder = folder.rename(_beside(folder, "trash"))
+        shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("Could not delete %s: %s", folder, error)
+
+
+def restore(parent: Path, *, is_ours: Callable[[str], bool]) -> None:
+    """Put back the folders that a killed `commit` had renamed aside without putting the new one in their place.
+
+    Args:
+        parent: The folder of the targets.
+        is_ours: Tells by a target's name whether the caller may touch it.
+    """
+    for path, kind, name in _leftovers(parent):
+        if kind == "replaced" and is_ours(name) and not os.path.lexists(parent / name):
+            logger.warning("Put back %s, which a killed save had set aside.", parent / name)
+            path.rename(parent / name)
+
+
+def sweep(parent: Path, *, is_ours: Callable[[str], bool]) -> None:
+    """Delete what killed saves left behind, after `restore`; the arguments are the same."""
+    restore(parent, is_ours=is_ours)
+    for path, _, name in _leftovers(parent):
+        if is_ours(name):
+            discard(path)
+
+
+def _beside(target: Path, kind: str) -> Path:
+    return target.with_name(f".{kind}-{target.name}-{secrets.token_hex(4)}")
+
+
+def _leftovers(parent: Path) -> list[tuple[Path, str, str]]:
+    """List path, kind and target name of the folders of this layout; links are not of this layout."""
+    if not parent.is_dir():
+        return []
+    found = []
+    for path in sorted(parent.iterdir()):
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is not None and path.is_dir() and not path.is_symlink():
+            found.append((path, match["kind"], match["name"]))
+    return found
+
+
+def _fsync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fsync_folder(folder: Path) -> None:
+    if os.name == "nt":  # Windows cannot open folders
+        return
+    try:
+        _fsync_file(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot flush folders
+            raise

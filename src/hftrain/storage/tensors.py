@@ -1,0 +1,149 @@
+"""Tensors on disk: safetensors for flat dictionaries, torch's zip format for nested plain containers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from hftrain.core.errors import CheckpointError, explain
+
+_ALIASES = "hftrain.aliases"
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file; names of one and the same tensor are stored once and noted in the metadata.
+
+    Tensors that share memory in any other way are written whole, each for itself.
+
+    Raises:
+        CheckpointError: The format has no such layout (sparse) or dtype.
+    """
+    kept: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    names: dict[Any, str] = {}
+    storages: set[Any] = set()
+    for name, tensor in tensors.items():
+        identity = tensor_identity(tensor)
+        if tensor.layout != torch.strided:
+            raise _unsupported(name, tensor)
+        if identity is None:
+            kept[name] = tensor.detach().contiguous()
+        elif identity in names:
+            aliases[name] = names[identity]
+        else:
+            is_shared = identity[:2] in storages
+            names[identity] = name
+            storages.add(identity[:2])
+            kept[name] = (tensor.detach().clone() if is_shared else tensor.detach()).contiguous()
+    metadata = {"format": "pt"}
+    if aliases:
+        metadata[_ALIASES] = json.dumps(aliases, sort_keys=True)
+    try:
+        save_file(kept, path, metadata=metadata)
+    except KeyError as error:  # the dtype, looked up in the format's table
+        raise _unsupported(*next(item for item in kept.items() if item[1].dtype == error.args[0])) from error
+
+
+def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+    """Read a safetensors file; names that were one tensor when saved are one tensor again.
+
+    Raises:
+        CheckpointError: It is absent or damaged.
+    """
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            # the reader hands out memory that is mapped to the file, and changes when the file is written again
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            aliases = json.loads((file.metadata() or {}).get(_ALIASES, "{}"))
+        tensors.update({alias: tensors[name] for alias, name in aliases.items()})
+    except Exception as error:
+        raise _unreadable(path, error) from error
+    return tensors
+
+
+def save_containers(tree: Any, path: Path) -> None:
+    """Write tensors, numbers and text in nested dictionaries, lists and tuples: all that safe loading accepts.
+
+    Raises:
+        CheckpointError: Something else is inside; the message says where.
+    """
+    torch.save(_plain(tree, "state"), path)
+
+
+def load_containers(path: Path, *, with_numpy: bool = False) -> Any:
+    """Read on the CPU what `save_containers` wrote, without running code from the file.
+
+    Args:
+        path: The file.
+        with_numpy: Also accept NumPy arrays, which the RNG files of the Hugging Face Trainer hold.
+
+    Raises:
+        CheckpointError: It is absent, damaged, or holds anything but plain data.
+    """
+    try:
+        with _numpy_accepted() if with_numpy else contextlib.nullcontext():
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def tensor_identity(tensor: Any) -> tuple[Any, ...] | None:
+    """Return a key that two tensors share when they are the same memory seen in the same way.
+
+    None stands for what is not comparable: other objects, subclasses, empty tensors, tensors without memory.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return None
+    storage = tensor.untyped_storage().data_ptr()
+    return (tensor.device, storage, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _plain(tree: Any, where: str) -> Any:
+    kind = type(tree)
+    if kind in _PLAIN:
+        return tree
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return tree.detach()  # drops Python attributes, which would be pickled along
+    if kind in (dict, OrderedDict):
+        return {_plain(key, f"{where} key"): _plain(value, f"{where}[{key!r}]") for key, value in tree.items()}
+    if kind in (list, tuple):
+        return kind(_plain(value, f"{where}[{index}]") for index, value in enumerate(tree))
+    raise CheckpointError(
+        explain(
+            f"{where} should be saved.",
+            f"It is a {kind.__module__}.{kind.__qualname__}, which could not be loaded without running code.",
+            "Put only tensors, numbers, text, dictionaries, lists and tuples into a state.",
+        )
+    )
+
+
+def _numpy_accepted() -> contextlib.AbstractContextManager[Any]:
+    rebuild: Any = numpy.empty(0).__reduce__()[0]
+    return torch.serialization.safe_globals([rebuild, numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32))])
+
+
+def _unsupported(name: str, tensor: torch.Tensor) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            f"{name} should be saved as safetensors.",
+            f"The format has no {tensor.layout} tensors of {tensor.dtype}.",
+            "Set save_safetensors=False.",
+        )
+    )
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    reason = "It does not exist" if not path.exists() else f"It is damaged or holds more than plain data: {error}"
+    return CheckpointError(explain(f"{path} should be read.", f"{reason}.", "Use another checkpoint."))

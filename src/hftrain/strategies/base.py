@@ -1,0 +1,210 @@
+"""What every strategy can do; on its own it is one process on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from hftrain.core.errors import StrategyError, explain
+from hftrain.core.tree import map_tensors
+from hftrain.core.types import Owns, PrecisionPolicy
+
+ReduceOp = Literal["sum", "mean", "max"]
+
+
+class Strategy:
+    """Know the processes of a run, place the model and let its copies agree.
+
+    A strategy whose engine takes over part of the step says so in `owns`, and provides for
+
+    - `Owns.BACKWARD`: ``backward(loss) -> None``;
+    - `Owns.STEP`: ``step() -> bool``, False if the step was skipped;
+    - `Owns.CLIP`: nothing: its ``step`` clips, and `clip_grad_norm` is not called;
+    - `Owns.SCALING`: ``backward`` and ``step``, which scale the loss themselves;
+    - `Owns.CASTING`: nothing: the forward pass is then run without autocast;
+    - `Owns.ACCUMULATION`: nothing: its ``backward`` counts micro-steps, and `no_sync` does nothing.
+
+    Attributes:
+        name: The registry name.
+        owns: What the strategy's own engine takes over from the step.
+        rank: This process among all; as the launcher said until `launch`, then as the process group says.
+        local_rank: This process among those of its machine, likewise.
+        world_size: The number of processes, likewise.
+
+    Args:
+        planned_device: The device that `launch` will take; saying so touches no device.
+        place_model: Whether `setup` moves the model; False for a model that is already spread or quantized.
+    """
+
+    name = ""
+    owns = Owns.NOTHING
+
+    def __init__(self, planned_device: torch.device, *, place_model: bool = True) -> None:
+        self.rank, self.local_rank, self.world_size = 0, 0, 1
+        self.planned_device = planned_device
+        self.place_model = place_model
+        self._device: torch.device | None = None
+        self._move: Callable[[torch.Tensor], torch.Tensor]
+
+    @classmethod
+    def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
+        """Return why this strategy cannot work with a precision on a kind of device, None if it can."""
+        return None
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device, known before `launch`: ``"cpu"``, ``"cuda"``, ``"mps"``, ..."""
+        return self.planned_device.type
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process.
+
+        Raises:
+            StrategyError: Not launched yet.
+        """
+        if self._device is None:
+            raise StrategyError(
+                explain(f"strategy={self.name!r} was asked for its device.", "It has none yet.", "Call launch() first.")
+            )
+        return self._device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the first of all processes."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_rank == 0
+
+    def scaler_factory(self, device: torch.device) -> GradScaler:
+        """Make the gradient scaler that suits this strategy."""
+        return GradScaler(device.type)
+
+    def launch(self) -> None:
+        """Take the device, and meet the other processes; doing so again changes nothing. Collective."""
+        if self._device is None:
+            self._take(self.planned_device)
+
+    def close(self) -> None:
+        """Let go of what `launch` took; safe to call twice. Collective."""
+        self._device = None
+
+    def setup(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[nn.Module], Optimizer] | None,
+        policy: PrecisionPolicy,
+    ) -> tuple[nn.Module, Optimizer | None]:
+        """Place and wrap a model, and make its optimizer when its parameters are final. Collective; mutates the model.
+
+        Args:
+            model: The model, wrapped already or not.
+            make_optimizer: Called once with the unwrapped model; None where nothing is trained, and then nothing is
+                wrapped.
+            policy: The precision's wishes.
+        """
+        model = self.place(model)
+        return model, make_optimizer(self.unwrap(model)) if make_optimizer else None
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move a model to the device, unless `place_model` is False. Mutates the model."""
+        return model.to(self.device) if self.place_model else model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model inside the wrappers that distribute or compile it."""
+        while True:
+            if isinstance(model, (DistributedDataParallel, DataParallel)):
+                model = model.module
+            elif hasattr(model, "_orig_mod"):  # torch.compile's wrapper, told apart without importing the compiler
+                model = cast(nn.Module, model._orig_mod)
+            else:
+                return model
+
+    def to_device(self, tree: Any) -> Any:
+        """Return a nested batch with its tensors on the device; other leaves are kept.
+
+        A batch that is no mapping but has a ``to`` method of its own is moved by that. Does not synchronise.
+        """
+        if hasattr(tree, "to") and not isinstance(tree, (torch.Tensor, Mapping)):
+            return tree.to(self.device)
+        return map_tensors(tree, self._move)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context whose forward and backward passes do not exchange gradients."""
+        return nullcontext()
+
+    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """Scale gradients so that their norm over all parameters and processes is at most `max_norm`.
+
+        Mutates the gradients; does not synchronise with the device.
+
+        Returns:
+            The norm before clipping, a 0-d tensor on the device.
+        """
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the whole model's state, keyed as the unwrapped model's. Collective."""
+        return self.unwrap(model).state_dict()
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Restore what `model_state` returned and return torch's missing and unexpected keys. Collective."""
+        return self.unwrap(model).load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole optimizer's state. Collective."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Restore what `optimizer_state` returned. Collective; mutates the optimizer."""
+        optimizer.load_state_dict(state)
+
+    def reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        """Return the sum, mean or maximum over all processes, element by element. Collective."""
+        return tensor
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return all processes' rows, in the order of ranks. Collective; synchronises when there are several.
+
+        Raises:
+            StrategyError: The tensors differ in more than their number of rows.
+
+        Shapes:
+            tensor: ``[rows, ...]``, rows differing by process and possibly 0; a 0-d tensor counts as one row.
+        """
+        return tensor if tensor.dim() else tensor.reshape(1)
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        """Return all processes' objects, which must be plain JSON data. Collective; synchronises."""
+        return [obj]
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of process `src`, which must be plain JSON data. Collective; synchronises."""
+        return obj
+
+    def barrier(self) -> None:
+        """Wait until every process is here. Collective."""
+
+    def all_true(self, flag: bool) -> bool:
+        """Tell whether a flag is set in every process. Collective; synchronises."""
+        return flag
+
+    def _take(self, device: torch.device) -> None:
+        """Make `device` this process's own."""
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+            torch.cuda.set_device(device)
+        self._device = device
+        # Copies to a GPU may overlap with the host's work; copies to the host must be complete when used.
+        self._move = partial(torch.Tensor.to, device=device, non_blocking=device.type in ("cuda", "xpu"))

@@ -1,0 +1,88 @@
+"""Collectives over the default process group that `torch.distributed` does not have in this form.
+
+Objects travel as JSON, never as pickles: what arrives from another machine is data and cannot run code.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hftrain.core.errors import StrategyError, explain
+
+_MAX_DIMS = 8
+_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+)
+
+
+def reduce(tensor: torch.Tensor, *, op: str, device: torch.device) -> torch.Tensor:
+    """Return the sum, mean or maximum over all ranks; the input is left alone."""
+    result = tensor.detach().to(device, copy=True)
+    dist.all_reduce(result, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+    return result / dist.get_world_size() if op == "mean" else result
+
+
+def gather(tensor: torch.Tensor, *, device: torch.device) -> torch.Tensor:
+    """Return all ranks' rows in the order of ranks; a rank without rows may have any trailing shape and dtype."""
+    tensor = tensor.detach().to(device)
+    headers = _gather_headers(tensor, device=device)
+    lengths = [header[1] for header in headers]
+    kinds = {(header[0], *header[2:]) for header in headers if header[1]}
+    if len(kinds) > 1:
+        raise StrategyError(
+            explain(
+                "Tensors of all processes were to be gathered.",
+                "They differ in more than their number of rows.",
+                "Pad them to one shape, and cast them to one dtype, first.",
+                kinds=[(_DTYPES[dtype], *trailing) for dtype, *trailing in sorted(kinds)],
+            )
+        )
+    if not kinds:
+        return tensor
+    dtype, *trailing = kinds.pop()
+    padded = torch.zeros(max(lengths), *trailing, dtype=_DTYPES[dtype], device=device)
+    if len(tensor):
+        padded[: len(tensor)] = tensor
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+
+def gather_object(obj: Any, *, device: torch.device) -> list[Any]:
+    """Return all ranks' objects in the order of ranks."""
+    # JSON on one line: the line breaks between ranks are the only ones.
+    lines = gather(_encode(json.dumps(obj) + "\n"), device=device)
+    return [json.loads(line) for line in _decode(lines).splitlines()]
+
+
+def broadcast_object(obj: Any, *, src: int, device: torch.device) -> Any:
+    """Return the object of rank `src`, as JSON leaves it, on every rank."""
+    payload = _encode(json.dumps(obj) if dist.get_rank() == src else "").to(device)
+    length = torch.tensor(len(payload), device=device)
+    dist.broadcast(length, src)
+    if dist.get_rank() != src:
+        payload = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(payload, src)
+    return json.loads(_decode(payload))
+
+
+def _gather_headers(tensor: torch.Tensor, *, device: torch.device) -> list[list[int]]:
+    """Return every rank's dtype (its place in `_DTYPES`) and shape."""
+    header = [_DTYPES.index(tensor.dtype), *tensor.shape]
+    mine = torch.tensor([len(header), *header, *[0] * (_MAX_DIMS - tensor.dim())], device=device)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return [fields[:length] for length, *fields in torch.stack(rows).tolist()]
+
+
+def _encode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+def _decode(data: torch.Tensor) -> str:
+    return data.cpu().numpy().tobytes().decode("ascii")

@@ -1,0 +1,96 @@
+"""A whole copy of the model in every process, gradients averaged while they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.types import PrecisionPolicy
+from hftrain.strategies.distributed import DistributedStrategy
+
+
+class DDPStrategy(DistributedStrategy):
+    """Train with torch's `DistributedDataParallel`.
+
+    Args:
+        use_cpu: See `DistributedStrategy`.
+        backend: Likewise.
+        timeout_s: Likewise.
+        place_model: Likewise.
+        find_unused_parameters: Let some parameters go without a gradient; costs a walk over the graph per micro-step.
+        bucket_cap_mb: How much is exchanged at once; None for torch's default.
+        broadcast_buffers: Whether rank 0's buffers are sent before each forward pass; None for torch's default.
+        static_graph: Promise that every micro-step runs the same operations.
+        gradient_as_bucket_view: Save one copy of the gradients, which must then not be detached in place.
+
+    Units:
+        bucket_cap_mb: mebibytes. timeout_s: seconds.
+
+    Source: the documented `ddp_find_unused_parameters`, `ddp_bucket_cap_mb`, `ddp_broadcast_buffers`, `ddp_backend`
+    and `ddp_timeout`.
+    """
+
+    name = "ddp"
+
+    def __init__(
+        self,
+        *,
+        use_cpu: bool = False,
+        backend: str | None = None,
+        timeout_s: float = 1800,
+        place_model: bool = True,
+        find_unused_parameters: bool = False,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool | None = None,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+    ) -> None:
+        super().__init__(use_cpu=use_cpu, backend=backend, timeout_s=timeout_s, place_model=place_model)
+        options = {
+            "find_unused_parameters": find_unused_parameters,
+            "bucket_cap_mb": bucket_cap_mb,
+            "broadcast_buffers": broadcast_buffers,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        self._options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+
+    @classmethod
+    def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
+        return "torch has no process group that serves MPS" if device_type == "mps" else None
+
+    def setup(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[nn.Module], Optimizer] | None,
+        policy: PrecisionPolicy,
+    ) -> tuple[nn.Module, Optimizer | None]:
+        """Place a model, wrap it, and make its optimizer. Collective; mutates the model.
+
+        Every process leaves with rank 0's parameters, and only then is the optimizer made.
+
+        Raises:
+            ConfigError: No parameter requires a gradient, so there is nothing to average.
+        """
+        if make_optimizer is None or isinstance(model, DistributedDataParallel):
+            return super().setup(model, make_optimizer, policy)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(
+                explain(
+                    f"strategy={self.name!r} was to train {type(model).__name__}.",
+                    "None of its parameters requires a gradient.",
+                    "Unfreeze some, or use strategy='single'.",
+                )
+            )
+        device_ids = [self.device.index] if self.place_model and self.device_type != "cpu" else None
+        wrapped = DistributedDataParallel(self.place(model), device_ids=device_ids, **self._options)
+        return wrapped, make_optimizer(self.unwrap(wrapped))
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return model.no_sync()  # type: ignore[operator, no-any-return]

@@ -1,0 +1,178 @@
+"""Several processes that meet in a torch process group: how they meet, and what they tell each other."""
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.core.log import get_logger
+from hftrain.strategies import collectives
+from hftrain.strategies.base import ReduceOp, Strategy
+from hftrain.strategies.environment import (
+    find_device_type,
+    launched_local_rank,
+    launched_rank,
+    launched_world_size,
+)
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+
+
+class DistributedStrategy(Strategy):
+    """Join the processes that a launcher started, or be a group of one.
+
+    Args:
+        use_cpu: Stay on the CPU although there are accelerators.
+        backend: The documented `ddp_backend` (``"nccl"``, ``"gloo"``, ...); by default the one for the device.
+        timeout_s: The documented `ddp_timeout`: how long a process waits for the others.
+        place_model: Whether `setup` moves the model; False for a model that is already spread or quantized.
+
+    Units:
+        timeout_s: seconds.
+
+    Raises:
+        ConfigError: This torch has no such backend, or the backend cannot serve the device.
+    """
+
+    def __init__(
+        self,
+        *,
+        use_cpu: bool = False,
+        backend: str | None = None,
+        timeout_s: float = 1800,
+        place_model: bool = True,
+    ) -> None:
+        super().__init__(torch.device(find_device_type(use_cpu=use_cpu)), place_model=place_model)
+        self.rank, self.local_rank, self.world_size = launched_rank(), launched_local_rank(), launched_world_size()
+        self.backend = backend or _BACKENDS.get(self.device_type)
+        self.timeout = timedelta(seconds=timeout_s)
+        self._owns_group = False
+        self._owns_accelerate_state = False
+        if self.backend is not None:
+            check_backend(self.backend, self.device_type)
+
+    def launch(self) -> None:
+        """Meet the other processes and take the device; doing so again changes nothing. Collective.
+
+        Uses the process group that exists, else the one the launcher describes, else a group of one process.
+
+        Raises:
+            StrategyError: Fewer processes met than the launcher announced.
+        """
+        if self._device is not None:
+            return
+        if dist.is_initialized():
+            device = self._join()
+        else:
+            device = self._meet() if launched_world_size() > 1 else self._stay_alone()
+            self._owns_group = True
+            atexit.register(self.close)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._take(device)
+
+    def close(self) -> None:
+        """Leave the process group, if `launch` made it; safe to call twice. Collective."""
+        if self._owns_group:
+            atexit.unregister(self.close)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        if self._owns_accelerate_state:
+            from accelerate import PartialState
+
+            PartialState._reset_state()
+        self._owns_group = self._owns_accelerate_state = False
+        super().close()
+
+    def reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+        return tensor if self.world_size == 1 else collectives.reduce(tensor, op=op, device=self.device)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = super().gather(tensor)
+        return tensor if self.world_size == 1 else collectives.gather(tensor, device=self.device)
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        return [obj] if self.world_size == 1 else collectives.gather_object(obj, device=self.device)
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        return obj if self.world_size == 1 else collectives.broadcast_object(obj, src=src, device=self.device)
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            # Without device_ids NCCL guesses the device, and warns.
+            dist.barrier(device_ids=[self.device.index] if dist.get_backend() == "nccl" else None)
+
+    def all_true(self, flag: bool) -> bool:
+        return flag if self.world_size == 1 else not self.reduce(torch.tensor(int(not flag)), "max").item()
+
+    def _join(self) -> torch.device:
+        """Find the device of this process in a group that somebody else made."""
+        if self.device_type == "cpu":
+            return self.planned_device
+        return torch.device(
+            self.device_type, self.local_rank % torch.get_device_module(self.device_type).device_count()
+        )
+
+    def _meet(self) -> torch.device:
+        """Form the group that the launcher describes."""
+        from accelerate import PartialState
+
+        self._owns_accelerate_state = not PartialState._shared_state
+        # Without cpu=True accelerate stays single on a machine without accelerators, and says nothing.
+        state = PartialState(cpu=self.device_type == "cpu", backend=self.backend, timeout=self.timeout)
+        if state.num_processes != self.world_size:
+            self.close()
+            raise StrategyError(
+                explain(
+                    f"strategy={self.name!r} was started as {self.world_size} processes.",
+                    f"accelerate set up {state.num_processes}, so each would train alone.",
+                    "Start with torchrun or `accelerate launch`, and make no Accelerator or PartialState before.",
+                    distributed_type=str(state.distributed_type),
+                )
+            )
+        self.local_rank = state.local_process_index
+        device: torch.device = state.device
+        return torch.device("cpu") if device.type == "cpu" else device
+
+    def _stay_alone(self) -> torch.device:
+        """Form a group of one."""
+        get_logger(__name__).info(
+            "strategy=%r runs as one process; start more with `torchrun --nproc_per_node=N script.py` or "
+            "`accelerate launch --num_processes=N script.py`.",
+            self.name,
+        )
+        dist.init_process_group(
+            self.backend or "gloo",
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            rank=0,
+            world_size=1,
+            timeout=self.timeout,
+        )
+        return self.planned_device
+
+
+def check_backend(backend: str, device_type: str) -> None:
+    """Raise unless torch can exchange tensors of a kind of device through a backend; no group is made.
+
+    Raises:
+        ConfigError: This torch has no such backend, or it does not serve the device.
+    """
+    serves = {name: dist.Backend.backend_capability.get(name, [device_type]) for name in dist.Backend.backend_list}
+    usable = [
+        name
+        for name in dist.Backend.backend_list
+        if name not in ("undefined", "fake") and dist.is_backend_available(name) and device_type in serves[name]
+    ]
+    if backend not in usable:
+        raise ConfigError(
+            explain(
+                f"backend={backend!r} was asked for.",
+                f"This torch cannot exchange {device_type} tensors through it.",
+                f"Use one of {usable}.",
+                backend=backend,
+            )
+        )

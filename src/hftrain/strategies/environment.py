@@ -1,0 +1,60 @@
+"""What this machine and the launcher offer, read without touching a device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from hftrain.core.errors import ConfigError, explain
+
+_RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+_LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+_WORLD_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def launched_rank() -> int:
+    """Return this process's rank as the launcher set it, 0 without one."""
+    return _read(_RANK, 0)
+
+
+def launched_local_rank() -> int:
+    """Return this process's rank on its machine as the launcher set it, 0 without one."""
+    return _read(_LOCAL_RANK, 0)
+
+
+def launched_world_size() -> int:
+    """Return the number of processes the launcher started, 1 without one."""
+    return _read(_WORLD_SIZE, 1)
+
+
+def find_device_type(*, use_cpu: bool = False) -> str:
+    """Return the kind of device to run on: the accelerator torch finds, unless the CPU is asked for."""
+    if use_cpu:
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if torch.backends.mps.is_available():
+        return "mps"
+    accelerator = getattr(torch, "accelerator", None)  # new in torch 2.6; knows XPU and out-of-tree devices
+    if accelerator is not None and accelerator.is_available():
+        return str(accelerator.current_accelerator().type)
+    return "cpu"
+
+
+def _read(names: tuple[str, ...], default: int) -> int:
+    """Return the first variable that is set; some launchers set -1 to say that they are none."""
+    for name in names:
+        value = os.environ.get(name, "-1").strip()
+        if not value.removeprefix("-").isdecimal():
+            raise ConfigError(
+                explain(
+                    f"The environment variable {name} is set.",
+                    "It must hold a whole number.",
+                    "Start with torchrun or `accelerate launch`, or unset it.",
+                    **{name: value},
+                )
+            )
+        if int(value) >= 0:
+            return int(value)
+    return default

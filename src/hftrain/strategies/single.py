@@ -1,0 +1,57 @@
+"""One process, one device."""
+
+from __future__ import annotations
+
+import torch
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.strategies.base import Strategy
+from hftrain.strategies.environment import find_device_type, launched_world_size
+
+
+class SingleDeviceStrategy(Strategy):
+    """Train in this process alone, on the CPU or one accelerator.
+
+    Args:
+        use_cpu: Stay on the CPU although there is an accelerator.
+        device: A device by name (``"cuda:1"``); by default the accelerator that torch finds.
+        place_model: Whether `setup` moves the model; False for a model that is already spread or quantized.
+
+    Raises:
+        ConfigError: A launcher started several processes, the device is not here, or it contradicts `use_cpu`.
+
+    Example:
+        >>> SingleDeviceStrategy(use_cpu=True).device_type
+        'cpu'
+    """
+
+    name = "single"
+
+    def __init__(
+        self, *, use_cpu: bool = False, device: str | torch.device | None = None, place_model: bool = True
+    ) -> None:
+        if launched_world_size() > 1:
+            raise ConfigError(
+                explain(
+                    "strategy='single' was asked for.",
+                    "A launcher started several processes, which would train separate copies.",
+                    "Use strategy='ddp' or 'auto', or start one process.",
+                    world_size=launched_world_size(),
+                )
+            )
+        planned = torch.device(device if device is not None else find_device_type(use_cpu=use_cpu))
+        reason = "use_cpu=True forbids it." if use_cpu and planned.type != "cpu" else _absence(planned)
+        if reason:
+            raise ConfigError(
+                explain(f"device={str(device)!r} was asked for.", reason, "Choose another.", use_cpu=use_cpu)
+            )
+        super().__init__(planned, place_model=place_model)
+
+
+def _absence(device: torch.device) -> str | None:
+    """Return why a device cannot be used here, as far as torch can tell."""
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        return f"torch sees {torch.cuda.device_count()} CUDA devices."
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        return "torch sees no MPS device."
+    return None

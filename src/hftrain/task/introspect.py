@@ -1,0 +1,75 @@
+"""What a model's class and signature tell: its labels, whether it can give a loss, whether it takes an item count."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """Look through an adapter wrapper (`get_base_model`, as PEFT has it) to the model whose signature counts."""
+    getter = getattr(model, "get_base_model", None)
+    base = getter() if callable(getter) else model
+    return base if isinstance(base, nn.Module) else model
+
+
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the model's `forward`."""
+    return inspect.signature(base_model(model).forward).parameters
+
+
+def is_transformers_like(model: nn.Module) -> bool:
+    """Tell whether a model follows the conventions of a transformers model (it has `config` and `save_pretrained`)."""
+    return hasattr(model, "config") and hasattr(model, "save_pretrained")
+
+
+def find_label_names(model: nn.Module) -> list[str]:
+    """Return the names of `forward` arguments that hold labels.
+
+    Source: the documented `label_names`: every argument with "label" in its name, and `start_positions`,
+    `end_positions` for question answering.
+    """
+    names = list(forward_parameters(model))
+    is_question_answering = "QuestionAnswering" in type(base_model(model)).__name__
+    return [
+        name
+        for name in names
+        if "label" in name or (is_question_answering and name in ("start_positions", "end_positions"))
+    ]
+
+
+def can_return_loss(model: nn.Module) -> bool:
+    """Tell whether the model gives a loss without labels, as CLIP-like models do (``return_loss=True`` by default)."""
+    parameter = forward_parameters(model).get("return_loss")
+    return parameter is not None and parameter.default is True
+
+
+def accepts_item_count(model: nn.Module) -> bool:
+    """Tell whether the model normalises its own loss when it is given `num_items_in_batch`.
+
+    A model says so by the attribute `accepts_loss_kwargs` or by naming the argument. ``**kwargs`` counts only for
+    transformers-like models: any other model would swallow the number and its loss would be a plain mean.
+    """
+    base = base_model(model)
+    declared = getattr(base, "accepts_loss_kwargs", None)
+    if declared is not None:
+        return bool(declared)
+    parameters = forward_parameters(model)
+    if "num_items_in_batch" in parameters:
+        return True
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return takes_any and is_transformers_like(base)
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Tell whether the model compares position t with label t + 1 (by its class name, as the documentation does)."""
+    return type(base_model(model)).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def keys_to_ignore(model: nn.Module) -> list[str]:
+    """Return the outputs that are no predictions: the config's `keys_to_ignore_at_inference`."""
+    config: Any = getattr(base_model(model), "config", None)
+    return list(getattr(config, "keys_to_ignore_at_inference", None) or [])

@@ -1,0 +1,88 @@
+"""The documented rules that turn a model's outputs into a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hftrain.core.errors import TaskError, explain
+
+IGNORED_LABEL = -100
+
+
+def read_loss(outputs: Any, *, model_name: str) -> torch.Tensor:
+    """Find the loss in a model's outputs: under ``"loss"`` in a mapping, first in a tuple, or the tensor itself.
+
+    Args:
+        outputs: What the model returned.
+        model_name: The model's class name, for the error.
+
+    Returns:
+        The loss, a 0-d tensor.
+
+    Raises:
+        TaskError: There is no scalar loss; the error names what the model returned.
+    """
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+        found = f"a mapping with the keys {', '.join(map(str, outputs)) or '(none)'}"
+    elif isinstance(outputs, (tuple, list)):
+        loss = outputs[0] if outputs else None
+        found = f"a {type(outputs).__name__} of {[_kind(value) for value in outputs]}"
+    else:
+        loss = outputs
+        found = _kind(outputs)
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        raise TaskError(
+            explain(
+                f"{model_name} was asked for its loss.",
+                f"It returned {found}, with no scalar loss under 'loss' or in first place.",
+                "Return the loss there when labels are given, pass compute_loss_func, override compute_loss, "
+                "or write a TaskModule.",
+            )
+        )
+    return loss
+
+
+def smoothed_loss(
+    logits_BxC: torch.Tensor,
+    labels_Bx: torch.Tensor,
+    *,
+    smoothing: float,
+    shift: bool = False,
+    num_items: int | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Cross-entropy against labels of which `smoothing` is spread evenly over all classes.
+
+    Args:
+        logits_BxC: Unnormalised scores.
+        labels_Bx: Class numbers; -100 is ignored.
+        smoothing: Share of the target that is spread, 0 to 1.
+        shift: Compare position t's logits with label t + 1 (causal language models).
+        num_items: Divide by this count instead of the number of labels that are not ignored.
+
+    Shapes:
+        B: batch. x: any further dimensions. C: classes.
+
+    Source:
+        Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7; the documented
+        `label_smoothing_factor`.
+    """
+    if shift:
+        logits_BxC, labels_Bx = logits_BxC[..., :-1, :], labels_Bx[..., 1:]
+    total = torch.nn.functional.cross_entropy(
+        logits_BxC.reshape(-1, logits_BxC.shape[-1]).float(),
+        labels_Bx.reshape(-1),
+        ignore_index=IGNORED_LABEL,
+        label_smoothing=smoothing,
+        reduction="sum",
+    )
+    return total / ((labels_Bx != IGNORED_LABEL).sum() if num_items is None else num_items)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"

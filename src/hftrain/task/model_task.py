@@ -1,0 +1,158 @@
+"""A plain model as a task, by the documented rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.core.tree import detach
+from hftrain.core.types import StepOutput
+from hftrain.task.introspect import (
+    accepts_item_count,
+    can_return_loss,
+    find_label_names,
+    is_causal,
+    keys_to_ignore,
+)
+from hftrain.task.loss import IGNORED_LABEL, read_loss, smoothed_loss
+from hftrain.task.module import TaskModule
+
+LossFunction = Callable[..., torch.Tensor]
+
+
+class ModelTask(TaskModule):
+    """Give a plain `nn.Module` the documented behaviour: loss first in a tuple, or under ``"loss"`` in a mapping.
+
+    Args:
+        model: Takes the batch's columns as keyword arguments.
+        label_names: Keys of the batch that are labels; None finds them in the signature of `forward`.
+        label_smoothing: Share of the target spread over all classes; 0 leaves the loss to the model.
+        compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` in place of the model's own loss.
+
+    Source: the documented `Trainer` (`model`, `compute_loss_func`, `label_names`, `label_smoothing_factor`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        label_names: Sequence[str] | None = None,
+        label_smoothing: float = 0.0,
+        compute_loss_func: LossFunction | None = None,
+    ) -> None:
+        super().__init__(model)
+        self.label_names = list(find_label_names(model) or ["labels"] if label_names is None else label_names)
+        self.label_smoothing = label_smoothing
+        self.compute_loss_func = compute_loss_func
+        self.can_return_loss = can_return_loss(model)
+        self.accepts_item_count = accepts_item_count(model)
+        self.is_causal = is_causal(model)
+        self.keys_to_ignore = keys_to_ignore(model)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: int | torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """Run the model and find its loss.
+
+        Args:
+            model: The model to call; the wrapped one while training.
+            inputs: The batch, on the device; not mutated.
+            num_items_in_batch: Items of the whole step, for losses that divide by it.
+
+        Returns:
+            The loss, a 0-d tensor, and the model's outputs.
+
+        Raises:
+            TaskError: The outputs hold no loss.
+        """
+        labels = None
+        if (self.label_smoothing or self.compute_loss_func is not None) and isinstance(inputs, Mapping):
+            labels = inputs.get("labels")
+        if labels is None:
+            outputs = self._call(model, inputs, num_items_in_batch if self.accepts_item_count else None)
+            return read_loss(outputs, model_name=type(self.model).__name__), outputs
+        # The smoothed loss keeps the labels in the inputs of models that need them to shift decoder inputs.
+        own_loss = self.compute_loss_func is not None or not self._builds_decoder_inputs(inputs)
+        features = {key: value for key, value in inputs.items() if key != "labels"} if own_loss else inputs
+        outputs = self._call(model, features, None)
+        if self.compute_loss_func is not None:
+            return self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch), outputs
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0 if own_loss else 1]
+        loss = smoothed_loss(
+            logits, labels, smoothing=self.label_smoothing, shift=self.is_causal, num_items=num_items_in_batch
+        )
+        return loss, outputs
+
+    def training_step(self, batch: Any) -> StepOutput:
+        """Return the model's loss on one batch."""
+        loss, outputs = self.compute_loss(self.model, batch)
+        return StepOutput(loss=loss, outputs=outputs)
+
+    def predict_batch(
+        self, compute: Callable[[Any], tuple[torch.Tensor, Any]], inputs: Any, *, loss_only: bool, ignore: Sequence[str]
+    ) -> StepOutput:
+        """Return loss, logits and labels of one batch by the documented rules; gradients are the caller's business.
+
+        Args:
+            compute: Gives (loss, outputs) for the batch: the Trainer's `compute_loss`.
+            inputs: The batch, on the device.
+            loss_only: Leave logits and labels out.
+            ignore: Keys of the outputs that are no predictions.
+        """
+        labels = self.labels_of(inputs)
+        if labels is not None or self.can_return_loss or not isinstance(inputs, Mapping):
+            loss, outputs = compute(inputs)
+            skipped = 1
+        else:
+            loss, outputs, skipped = None, self._call(self.model, inputs, None), 0
+        loss = None if loss is None else loss.detach()
+        if loss_only:
+            return StepOutput(loss=loss)
+        if isinstance(outputs, Mapping):
+            logits = tuple(value for key, value in outputs.items() if key != "loss" and key not in ignore)
+        elif isinstance(outputs, (tuple, list)):
+            # The loss came first only where the model computed it itself.
+            returns_loss = skipped and not (self.label_smoothing or self.compute_loss_func)
+            logits = tuple(outputs[1 if returns_loss else 0 :])
+        else:
+            logits = (outputs,)
+        logits = detach(logits)
+        return StepOutput(loss=loss, outputs=logits[0] if len(logits) == 1 else logits or None, labels=detach(labels))
+
+    def labels_of(self, inputs: Any) -> Any:
+        """Return the batch's labels (a tuple where there are several names), or None unless all are there."""
+        if not isinstance(inputs, Mapping) or not self.label_names:
+            return None
+        labels = tuple(inputs.get(name) for name in self.label_names)
+        if any(label is None for label in labels):
+            return None
+        return labels[0] if len(labels) == 1 else labels
+
+    def count_items(self, batch: Any) -> int | torch.Tensor:
+        """Return how many labels the loss is a mean over: those other than -100, aligned as the model aligns them.
+
+        A causal model never predicts position 0, unless the collator shifted the labels itself (`shift_labels`).
+        Without integer labels the samples are counted.
+        """
+        labels = None
+        if isinstance(batch, Mapping):
+            labels = batch.get("shift_labels")
+            if labels is None and isinstance(batch.get("labels"), torch.Tensor):
+                labels = batch["labels"][..., 1:] if self.is_causal else batch["labels"]
+        if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+            return (labels != IGNORED_LABEL).sum()
+        return super().count_items(batch)
+
+    def _builds_decoder_inputs(self, inputs: Mapping[str, Any]) -> bool:
+        """Encoder-decoder models make their decoder inputs from the labels where none are given."""
+        config = getattr(self.model, "config", None)
+        return bool(getattr(config, "is_encoder_decoder", False)) and "decoder_input_ids" not in inputs
+
+    @staticmethod
+    def _call(model: nn.Module, inputs: Any, num_items: int | torch.Tensor | None) -> Any:
+        if isinstance(inputs, Mapping):
+            return model(**inputs) if num_items is None else model(**inputs, num_items_in_batch=num_items)
+        return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

@@ -1,0 +1,159 @@
+"""The class users subclass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.core.errors import TaskError, explain
+from hftrain.core.tree import batch_size_of
+from hftrain.core.types import StepOutput
+
+
+class TaskModule(nn.Module):
+    """Own a model, its loss and its metrics; everything else belongs to other parts.
+
+    `model` is the only child a strategy wraps: put every trainable parameter inside it. Steps return what they have to
+    say and never push it anywhere. torchmetrics metrics that are children of the task need no further wiring: update
+    them in `evaluation_step`; the evaluation loop computes them once per evaluation (synchronised over ranks by
+    torchmetrics) and resets them.
+
+    Args:
+        model: The network; may also be assigned to `self.model` after ``super().__init__()``.
+
+    Example:
+        >>> class Regression(TaskModule):
+        ...     def training_step(self, batch):
+        ...         inputs, targets = batch
+        ...         return torch.nn.functional.mse_loss(self.model(inputs), targets)
+        >>> task = Regression(nn.Linear(2, 1))
+        >>> task.training_step((torch.zeros(4, 2), torch.zeros(4, 1))).shape
+        torch.Size([])
+    """
+
+    model: nn.Module
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()
+        if model is not None:
+            self.model = model
+
+    def training_step(self, batch: Any) -> StepOutput | torch.Tensor:
+        """Return the mean loss over the batch's items, alone or inside a `StepOutput`.
+
+        Args:
+            batch: What the collator made, already on the device.
+
+        Raises:
+            TaskError: The subclass does not define it.
+        """
+        raise TaskError(
+            explain(
+                f"{type(self).__name__} was asked for a training step.",
+                "It does not define training_step(batch).",
+                "Define it and return the loss, or a StepOutput with the loss in it.",
+            )
+        )
+
+    def evaluation_step(self, batch: Any) -> StepOutput | torch.Tensor:
+        """Return the loss (and outputs, labels) of one evaluation batch; called without gradients.
+
+        The default runs `training_step`, which gives the loss alone.
+        """
+        return self.training_step(batch)
+
+    def prediction_step(self, batch: Any) -> Any:
+        """Return the predictions of one batch: a tensor or nested tensors, samples first; called without gradients.
+
+        The default returns the `outputs` of `evaluation_step`.
+
+        Raises:
+            TaskError: `evaluation_step` returns no outputs.
+        """
+        outputs = as_step_output(self.evaluation_step(batch)).outputs
+        if outputs is None:
+            raise TaskError(
+                explain(
+                    f"{type(self).__name__} was asked for predictions.",
+                    "It defines no prediction_step, and its evaluation_step returns no outputs.",
+                    "Define prediction_step(batch), or return StepOutput(outputs=...) from evaluation_step.",
+                )
+            )
+        return outputs
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer, or an (optimizer, schedule) pair; None (the default) takes them from the arguments.
+
+        The schedule is stepped once per optimizer update.
+        """
+        return None
+
+    def count_items(self, batch: Any) -> int | torch.Tensor:
+        """Return how many items the batch's mean loss is a mean over: what its gradient weighs within a step.
+
+        The default counts integer `labels` other than -100 of a mapping, else the samples. Override it where the loss
+        averages over something else. Must not synchronise with a device: return a 0-d tensor if the count is one.
+        """
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+            return (labels != -100).sum()
+        size = batch_size_of(batch)
+        if size is None:
+            raise TaskError(
+                explain(
+                    f"{type(self).__name__} was asked how many items a batch of type {type(batch).__name__} holds.",
+                    "The batch holds no tensor with a batch dimension.",
+                    "Override count_items(batch) in the task.",
+                )
+            )
+        return size
+
+    def metrics(self, stage: str) -> Mapping[str, Any]:
+        """Return the metrics to compute and reset at the end of a stage, by name.
+
+        Args:
+            stage: ``"train"`` (read with each log), ``"eval"`` or ``"test"``.
+
+        Returns:
+            By default every child but `model` that has `update`, `compute` and `reset` (torchmetrics' protocol), and
+            nothing for ``"train"``.
+        """
+        if stage == "train":
+            return {}
+        return {
+            name: child
+            for name, child in self.named_children()
+            if name != "model" and all(hasattr(child, method) for method in ("update", "compute", "reset"))
+        }
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        return self.model(*args, **kwargs)
+
+
+def as_step_output(result: Any) -> StepOutput:
+    """Turn what a step returned into a `StepOutput`.
+
+    Raises:
+        TaskError: It is neither a tensor nor a `StepOutput`; the error names what it is.
+    """
+    if isinstance(result, StepOutput):
+        return result
+    if isinstance(result, torch.Tensor):
+        return StepOutput(loss=result)
+    raise TaskError(
+        explain(
+            "A step of the task was run.",
+            f"It returned {_describe(result)}, which holds no loss hftrain knows of.",
+            "Return the loss tensor or StepOutput(loss=...).",
+        )
+    )
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, Mapping):
+        return f"a {type(result).__name__} with the keys {sorted(map(str, result))}"
+    return "None" if result is None else f"a {type(result).__name__}"

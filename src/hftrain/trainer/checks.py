@@ -1,0 +1,150 @@
+"""Everything that can be refused before a device or process group is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hftrain.adapter.plan import require_max_steps
+from hftrain.core.errors import ConfigError, TaskError, explain, suggest
+from hftrain.data.sizes import has_length
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule
+
+
+def check_model(model: Any, model_init: Any) -> None:
+    """Raise unless there is exactly one way to get a model."""
+    if model is None and model_init is None:
+        raise ConfigError(
+            explain(
+                "A Trainer was asked for without model and without model_init.",
+                "There is nothing to train.",
+                "Pass a TaskModule or an nn.Module as model, or a function that builds one as model_init.",
+            )
+        )
+    if model_init is not None and not callable(model_init):
+        raise ConfigError(
+            explain(
+                "model_init was given.",
+                "It cannot be called.",
+                "Pass a function that returns the model.",
+                model_init=model_init,
+            )
+        )
+
+
+def check_parts(
+    args: Any, *, model_init: Any, optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any, collator: Any
+) -> None:
+    """Raise where constructor arguments contradict each other."""
+    has_optimizers = any(part is not None for part in optimizers)
+    if model_init is not None and has_optimizers:
+        raise ConfigError(
+            explain(
+                "optimizers=(...) was given together with model_init.",
+                "model_init makes a new model, whose parameters the given optimizer does not hold.",
+                "Override create_optimizer_and_scheduler, or pass optimizer_cls_and_kwargs.",
+            )
+        )
+    if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
+        raise ConfigError(
+            explain(
+                "optimizers=(...) was given together with optimizer_cls_and_kwargs.",
+                "Both choose the optimizer.",
+                "Keep one of the two.",
+            )
+        )
+    if collator is not None and not callable(collator):
+        raise ConfigError(
+            explain("data_collator was given.", "It cannot be called.", "Pass a function.", data_collator=collator)
+        )
+    if args.label_smoothing_factor and not 0 <= args.label_smoothing_factor <= 1:
+        raise ConfigError(
+            explain(
+                "Label smoothing was asked for.",
+                "The share of the target that is spread must lie in [0, 1].",
+                "Use a value such as 0.1.",
+                label_smoothing_factor=args.label_smoothing_factor,
+            )
+        )
+
+
+def check_evaluation(args: Any, *, eval_dataset: Any, has_own_loader: bool) -> None:
+    """Raise where evaluations are planned without data."""
+    if args.eval_strategy != "no" and eval_dataset is None and not has_own_loader:
+        raise ConfigError(
+            explain(
+                f"eval_strategy={str(args.eval_strategy)!r} was asked for.",
+                "There is no eval_dataset to evaluate on.",
+                "Pass eval_dataset, override get_eval_dataloader, or set eval_strategy='no'.",
+            )
+        )
+
+
+def check_train_data(args: Any, dataset: Any) -> None:
+    """Raise unless there is something to train on and a way to tell how long."""
+    if dataset is None:
+        raise ConfigError(
+            explain(
+                "train() was called.",
+                "There is no train_dataset.",
+                "Pass train_dataset to the Trainer or override get_train_dataloader.",
+            )
+        )
+    if not has_length(dataset):
+        require_max_steps(args)
+    elif len(dataset) == 0:
+        raise ConfigError(
+            explain("train() was called.", "train_dataset is empty.", "Pass a dataset with at least one sample.")
+        )
+
+
+def check_task(task: TaskModule) -> None:
+    """Raise unless the task keeps its side of the contract: a `model` that holds every trainable parameter."""
+    if "model" not in dict(task.named_children()):
+        raise TaskError(
+            explain(
+                f"{type(task).__name__} was given as the task.",
+                "It has no child called 'model', which is what a strategy places and wraps.",
+                "Assign the network to self.model in __init__ (after super().__init__()).",
+            )
+        )
+    outside = [
+        name for name, p in task.named_parameters() if p.requires_grad and name.partition(".")[0] != "model"
+    ]
+    if outside:
+        raise TaskError(
+            explain(
+                f"{type(task).__name__} was given as the task.",
+                f"It has trainable parameters outside its model ({', '.join(outside[:5])}), "
+                "which no strategy would synchronise or shard.",
+                "Move them into the module assigned to self.model.",
+            )
+        )
+
+
+def check_best_metric(
+    args: Any, *, task: TaskModule, compute_metrics: Callable[..., Any] | None, eval_dataset: Any
+) -> None:
+    """Raise where no evaluation can ever report `metric_for_best_model`.
+
+    A task's own logs and a `compute_metrics` function may report any name: those are rehearsed on one batch.
+    """
+    if args.metric_for_best_model is None or compute_metrics is not None or not isinstance(task, ModelTask):
+        return
+    wanted = best_metric_key(args.metric_for_best_model)
+    sets = [f"eval_{name}_loss" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else ["eval_loss"]
+    if wanted not in sets:
+        raise ConfigError(
+            explain(
+                f"metric_for_best_model={args.metric_for_best_model!r} was asked for.",
+                "Without compute_metrics an evaluation reports the loss alone.",
+                f"Pass compute_metrics, or choose one of these: {suggest(wanted, sets)}",
+                metric_for_best_model=args.metric_for_best_model,
+            )
+        )
+
+
+def best_metric_key(metric: str) -> str:
+    """Return the name a metric has in an evaluation's results."""
+    return metric if metric.startswith("eval_") else f"eval_{metric}"

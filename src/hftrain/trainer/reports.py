@@ -1,0 +1,94 @@
+"""Numbers about a run, and how they are shown and stored."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+
+def speed_metrics(
+    prefix: str, start_s: float, *, num_samples: int | None = None, num_steps: int | None = None
+) -> dict[str, float]:
+    """Return runtime (seconds) and rates since `start_s`, a `time.perf_counter()` reading.
+
+    Source: the documented `<prefix>_runtime`, `_samples_per_second`, `_steps_per_second`.
+    """
+    runtime_s = time.perf_counter() - start_s
+    metrics = {f"{prefix}_runtime": round(runtime_s, 4)}
+    if runtime_s > 0 and num_samples is not None:
+        metrics[f"{prefix}_samples_per_second"] = round(num_samples / runtime_s, 3)
+    if runtime_s > 0 and num_steps is not None:
+        metrics[f"{prefix}_steps_per_second"] = round(num_steps / runtime_s, 3)
+    return metrics
+
+
+def to_plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics with tensors and NumPy values turned into plain numbers and lists, ready for JSON."""
+    return {str(name): _plain(value) for name, value in metrics.items()}
+
+
+def with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return metrics whose names all start with ``<prefix>_``."""
+    return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
+
+
+def format_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a readable copy: memory in MB, times as h:mm:ss, operations in GF, floats rounded.
+
+    Source: the documented `metrics_format`.
+    """
+    shown: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if "_mem_" in name:
+            shown[name] = f"{int(value) >> 20}MB"
+        elif "_runtime" in name:
+            shown[name] = str(datetime.timedelta(seconds=round(value, 2)))[:10]
+        elif name == "total_flos":
+            shown[name] = f"{int(value) >> 30}GF"
+        elif isinstance(value, float):
+            shown[name] = round(value, 4)
+        else:
+            shown[name] = value
+    return shown
+
+
+def metrics_table(split: str, metrics: Mapping[str, Any]) -> str:
+    """Return metrics as aligned lines under a title, names sorted."""
+    shown = {name: str(value) for name, value in sorted(format_metrics(metrics).items())}
+    if not shown:
+        return f"***** {split} metrics *****"
+    left, right = max(map(len, shown)), max(map(len, shown.values()))
+    lines = [f"  {name:<{left}} = {value:>{right}}" for name, value in shown.items()]
+    return "\n".join([f"***** {split} metrics *****", *lines])
+
+
+def store_metrics(folder: Path, split: str, metrics: Mapping[str, Any], *, combined: bool) -> None:
+    """Write ``<split>_results.json`` and, if `combined`, add to ``all_results.json``; makes the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = to_plain(metrics)
+    (folder / f"{split}_results.json").write_text(json.dumps(plain, indent=4, sort_keys=True) + "\n", encoding="utf-8")
+    if combined:
+        path = folder / "all_results.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        path.write_text(json.dumps({**known, **plain}, indent=4, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, numpy.generic):
+        return value.item()
+    if isinstance(value, numpy.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return to_plain(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

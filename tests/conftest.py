@@ -1,0 +1,121 @@
+"""Fixtures of every test.
+
+Shared code lives in `tests/support/` and is imported as ``from support.models import ...``: `pythonpath = ["tests"]`
+in pyproject.toml puts `tests/` on the import path, here and in the processes that `run_distributed` starts.
+
+- `leave_no_trace` (automatic): the test starts from seeded generators and fails if it leaves something behind.
+- `tmp_cwd`: an empty folder as working directory.
+- `run_distributed`, `launch_distributed`: real processes under torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported. Tiny models run fastest on one thread, and nothing may reach for the network.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Compile in this process: a pool of compiler processes would outlive the test that started it.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.distributed import DistributedRun, launch
+from support.police import Snapshot
+
+from hftrain.core.log import warn_once
+from hftrain.core.optional import is_available
+from hftrain.core.seed import preserved_rng, set_seed
+
+# Their modules are imported as `support.*`; collected for doctests they would be imported a second time.
+collect_ignore_glob = ["support/*"]
+
+DEVICES: dict[str, tuple[Callable[[], bool], str]] = {
+    "cuda": (torch.cuda.is_available, "torch sees no GPU"),
+    "mps": (torch.backends.mps.is_available, "torch sees no Apple GPU"),
+    "xla": (lambda: is_available("torch_xla"), "torch_xla is not installed"),
+    "deepspeed": (lambda: is_available("deepspeed"), "deepspeed is not installed"),
+    "interop": (
+        lambda: is_available("transformers") and is_available("datasets"),
+        "transformers or datasets is not installed",
+    ),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests whose device or package is absent, and say which."""
+    missing = {mark: reason for mark, (is_present, reason) in DEVICES.items() if not is_present()}
+    for item in items:
+        for mark in missing.keys() & {marker.name for marker in item.iter_markers()}:
+            item.add_marker(pytest.mark.skip(reason=missing[mark]))
+
+
+@pytest.fixture(autouse=True)
+def leave_no_trace(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start from seeded generators and unseen warnings; fail the test that leaves something behind."""
+    folder = request.config.rootpath
+    before = Snapshot.take(folder)
+    warn_once.cache_clear()
+    with preserved_rng():
+        set_seed(0)
+        yield
+    _reset_accelerate()
+    leaks = before.leaks(folder)
+    before.restore()
+    if leaks:
+        pytest.fail("The test leaves behind: " + "; ".join(leaks), pytrace=False)
+
+
+def _reset_accelerate() -> None:
+    """Forget accelerate's process-wide singletons, which are meant to live as long as a process."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
+@pytest.fixture
+def tmp_cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make an empty folder the working directory, and return it."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def launch_distributed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., DistributedRun]:
+    """Return `support.distributed.launch` with a fresh folder for each call; for runs that are meant to fail."""
+
+    def launch_in_new_folder(target: Callable[..., Any] | str, **options: Any) -> DistributedRun:
+        return launch(target, tmp_path_factory.mktemp("distributed"), **options)
+
+    return launch_in_new_folder
+
+
+@pytest.fixture
+def run_distributed(launch_distributed: Callable[..., DistributedRun]) -> Callable[..., list[Any]]:
+    """Return a function like `launch_distributed` that gives the ranks' answers and fails unless all have ended well.
+
+    Called as ``run_distributed(target, num_processes=2, **kwargs)``; `timeout_s` and `env` are the launch's, other
+    keyword arguments go to the target as JSON.
+    """
+
+    def run(
+        target: Callable[..., Any] | str,
+        num_processes: int = 2,
+        *,
+        timeout_s: float = 120.0,
+        env: dict[str, str] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        ended = launch_distributed(target, num_processes=num_processes, kwargs=kwargs, env=env, timeout_s=timeout_s)
+        if ended.returncode != 0:
+            pytest.fail(f"Exit status {ended.returncode} after {ended.elapsed_s:.0f} s:\n{ended.output}", pytrace=False)
+        return ended.results
+
+    return run

@@ -1,0 +1,37 @@
+"""One rank of `support.distributed.launch`: ``worker.py FILE [FUNCTION]``, run by torchrun."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def call(path: str, name: str, kwargs: dict[str, Any]) -> Any:
+    """Import a test file by its path and call one of its functions."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # so that what the file defines can be pickled
+    spec.loader.exec_module(module)
+    return getattr(module, name)(**kwargs)
+
+
+def main(path: str, name: str) -> None:
+    """Run the function or the script, and write its answer beside it."""
+    sys.path[:0] = [str(Path(__file__).parents[1])]  # tests/, as pytest does
+    kwargs = json.loads(Path("kwargs.json").read_text(encoding="utf-8"))
+    if name:
+        result = call(path, name, kwargs)
+    else:
+        result = runpy.run_path(path, init_globals={"kwargs": kwargs}, run_name="__main__").get("result")
+    Path(f"result_{os.environ['RANK']}.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

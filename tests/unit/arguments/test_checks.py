@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import math
+
+import numpy
+import pytest
+
+from hftrain.arguments import TrainingArguments
+from hftrain.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("per_device_train_batch_size", 0),
+        ("per_device_train_batch_size", -1),
+        ("per_device_train_batch_size", 2.5),
+        ("per_device_eval_batch_size", 0),
+        ("gradient_accumulation_steps", 0),
+        ("max_steps", -2),
+        ("torch_empty_cache_steps", 0),
+        ("eval_accumulation_steps", 0),
+        ("warmup_steps", -1),
+        ("warmup_steps", 0.1),
+        ("past_index", -2),
+        ("save_total_limit", 0),
+        ("seed", -1),
+        ("data_seed", -1),
+        ("local_rank", -2),
+        ("ddp_bucket_cap_mb", 0),
+        ("tpu_num_cores", 0),
+        ("dataloader_num_workers", -1),
+        ("dataloader_prefetch_factor", 0),
+        ("learning_rate", -1e-3),
+        ("learning_rate", math.nan),
+        ("weight_decay", -0.1),
+        ("adam_beta1", 1.5),
+        ("adam_beta2", -0.1),
+        ("adam_epsilon", -1e-8),
+        ("max_grad_norm", -1.0),
+        ("num_train_epochs", math.nan),
+        ("warmup_ratio", -0.1),
+        ("warmup_ratio", 1.1),
+        ("label_smoothing_factor", 1.5),
+        ("neftune_noise_alpha", -1),
+        ("eval_delay", -1),
+        ("ddp_timeout", 0),
+        ("logging_steps", -1),
+        ("eval_steps", -5),
+        ("save_steps", "many"),
+    ],
+)
+def test_number_out_of_range_raises(name, value):
+    with pytest.raises(ConfigError, match=rf"{name}=.* was asked for\. It must be"):
+        TrainingArguments("out", **{name: value})
+
+
+def test_number_written_as_text_says_how_yaml_wants_it():
+    with pytest.raises(ConfigError, match=r"in YAML write 5\.0e-5"):
+        TrainingArguments("out", learning_rate="5e-5")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", numpy.float32(1e-3)),
+        ("per_device_train_batch_size", numpy.int64(4)),
+        ("max_grad_norm", None),
+        ("warmup_ratio", 1),
+        ("learning_rate", 0),
+    ],
+)
+def test_number_at_the_edge_passes(name, value):
+    assert getattr(TrainingArguments("out", **{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("log_level", "warn", "'warning'"),
+        ("log_level_replica", "inf", "'info'"),
+        ("half_precision_backend", "cuda_map", "'cuda_amp'"),
+        ("fp16_opt_level", "O4", "'O1'"),
+        ("include_num_input_tokens_seen", "nonpadding", "'non_padding'"),
+        ("include_for_metrics", ["input"], "'inputs'"),
+    ],
+)
+def test_unknown_name_raises_with_close_matches(name, value, hint):
+    with pytest.raises(ConfigError, match=f"{name}.*{hint}"):
+        TrainingArguments("out", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["logging_steps", "eval_steps", "save_steps"])
+def test_steps_above_one_must_be_whole(name):
+    with pytest.raises(ConfigError, match=rf"{name}=2\.5 .*whole numbers"):
+        TrainingArguments("out", **{name: 2.5})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps"),
+    [("logging_strategy", "logging_steps"), ("eval_strategy", "eval_steps"), ("save_strategy", "save_steps")],
+)
+def test_zero_steps_raise_only_with_strategy_steps(strategy, steps):
+    with pytest.raises(ConfigError, match=f"{strategy}='steps' was asked for with {steps}=0"):
+        TrainingArguments("out", **{strategy: "steps", steps: 0})
+    assert getattr(TrainingArguments("out", **{strategy: "epoch", steps: 0}), steps) == 0
+
+
+def test_eval_steps_derived_from_zero_logging_steps_raise():
+    with pytest.raises(ConfigError, match="eval_steps=0"):
+        TrainingArguments("out", eval_strategy="steps", logging_strategy="no", logging_steps=0)
+
+
+@pytest.mark.parametrize("epochs", [0, -1.0])
+def test_run_without_length_raises_unless_steps_are_given(epochs):
+    with pytest.raises(ConfigError, match="num_train_epochs"):
+        TrainingArguments("out", num_train_epochs=epochs)
+    assert TrainingArguments("out", num_train_epochs=epochs, max_steps=5).max_steps == 5
+
+
+def test_accelerator_config_class_raises():
+    with pytest.raises(ConfigError, match="It is a class"):
+        TrainingArguments("out", accelerator_config=dict)
+
+
+def test_accelerator_config_key_is_checked():
+    with pytest.raises(ConfigError, match="'split_batches'"):
+        TrainingArguments("out", accelerator_config={"split_batch": True})

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hftrain.arguments import FSDPOption, IntervalStrategy, OptimizerNames, TrainingArguments
+from hftrain.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("output_dir", None, "trainer_output"),
+        ("output_dir", Path("a/b"), "a/b"),
+        ("report_to", None, []),
+        ("report_to", "none", []),
+        ("report_to", ["none"], []),
+        ("report_to", "all", ["all"]),
+        ("report_to", "wandb", ["wandb"]),
+        ("report_to", ["wandb", "mlflow"], ["wandb", "mlflow"]),
+        ("label_names", "labels", ["labels"]),
+        ("label_names", None, None),
+        ("include_for_metrics", "loss", ["loss"]),
+        ("optim_target_modules", "all-linear", "all-linear"),
+        ("optim_target_modules", ["attn"], ["attn"]),
+        ("debug", "", []),
+        ("debug", "underflow_overflow tpu_metrics_debug", ["underflow_overflow", "tpu_metrics_debug"]),
+        ("debug", ["underflow_overflow"], ["underflow_overflow"]),
+        ("fsdp", "", []),
+        ("fsdp", None, []),
+        ("fsdp", False, []),
+        ("fsdp", True, ["full_shard"]),
+        ("fsdp", "full shard auto_wrap", ["full_shard", "auto_wrap"]),
+        ("fsdp", ["shard_grad_op"], ["shard_grad_op"]),
+        ("lr_scheduler_kwargs", None, {}),
+        ("lr_scheduler_kwargs", '{"num_cycles": 2}', {"num_cycles": 2}),
+        ("gradient_checkpointing_kwargs", '{"use_reentrant": false}', {"use_reentrant": False}),
+        ("liger_kernel_config", '{"rope": true}', {"rope": True}),
+        ("deepspeed", '{"zero_optimization": {"stage": 2}}', {"zero_optimization": {"stage": 2}}),
+        ("deepspeed", "ds.json", "ds.json"),
+        ("accelerator_config", ' {"split_batches": true}', {"split_batches": True}),
+        ("accelerator_config", "acc.json", "acc.json"),
+        ("eval_delay", None, 0),
+        ("include_num_input_tokens_seen", "no", False),
+    ],
+)
+def test_value_takes_its_one_form(name, given, kept):
+    assert getattr(TrainingArguments(**{name: given}), name) == kept
+
+
+def test_choices_become_members():
+    args = TrainingArguments("out", eval_strategy="epoch", fsdp="full_shard")
+    assert isinstance(args.eval_strategy, IntervalStrategy)
+    assert isinstance(args.optim, OptimizerNames)
+    assert isinstance(args.fsdp[0], FSDPOption)
+
+
+@pytest.mark.parametrize(
+    ("name", "typo", "hint"),
+    [
+        ("eval_strategy", "epochs", "'epoch'"),
+        ("logging_strategy", "step", "'steps'"),
+        ("save_strategy", "besst", "'best'"),
+        ("hub_strategy", "evry_save", "'every_save'"),
+        ("lr_scheduler_type", "linar", "'linear'"),
+        ("optim", "adam_torch", "'adamw_torch'"),
+        ("debug", "underflow", "underflow_overflow"),
+        ("fsdp", "full_shrad", "'full_shard'"),
+    ],
+)
+def test_unknown_choice_raises_when_built(name, typo, hint):
+    with pytest.raises(ConfigError, match=hint):
+        TrainingArguments("out", **{name: typo})
+
+
+def test_fsdp_config_loses_prefixes_and_text_booleans():
+    config = {"fsdp_use_orig_params": "true", "xla": "False", "backward_prefetch": "backward_pre"}
+    args = TrainingArguments("out", fsdp="full_shard", fsdp_config=config)
+    assert args.fsdp_config == {"use_orig_params": True, "xla": False, "backward_prefetch": "backward_pre"}
+    assert "fsdp_use_orig_params" in config, "the caller's dict is left alone"
+
+
+def test_home_folder_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    args = TrainingArguments("~/out", logging_dir="~/logs")
+    assert (args.output_dir, args.logging_dir) == ("/home/someone/out", "/home/someone/logs")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("lr_scheduler_kwargs", "num_cycles=2"), ("gradient_checkpointing_kwargs", "[1]"), ("deepspeed", "{broken")],
+)
+def test_text_that_is_no_json_object_raises(name, text):
+    with pytest.raises(ConfigError, match=f"{name}=.*no JSON object"):
+        TrainingArguments("out", **{name: text})
+
+
+def test_none_beside_trackers_raises():
+    with pytest.raises(ConfigError, match="'none' was combined"):
+        TrainingArguments("out", report_to=["none", "wandb"])

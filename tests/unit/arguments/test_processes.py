@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from hftrain.arguments import Seq2SeqTrainingArguments, TrainingArguments
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def launch(monkeypatch, *, rank: int, local_rank: int, world_size: int = 4) -> None:
+    for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_single_process_is_everything():
+    args = TrainingArguments("out", per_device_train_batch_size=3, per_device_eval_batch_size=5, ddp_timeout=60)
+    assert (args.world_size, args.process_index, args.local_process_index) == (1, 0, 0)
+    assert (args.train_batch_size, args.eval_batch_size) == (3, 5)
+    assert args.parallel_mode.value == "not_parallel"
+    assert args.should_log
+    assert args.should_save
+    assert args.place_model_on_device
+    assert args.ddp_timeout_delta == timedelta(minutes=1)
+
+
+def test_ranks_are_read_at_call_time(monkeypatch):
+    args = TrainingArguments("out")
+    launch(monkeypatch, rank=3, local_rank=1)
+    assert (args.world_size, args.process_index, args.local_process_index) == (4, 3, 1)
+    assert args.parallel_mode.value == "distributed"
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "each_node", "expected"),
+    [(0, 0, True, True), (2, 0, True, True), (2, 0, False, False), (3, 1, True, False), (0, 0, False, True)],
+)
+def test_node_settings_decide_who_logs_and_saves(monkeypatch, rank, local_rank, each_node, expected):
+    args = TrainingArguments("out", log_on_each_node=each_node, save_on_each_node=each_node)
+    launch(monkeypatch, rank=rank, local_rank=local_rank)
+    assert (args.should_log, args.should_save) == (expected, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "rank", "level"),
+    [
+        ({}, 0, logging.CRITICAL),
+        ({}, 1, logging.WARNING),
+        ({"log_level": "info"}, 0, logging.INFO),
+        ({"log_level": "info"}, 1, logging.WARNING),
+        ({"log_level": "warning", "log_level_replica": "error"}, 1, logging.ERROR),
+        ({"log_level": "debug", "log_level_replica": "passive"}, 1, logging.CRITICAL),
+    ],
+)
+def test_log_level_follows_the_process(monkeypatch, given, rank, level):
+    monkeypatch.setattr(logging.getLogger("hftrain"), "level", logging.CRITICAL)
+    logging.getLogger("hftrain").manager._clear_cache()
+    launch(monkeypatch, rank=rank, local_rank=rank)
+    assert TrainingArguments("out", **given).get_process_log_level() == level
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"), [({}, 0), ({"warmup_ratio": 0.05}, 6), ({"warmup_ratio": 0.5, "warmup_steps": 3}, 3)]
+)
+def test_warmup_steps_win_over_the_ratio(given, steps):
+    assert TrainingArguments("out", **given).get_warmup_steps(101) == steps
+
+
+def test_device_is_the_cpu_when_asked():
+    args = TrainingArguments("out", use_cpu=True)
+    assert (args.device, args.n_gpu) == (torch.device("cpu"), 0)
+
+
+@pytest.mark.cuda
+def test_device_is_the_gpu_of_the_local_rank():
+    args = TrainingArguments("out")
+    assert (args.device, args.n_gpu) == (torch.device("cuda", 0), 1)
+
+
+def test_subclass_may_keep_the_model_where_it_is():
+    class Stay(TrainingArguments):
+        @property
+        def place_model_on_device(self) -> bool:
+            return False
+
+    assert not Stay("out").place_model_on_device
+
+
+def test_main_process_first_does_nothing_alone():
+    with Seq2SeqTrainingArguments("out").main_process_first(desc="mapping"):
+        assert not torch.distributed.is_initialized()
+
+
+def work_in_turn(local: bool) -> bool:
+    """Let rank 0 leave a file behind, late, and see whether every rank finds it."""
+    args, done = TrainingArguments("out", use_cpu=True, ddp_timeout=60), Path("done")
+    with args.main_process_first(local=local, desc="mapping"):
+        if args.process_index == 0:
+            time.sleep(0.5)
+            done.touch()
+        found = done.exists()
+    torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("local", [True, False])
+def test_main_process_first_makes_the_others_wait(run_distributed, local):
+    assert run_distributed(work_in_turn, local=local) == [True, True]

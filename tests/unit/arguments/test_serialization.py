@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from hftrain.arguments import Seq2SeqTrainingArguments, TrainingArguments
+
+TOKENS = {"hub_token": "<HUB_TOKEN>", "push_to_hub_token": "<PUSH_TO_HUB_TOKEN>"}
+
+
+@dataclass
+class Nested:
+    size: int = 2
+
+
+class GenerationConfig:
+    def to_dict(self) -> dict[str, object]:
+        return {"max_length": 5, "torch_dtype": torch.float16}
+
+
+@pytest.mark.parametrize("token", [None, "secret"])
+def test_tokens_are_hidden_everywhere(token):
+    args = TrainingArguments("out", hub_token=token)
+    assert {name: args.to_dict()[name] for name in TOKENS} == TOKENS
+    for text in (args.to_json_string(), str(args), repr(args), str(args.to_sanitized_dict())):
+        assert "secret" not in text
+
+
+def test_generated_repr_of_a_subclass_hides_tokens():
+    @dataclass
+    class Own(TrainingArguments):
+        extra: int = 1
+
+    assert "secret" not in repr(Own("out", hub_token="secret"))
+    assert "extra=1" in str(Own("out"))
+
+
+def test_values_become_plain():
+    args = Seq2SeqTrainingArguments(
+        "out", fsdp="full_shard", debug="underflow_overflow", generation_config=GenerationConfig()
+    )
+    args.parallelism_config = Nested()
+    plain = args.to_dict()
+    assert type(plain["eval_strategy"]) is str
+    assert [type(option) for option in plain["fsdp"]] == [str]
+    assert plain["debug"] == ["underflow_overflow"]
+    assert plain["generation_config"] == {"max_length": 5, "torch_dtype": "float16"}
+    assert plain["parallelism_config"] == {"size": 2}
+    assert json.loads(args.to_json_string())["lr_scheduler_type"] == "linear"
+
+
+def test_sanitized_values_are_what_tensorboard_takes():
+    flat = TrainingArguments("out", per_device_train_batch_size=3).to_sanitized_dict()
+    assert {type(value) for value in flat.values()} <= {bool, int, float, str}
+    assert (flat["train_batch_size"], flat["eval_batch_size"], flat["report_to"]) == (3, 8, "[]")
+
+
+def test_text_lists_settings_alphabetically():
+    lines = str(TrainingArguments("out")).splitlines()
+    assert lines[0] == "TrainingArguments("
+    assert lines[1:-1] == sorted(lines[1:-1])
+    assert "output_dir='out'," in lines
+
+
+def test_dict_builds_the_same_arguments():
+    args = TrainingArguments("out", eval_strategy="epoch", seed=3)
+    settings = {name: value for name, value in args.to_dict().items() if name not in TOKENS}
+    assert TrainingArguments(**settings) == args

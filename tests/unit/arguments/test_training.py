@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+import textwrap
+import typing
+import warnings
+from dataclasses import dataclass, field
+
+import pytest
+
+from hftrain.arguments import Seq2SeqTrainingArguments, TrainingArguments
+from hftrain.core.errors import ConfigError
+
+BOTH = pytest.mark.parametrize("cls", [TrainingArguments, Seq2SeqTrainingArguments])
+
+
+@dataclass
+class OwnArguments(TrainingArguments):
+    extra: int = 3
+    names: list[str] = field(default_factory=list)
+
+
+class CustomInit(TrainingArguments):
+    def __init__(self, folder: str, **kwargs: typing.Any) -> None:
+        super().__init__(folder, **kwargs)
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@BOTH
+def test_output_dir_is_the_first_positional(cls):
+    assert cls("out").output_dir == "out"
+
+
+@BOTH
+@pytest.mark.parametrize(("typo", "hint"), [("learning_rat", "learning_rate"), ("eval_strategi", "eval_strategy")])
+def test_unknown_name_raises_with_close_matches(cls, typo, hint):
+    with pytest.raises(ConfigError, match=rf"{cls.__name__} has no setting '{typo}'.*'{hint}'"):
+        cls("out", **{typo: 1})
+
+
+def test_unknown_name_is_refused_for_a_subclass_too():
+    with pytest.raises(ConfigError, match="'extra'"):
+        OwnArguments("out", extras=1)
+
+
+def test_subclass_with_own_fields_works():
+    args = OwnArguments("out", extra=7, max_steps=5)
+    assert (args.extra, args.names, args.max_steps) == (7, [], 5)
+
+
+def test_subclass_with_own_init_works():
+    assert CustomInit("out", max_steps=5).max_steps == 5
+    with pytest.raises(TypeError):
+        CustomInit("out", no_such=1)
+
+
+@pytest.mark.parametrize("cls", [TrainingArguments, Seq2SeqTrainingArguments, OwnArguments])
+def test_copies_equal_the_original(cls):
+    args = cls("out", eval_strategy="steps", load_best_model_at_end=True, report_to="wandb", use_cpu=True, debug=[])
+    for twin in (copy.deepcopy(args), copy.copy(args), pickle.loads(pickle.dumps(args)), dataclasses.replace(args)):
+        assert type(twin) is cls
+        assert twin == args
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_replace_neither_warns_nor_conflicts_after_renames():
+    args = TrainingArguments(
+        "out",
+        evaluation_strategy="steps",
+        no_cuda=True,
+        per_gpu_train_batch_size=2,
+        optim="adamw_hf",
+        tpu_metrics_debug=True,
+        push_to_hub_model_id="m",
+        push_to_hub_organization="org",
+        fsdp_min_num_params=5,
+        sharded_ddp="zero_dp_3",
+        torchdynamo="eager",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = dataclasses.replace(args, eval_strategy="epoch", use_cpu=False, per_device_train_batch_size=4)
+    assert (again.eval_strategy, again.use_cpu, again.per_device_train_batch_size) == ("epoch", False, 4)
+    assert again.torch_compile_backend == "eager"
+
+
+def test_every_field_has_help_and_a_resolvable_type():
+    hints = typing.get_type_hints(Seq2SeqTrainingArguments)
+    for spec in dataclasses.fields(Seq2SeqTrainingArguments):
+        assert spec.metadata["help"].endswith((".", ".'")), spec.name
+        assert spec.name in hints
+
+
+def test_import_and_building_need_no_torch():
+    code = (
+        "import sys, hftrain.arguments as a; a.Seq2SeqTrainingArguments('out').to_dict(); print('torch' in sys.modules)"
+    )
+    assert run_python(code).strip() == "False"
+
+
+def test_building_touches_no_file_network_or_environment():
+    run_python(
+        """
+        import os, sys
+        from hftrain.arguments import Seq2SeqTrainingArguments
+
+        class Sealed(dict):
+            def __getitem__(self, key): raise AssertionError(key)
+            get = __contains__ = __setitem__ = __getitem__
+
+        def refuse(event, args):
+            if event == "open" or event.startswith(("socket", "os.", "subprocess")):
+                raise AssertionError((event, args))
+
+        Seq2SeqTrainingArguments()
+        os.environ = Sealed()
+        sys.addaudithook(refuse)
+        Seq2SeqTrainingArguments(
+            "out", fp16=True, deepspeed="ds.json", accelerator_config="acc.json", report_to="all", eval_strategy="steps"
+        )
+        """
+    )

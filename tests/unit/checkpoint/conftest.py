@@ -1,0 +1,72 @@
+"""A manager for one process, and checkpoints with every documented file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hftrain.checkpoint import parts
+from hftrain.checkpoint.manager import CheckpointConfig, CheckpointManager
+from hftrain.checkpoint.weights import save_task_state, save_weights
+from hftrain.core.seed import capture_rng
+from hftrain.core.state import TrainerState
+
+
+class Solo:
+    """A group of one."""
+
+    rank = 0
+    world_size = 1
+    is_main = True
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def all_true(self, flag: bool) -> bool:
+        """Agree with oneself."""
+        return flag
+
+
+@pytest.fixture
+def output_dir(tmp_path: Path) -> Path:
+    """The output folder of the managers that `make_manager` makes; absent at first."""
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def make_manager(output_dir: Path) -> Callable[..., CheckpointManager]:
+    """Return a function that makes a manager; keyword arguments go to its config."""
+
+    def make(**config: object) -> CheckpointManager:
+        return CheckpointManager(CheckpointConfig(output_dir=output_dir, **config), group=Solo())
+
+    return make
+
+
+@pytest.fixture
+def save_at() -> Callable[[CheckpointManager, int], Path]:
+    """Return a function that saves a checkpoint with every kind of file at a step."""
+
+    def save(manager: CheckpointManager, step: int) -> Path:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        main = [
+            lambda folder: save_weights(model, folder),
+            lambda folder: save_task_state({"scale": torch.ones(1)}, folder),
+            lambda folder: parts.save_optimizer(optimizer.state_dict(), folder),
+            lambda folder: parts.save_scheduler(schedule.state_dict(), folder),
+            lambda folder: parts.save_scaler({"scale": 2.0}, folder),
+            lambda folder: parts.save_trainer_state(TrainerState(global_step=step), folder),
+            lambda folder: parts.save_arguments({"learning_rate": 0.1}, folder),
+        ]
+        each = [lambda folder: parts.save_rng(capture_rng(), folder, rank=0, world_size=1)]
+        facts = {"progress": {"step": step}, "geometry": {"world_size": 1, "batch_size": 8}}
+        return manager.save(step, main=main, each=each, facts=facts)
+
+    return save

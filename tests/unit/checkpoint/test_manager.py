@@ -1,0 +1,309 @@
+"""Save, find, open and rotate."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hftrain.checkpoint.layout import checkpoint_step
+from hftrain.checkpoint.manifest import verify
+from hftrain.checkpoint.parts import load_rng
+from hftrain.core.errors import CheckpointError
+from hftrain.storage import files
+
+NAMES = [
+    "manifest.json",
+    "model.safetensors",
+    "optimizer.pt",
+    "rng_state.pth",
+    "scaler.pt",
+    "scheduler.pt",
+    "task_state.safetensors",
+    "trainer_state.json",
+    "training_args.bin",
+]
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def no_space(folder: Path) -> None:
+    (folder / "optimizer.pt").write_bytes(b"half")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def write_note(folder: Path) -> None:
+    (folder / "note").write_text("note")
+
+
+def save_notes(manager, *steps: int) -> None:
+    for step in steps:
+        manager.save(step, main=[write_note], facts={})
+
+
+def test_save_commits_the_documented_files(make_manager, save_at, output_dir):
+    path = save_at(make_manager(), 5)
+    assert path == output_dir / "checkpoint-5"
+    assert listing(path) == NAMES
+    assert listing(output_dir) == ["checkpoint-5"]
+    assert verify(path).facts["progress"] == {"step": 5}
+    assert make_manager().latest() == path
+
+
+def test_save_shows_nothing_under_the_final_name_while_writing(make_manager, output_dir):
+    seen: list[list[str]] = []
+    make_manager().save(5, main=[lambda folder: seen.append(listing(output_dir))], facts={})
+    assert len(seen[0]) == 1
+    assert seen[0][0].startswith(".staging-checkpoint-5-")
+
+
+def test_save_replaces_a_checkpoint_of_the_same_step(make_manager, output_dir):
+    save_notes(make_manager(), 5)
+    make_manager().save(5, main=[lambda folder: (folder / "note").write_text("again")], facts={})
+    assert (make_manager().latest() / "note").read_text() == "again"
+    assert listing(output_dir) == ["checkpoint-5"]
+
+
+@pytest.mark.parametrize("where", ["main", "each"])
+def test_a_failing_writer_leaves_the_previous_checkpoint_and_nothing_else(make_manager, save_at, output_dir, where):
+    manager = make_manager()
+    previous = save_at(manager, 5)
+    for step in (5, 10):
+        with pytest.raises(CheckpointError, match=rf"checkpoint-{step} should be written.*No space left") as caught:
+            manager.save(step, **{"main": [], where: [no_space]}, facts={})
+        assert isinstance(caught.value.__cause__, OSError)
+        assert listing(output_dir) == ["checkpoint-5"]
+        assert manager.latest() == previous
+    save_at(manager, 10)
+    assert listing(output_dir) == ["checkpoint-10", "checkpoint-5"]
+
+
+@pytest.mark.parametrize("function", ["write_text", "fsync_tree", "begin", "commit"])
+def test_a_failing_commit_leaves_the_previous_checkpoint_and_nothing_else(
+    make_manager, save_at, output_dir, monkeypatch, function
+):
+    manager = make_manager()
+    previous = save_at(manager, 5)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    module = "hftrain.checkpoint.manifest" if function == "write_text" else "hftrain.storage.files"
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="Input/output error"):
+        patch.setattr(f"{module}.{function}", fail)
+        manager.save(10, main=[write_note], facts={})
+    assert listing(output_dir) == ["checkpoint-5"]
+    assert manager.latest() == previous
+
+
+def test_save_refuses_facts_that_are_not_json(make_manager, output_dir):
+    with pytest.raises(CheckpointError, match="not JSON serializable"):
+        make_manager().save(5, main=[], facts={"a": object()})
+    assert listing(output_dir) == []
+
+
+def test_save_sweeps_what_killed_saves_left(make_manager, output_dir):
+    for name in (".staging-checkpoint-3-0123abcd", ".trash-checkpoint-2-0123abcd", ".staging-mine-0123abcd"):
+        (output_dir / name).mkdir(parents=True)
+    save_notes(make_manager(), 5)
+    assert listing(output_dir) == [".staging-mine-0123abcd", "checkpoint-5"]
+
+
+def test_latest_puts_back_what_a_killed_save_had_set_aside(make_manager, output_dir):
+    save_notes(make_manager(), 5)
+    (output_dir / "checkpoint-5").rename(output_dir / ".replaced-checkpoint-5-0123abcd")
+    assert make_manager().latest() == output_dir / "checkpoint-5"
+
+
+def test_latest_is_none_without_checkpoints(make_manager, output_dir):
+    assert make_manager().latest() is None
+    (output_dir / "checkpoint-5").mkdir(parents=True)
+    assert make_manager().latest() is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("damage", ["delete", "cut", "flip", "swap"])
+def test_latest_falls_back_past_every_damage_and_names_it(make_manager, save_at, caplog, name, damage):
+    manager = make_manager()
+    older, newer = save_at(manager, 5), save_at(manager, 10)
+    data = (newer / name).read_bytes()
+    changed = {
+        "delete": None,
+        "cut": data[: len(data) // 2],
+        "flip": data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+        "swap": (newer / NAMES[NAMES.index(name) - 1]).read_bytes(),
+    }[damage]
+    (newer / name).unlink() if changed is None else (newer / name).write_bytes(changed)
+    assert manager.latest() == older
+    assert name in caplog.text
+    with pytest.raises(CheckpointError, match=name):
+        verify(newer)
+
+
+def test_latest_skips_a_hugging_face_checkpoint(make_manager, save_at, output_dir, caplog):
+    manager = make_manager()
+    path = save_at(manager, 5)
+    (shutil.copytree(path, output_dir / "checkpoint-10") / "manifest.json").unlink()
+    assert manager.latest() == path
+    assert "checkpoint-10" in caplog.text
+
+
+def test_open_verifies_a_checkpoint_of_ours(make_manager, save_at):
+    manager = make_manager()
+    path = save_at(manager, 5)
+    assert manager.open(str(path)).step == 5
+    (path / "optimizer.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
+        manager.open(path)
+
+
+def test_open_warns_of_a_hugging_face_checkpoint(make_manager, save_at, caplog):
+    manager = make_manager()
+    path = save_at(manager, 5)
+    (path / "manifest.json").unlink()
+    assert manager.open(path) is None
+    assert "without proof" in caplog.text
+    assert load_rng(path, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("absent", "it does not exist"),
+        ("file", "it is a file"),
+        ("empty", "it is empty"),
+        ("full", "it holds a0, a1, a2, a3, a4, a5, a6, a7, ..."),
+    ],
+)
+def test_open_says_what_it_found_and_what_lies_beside(make_manager, output_dir, name, reason):
+    manager = make_manager()
+    save_notes(manager, 5, 10)
+    (output_dir / "file").write_text("")
+    (output_dir / "empty").mkdir()
+    (output_dir / "full").mkdir()
+    for index in range(9):
+        (output_dir / "full" / f"a{index}").touch()
+    with pytest.raises(CheckpointError, match=rf"not a checkpoint: {reason}.*checkpoint-5, .*checkpoint-10"):
+        manager.open(output_dir / name)
+
+
+def test_open_lists_the_checkpoints_inside_the_folder(make_manager, output_dir, tmp_path):
+    save_notes(make_manager(), 5)
+    with pytest.raises(CheckpointError, match=r"it holds checkpoint-5\. Checkpoints found there: .*checkpoint-5"):
+        make_manager().open(output_dir)
+    with pytest.raises(CheckpointError, match="No checkpoint lies"):
+        make_manager().open(tmp_path / "elsewhere" / "x")
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "expected"),
+    [
+        (None, None, [1, 2, 3, 4, 5, 6, 10]),
+        (0, None, [1, 2, 3, 4, 5, 6, 10]),
+        (3, None, [5, 6, 10]),
+        (5, 2, [2, 4, 5, 6, 10]),
+        (5, 6, [3, 4, 5, 6, 10]),
+        (1, None, [10]),
+        (1, 2, [2, 10]),
+        (2, 2, [2, 10]),
+        (99, 1, [1, 2, 3, 4, 5, 6, 10]),
+    ],
+)
+def test_rotate_keeps_the_newest_and_the_best(make_manager, output_dir, limit, best, expected):
+    manager = make_manager(save_total_limit=limit)
+    save_notes(manager, 1, 2, 3, 4, 5, 6, 10)
+    manager.rotate(best=None if best is None else output_dir / f"checkpoint-{best}")
+    assert [checkpoint_step(path) for path in sorted(output_dir.iterdir(), key=checkpoint_step)] == expected
+
+
+def test_rotate_never_touches_a_folder_it_does_not_know(make_manager, output_dir, tmp_path):
+    manager = make_manager(save_total_limit=1)
+    save_notes(manager, 1, 2, 3)
+    (output_dir / "checkpoint-1" / "manifest.json").write_text("{}")
+    (output_dir / "checkpoint-2").rename(tmp_path / "checkpoint-2")
+    (output_dir / "checkpoint-2").symlink_to(tmp_path / "checkpoint-2")
+    (output_dir / "checkpoint-0").mkdir()
+    (output_dir / "best").mkdir()
+    save_notes(manager, 4)
+    manager.rotate()
+    assert listing(output_dir) == ["best", "checkpoint-0", "checkpoint-1", "checkpoint-2", "checkpoint-4"]
+
+
+def test_rotate_keeps_what_was_just_committed_beside_an_older_run(make_manager, output_dir):
+    save_notes(make_manager(), 90, 100)
+    manager = make_manager(save_total_limit=1)
+    save_notes(manager, 5)
+    manager.rotate()
+    assert listing(output_dir) == ["checkpoint-100", "checkpoint-5"]
+
+
+def test_rotate_before_the_first_save_does_nothing(make_manager, output_dir):
+    make_manager(save_total_limit=1).rotate()
+    assert not output_dir.exists()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rotation_over_random_histories_keeps_its_promises(make_manager, output_dir, seed):
+    choose = random.Random(seed)
+    limit = choose.randint(1, 4)
+    manager, step, best = make_manager(save_total_limit=limit), 0, None
+    saved: list[int] = []
+    for _ in range(12):
+        step += choose.randint(1, 50)
+        save_notes(manager, step)
+        saved.append(step)
+        best = step if best is None or choose.random() < 0.3 else best
+        manager.rotate(best=output_dir / f"checkpoint-{best}")
+        left = sorted(map(checkpoint_step, output_dir.iterdir()))
+        newest = [each for each in saved if each != best][-max(limit - 1, 1) :]
+        assert set(left) <= set(saved)
+        assert {best, step} <= set(left)
+        assert len(left) == min(len(saved), max(limit, len({best, step})))
+        assert set(left) - {best} >= set(newest[-(len(left) - 1) :]) if len(left) > 1 else left == [step]
+        assert manager.latest() == output_dir / f"checkpoint-{step}"
+
+
+def test_a_kill_before_any_file_operation_loses_nothing_committed(make_manager, output_dir, monkeypatch):
+    """Saving step 5 again, limit 1, dies before its n-th change of the disk, for every n."""
+
+    class Killed(BaseException):
+        pass
+
+    def dying(real, calls: list[int], at: int):
+        def call(*args: object, **kwargs: object) -> object:
+            calls.append(0)
+            if len(calls) == at:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    def content() -> str:
+        return (make_manager().latest() / "note").read_text()
+
+    for at in range(1, 100):
+        shutil.rmtree(output_dir, ignore_errors=True)
+        save_notes(make_manager(), 5)
+        manager, calls = make_manager(save_total_limit=1), []
+        with monkeypatch.context() as patch:
+            for module, name in ((os, "rename"), (os, "replace"), (os, "fsync"), (os, "mkdir"), (shutil, "rmtree")):
+                patch.setattr(module, name, dying(getattr(module, name), calls, at))
+            try:
+                manager.save(5, main=[lambda folder: (folder / "note").write_text("again")], facts={})
+                manager.rotate()
+            except Killed:
+                assert content() in ("note", "again")
+                continue
+        break
+    assert at > 10
+    assert content() == "again"
+    files.sweep(output_dir, is_ours=lambda _: True)
+    assert listing(output_dir) == ["checkpoint-5"]
+    assert json.loads((output_dir / "checkpoint-5" / "manifest.json").read_text())["step"] == 5

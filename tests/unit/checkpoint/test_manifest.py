@@ -1,0 +1,179 @@
+"""The manifest proves that a checkpoint is the one that was saved."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hftrain.checkpoint.manifest import check_geometry, read_manifest, verify, write_manifest
+from hftrain.core.errors import CheckpointError
+from hftrain.core.progress import Progress
+
+FACTS = {
+    "progress": Progress(step=5, samples=40).state_dict(),
+    "geometry": {"world_size": 1, "batch_size": 8, "accumulation": 1},
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint-5"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "optimizer.pt").write_bytes(b"optimizer")
+    (folder / "sub" / "file").write_bytes(b"file")
+    write_manifest(folder, FACTS, step=5)
+    return folder
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Rewrite a manifest with a checksum that is right again, as an attacker would."""
+    body = json.loads((folder / "manifest.json").read_text())
+    body.pop("checksum")
+    change(body)
+    body["checksum"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(body))
+
+
+def test_manifest_tells_step_facts_versions_and_files(checkpoint):
+    manifest = verify(checkpoint)
+    assert manifest == read_manifest(checkpoint)
+    assert (manifest.step, manifest.facts, manifest.only_model) == (5, FACTS, False)
+    assert {"hftrain", "torch"} <= manifest.versions.keys()
+    digest = hashlib.sha256(b"file").hexdigest()
+    assert manifest.files["sub/file"] == {"size": 4, "sha256": digest}
+    assert manifest.files.keys() == {"optimizer.pt", "sub/file"}
+
+
+def test_manifest_takes_facts_whose_types_json_does_not_keep(checkpoint):
+    write_manifest(checkpoint, {"shape": (1, 2), "by_rank": {10: "b", 9: "a"}}, step=5)
+    assert read_manifest(checkpoint).facts == {"shape": [1, 2], "by_rank": {"10": "b", "9": "a"}}
+
+
+@pytest.mark.parametrize("facts", [{"a": object()}, {"a": float("nan")}])
+def test_manifest_refuses_facts_that_are_not_json(tmp_path, facts):
+    with pytest.raises((TypeError, ValueError)):
+        write_manifest(tmp_path, facts, step=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_manifest_refuses_to_record_a_link(checkpoint):
+    (checkpoint / "link").symlink_to(checkpoint / "optimizer.pt")
+    with pytest.raises(CheckpointError, match="link should be saved"):
+        write_manifest(checkpoint, {}, step=5)
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_every_flipped_bit_of_the_manifest_is_seen(checkpoint, bit):
+    path = checkpoint / "manifest.json"
+    data = path.read_bytes()
+    for index in range(len(data)):
+        path.write_bytes(data[:index] + bytes([data[index] ^ (1 << bit)]) + data[index + 1 :])
+        with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "sub/file"])
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [("delete", "cannot be found"), ("cut", "bytes instead of"), ("flip", "SHA-256"), ("folder", "no regular file")],
+)
+def test_verify_names_a_damaged_file(checkpoint, name, damage, reason):
+    path = checkpoint / name
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(data[:-1])
+    elif damage == "flip":
+        path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    elif damage == "folder":
+        path.mkdir()
+    with pytest.raises(CheckpointError, match=f"{path.name} should be read.*{reason}"):
+        verify(checkpoint)
+
+
+def test_verify_refuses_links_to_the_right_bytes(checkpoint, tmp_path):
+    (checkpoint / "optimizer.pt").rename(tmp_path / "elsewhere")
+    (checkpoint / "optimizer.pt").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt.*is a link"):
+        verify(checkpoint)
+
+
+def test_verify_refuses_a_linked_subfolder(checkpoint, tmp_path):
+    (checkpoint / "sub").rename(tmp_path / "elsewhere")
+    (checkpoint / "sub").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"sub should be read.*is a link"):
+        verify(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/passwd", "sub/../../secret", "", ".", "a//b", "C:/x", "a\\b", "./sub/file"]
+)
+def test_verify_refuses_paths_that_leave_the_folder(checkpoint, name):
+    forge(checkpoint, lambda body: body["files"].update({name: {"size": 0, "sha256": ""}}))
+    with pytest.raises(CheckpointError, match="no path inside the folder"):
+        verify(checkpoint)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_verify_does_not_wait_for_a_pipe(checkpoint):
+    (checkpoint / "optimizer.pt").unlink()
+    os.mkfifo(checkpoint / "optimizer.pt")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        verify(checkpoint)
+
+
+def test_verify_refuses_a_part_that_was_added_later_and_accepts_notes(checkpoint):
+    (checkpoint / "README.md").write_text("mine")
+    verify(checkpoint)
+    (checkpoint / "scaler.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"scaler\.pt.*not there when"):
+        verify(checkpoint)
+
+
+def test_verify_refuses_a_checkpoint_under_the_name_of_another_step(checkpoint):
+    shutil.copytree(checkpoint, checkpoint.with_name("best"))
+    assert verify(checkpoint.with_name("best")).step == 5
+    with pytest.raises(CheckpointError, match="saved at step 5"):
+        verify(checkpoint.rename(checkpoint.with_name("checkpoint-6")))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda body: body.update(format_version=2), "Its format is 2"),
+        (lambda body: body.update(more=1), "entries"),
+        (lambda body: body.pop("facts"), "entries"),
+        (lambda body: body.update(step="5"), "entries"),
+        (lambda body: body.update(files=[]), "entries"),
+        (lambda body: body["files"].update(a={"size": 1}), "entries"),
+    ],
+)
+def test_read_manifest_refuses_other_formats(checkpoint, change, reason):
+    forge(checkpoint, change)
+    with pytest.raises(CheckpointError, match=reason):
+        read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "null"])
+def test_read_manifest_refuses_other_json(checkpoint, text):
+    (checkpoint / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match="checksum"):
+        read_manifest(checkpoint)
+
+
+def test_check_geometry_accepts_the_same_shape(checkpoint):
+    check_geometry(verify(checkpoint), world_size=1, batch_size=8, accumulation=1)
+
+
+def test_check_geometry_names_both_values(checkpoint):
+    with pytest.raises(
+        CheckpointError, match=r"batch_size=4 \(the checkpoint has 8\), samples=9 \(the checkpoint has None"
+    ):
+        check_geometry(verify(checkpoint), world_size=1, batch_size=4, samples=9)

@@ -1,0 +1,120 @@
+"""Each file of a checkpoint, written and read."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import random
+
+import numpy
+import pytest
+import torch
+
+from hftrain.checkpoint import parts
+from hftrain.core.errors import CheckpointError
+from hftrain.core.seed import capture_rng, restore_rng
+from hftrain.core.state import TrainerState
+
+LOADERS = {
+    "optimizer.pt": parts.load_optimizer,
+    "scheduler.pt": parts.load_scheduler,
+    "scaler.pt": parts.load_scaler,
+    "trainer_state.json": parts.load_trainer_state,
+    "training_args.bin": parts.load_arguments,
+    "rng_state.pth": lambda folder: parts.load_rng(folder, rank=0, world_size=1),
+}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_optimizer_and_schedule_continue_bit_for_bit(tmp_path, kind):
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = kind(model.parameters(), lr=0.1)
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    def train(model, optimizer, schedule):
+        for _ in range(3):
+            model(torch.ones(1, 3)).square().sum().backward()
+            optimizer.step()
+            schedule.step()
+
+    model, optimizer, schedule = build()
+    train(model, optimizer, schedule)
+    parts.save_optimizer(optimizer.state_dict(), tmp_path)
+    parts.save_scheduler(schedule.state_dict(), tmp_path)
+    again, optimizer_again, schedule_again = build()
+    again.load_state_dict(model.state_dict())
+    optimizer_again.load_state_dict(parts.load_optimizer(tmp_path))
+    schedule_again.load_state_dict(parts.load_scheduler(tmp_path))
+    for each in (model, again):
+        each.zero_grad()
+    train(model, optimizer, schedule)
+    train(again, optimizer_again, schedule_again)
+    assert torch.equal(model.weight, again.weight)
+
+
+def test_scaler_and_arguments_round_trip(tmp_path):
+    scaler = torch.amp.GradScaler("cpu")
+    parts.save_scaler(scaler.state_dict(), tmp_path)
+    assert parts.load_scaler(tmp_path) == scaler.state_dict()
+    arguments = {"lr": 0.1, "label_names": ["a"], "fsdp_config": {"x": None}}
+    parts.save_arguments(arguments, tmp_path)
+    assert parts.load_arguments(tmp_path) == arguments
+
+
+@pytest.mark.parametrize(("rank", "world_size", "name"), [(0, 1, "rng_state.pth"), (1, 2, "rng_state_1.pth")])
+def test_rng_continues_every_generator(tmp_path, rank, world_size, name):
+    def draw() -> tuple[float, float, float]:
+        return random.gauss(0, 1), numpy.random.standard_normal(), torch.rand(()).item()
+
+    draw()
+    parts.save_rng(capture_rng(), tmp_path, rank=rank, world_size=world_size)
+    expected = draw()
+    restore_rng(parts.load_rng(tmp_path, rank=rank, world_size=world_size))
+    assert draw() == expected
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_rng_of_another_number_of_ranks_is_missed(tmp_path):
+    parts.save_rng(capture_rng(), tmp_path, rank=0, world_size=1)
+    with pytest.raises(CheckpointError, match=r"rng_state_0\.pth.*does not exist"):
+        parts.load_rng(tmp_path, rank=0, world_size=2)
+
+
+def test_trainer_state_round_trips(tmp_path):
+    state = TrainerState(global_step=5, log_history=[{"loss": math.inf}], trial_params={"lr": 0.1})
+    parts.save_trainer_state(state, tmp_path)
+    assert parts.load_trainer_state(tmp_path) == state
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("content", [None, b"", b"\x80\x04}.", b"[1]", b"\xff\xff"])
+def test_absent_and_damaged_parts_are_named(tmp_path, name, content):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=name):
+        LOADERS[name](tmp_path)
+
+
+@pytest.mark.parametrize("name", set(LOADERS) - {"trainer_state.json"})
+def test_parts_that_are_no_dictionary_are_refused(tmp_path, name):
+    torch.save([1], tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name}.*holds a list"):
+        LOADERS[name](tmp_path)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_hostile_parts_are_refused_without_running_them(tmp_path, name):
+    boom = tmp_path / "boom"
+    hostile = type("Bomb", (), {"__reduce__": lambda self: (open, (str(boom), "w"))})()
+    (tmp_path / name).write_bytes(pickle.dumps(hostile))
+    with pytest.raises(CheckpointError, match=name):
+        LOADERS[name](tmp_path)
+    assert not boom.exists()
+
+
+def test_a_checkpoint_of_the_model_only_explains_itself(make_manager, tmp_path):
+    path = make_manager(only_model=True).save(3, main=[lambda folder: (folder / "x").write_text("")], facts={})
+    with pytest.raises(CheckpointError, match="save_only_model=True"):
+        parts.load_optimizer(path)

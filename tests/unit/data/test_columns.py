@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import logging
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from hftrain.core.errors import ConfigError
+from hftrain.data.columns import ColumnPruner, prune_columns, removable_columns, signature_columns
+
+
+class Net(torch.nn.Module):
+    def forward(self, x, mask=None, labels=None):
+        return x
+
+
+class AnyNet(torch.nn.Module):
+    def forward(self, x, **kwargs):
+        return x
+
+
+class Adapter(torch.nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def get_base_model(self):
+        return self.base
+
+    def forward(self, *args, **kwargs):
+        return self.base(*args, **kwargs)
+
+
+class Table:
+    """Has of a `datasets.Dataset` what pruning uses; the real one is in the interop tests."""
+
+    def __init__(self, names, format_type=None):
+        self.column_names = names
+        self.format = {"type": format_type}
+
+    def remove_columns(self, names):
+        return Table([name for name in self.column_names if name not in names])
+
+
+def with_config(model):
+    model.config = object()
+    return model
+
+
+def bare():
+    return torch.nn.Module()
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Net(), ["x", "mask", "labels", "label", "label_ids"]),
+        (Adapter(Net()), ["x", "mask", "labels", "label", "label_ids"]),
+        (torch.compile(Net(), backend="eager"), ["x", "mask", "labels", "label", "label_ids"]),
+        (with_config(AnyNet()), ["x", "labels", "label", "label_ids"]),
+        (AnyNet(), None),
+        (with_config(bare()), None),
+    ],
+)
+def test_signature_columns_follow_forward(model, expected):
+    assert signature_columns(model, label_names=["labels"]) == expected
+
+
+def test_signature_columns_keep_all_for_an_unreadable_signature():
+    class Opaque(torch.nn.Module):
+        forward = max
+
+    assert signature_columns(Opaque(), label_names=[]) is None
+
+
+def test_prune_columns_removes_and_reports_once(caplog):
+    options = {"keep": ["x", "label"], "model_name": "Net", "description": "once"}
+    with caplog.at_level(logging.INFO, logger="hftrain"):
+        for _ in range(2):
+            assert prune_columns(Table(["x", "text", "id"]), **options).column_names == ["x"]
+    assert [(r.levelno, "text, id" in r.message) for r in caplog.records] == [(logging.INFO, True)]
+    whole = Table(["x", "label"])
+    assert prune_columns(whole, **options) is whole
+
+
+@pytest.mark.parametrize("dataset", [[{"x": 1}], Table(None), Table({"train": ["x"]}), Table(["raw"], "custom")])
+def test_prune_columns_leaves_other_datasets_to_the_collator(dataset):
+    assert removable_columns(dataset) is None
+    assert prune_columns(dataset, keep=["x"], model_name="Net", description="training") is dataset
+
+
+def test_prune_columns_with_nothing_left_raises():
+    with pytest.raises(ConfigError, match=r"columns=\['a', 'b'\], signature=\['x'\]"):
+        prune_columns(Table(["a", "b"]), keep=["x"], model_name="Net", description="training")
+
+
+def test_pruner_drops_keys_of_mappings_only(caplog):
+    pruner = ColumnPruner(list, keep=["x"], model_name="Net", description="mixed", log_level=logging.WARNING)
+    with caplog.at_level(logging.WARNING, logger="hftrain"):
+        assert pruner([{"x": 1, "text": "a"}, (1, 2)]) == [{"x": 1}, (1, 2)]
+        assert pruner([{"x": 1, "text": "a"}]) == [{"x": 1}]
+    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+    assert pickle.loads(pickle.dumps(pruner))([{"x": 2, "y": 3}]) == [{"x": 2}]
+
+
+def test_pruner_with_nothing_left_raises():
+    pruner = ColumnPruner(list, keep=["x"], model_name="Net", description="training")
+    with pytest.raises(ConfigError, match="Net.forward takes none"):
+        pruner([{"a": 1}])
+
+
+def test_pruner_reports_once_for_all_workers(capfd):
+    handler = logging.StreamHandler()
+    logger = logging.getLogger("hftrain")
+    logger.addHandler(handler)
+    try:
+        pruner = ColumnPruner(list, keep=["x"], model_name="Net", description="shared", log_level=logging.WARNING)
+        data = [{"x": i, "text": "a"} for i in range(4)]
+        for _ in range(2):
+            batches = list(DataLoader(data, batch_size=1, num_workers=1, collate_fn=pruner))
+    finally:
+        logger.removeHandler(handler)
+    assert batches == [[{"x": i}] for i in range(4)]
+    assert capfd.readouterr().err.count("shared set") == 1

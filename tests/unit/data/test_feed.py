@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from hftrain.data.feed import TrainFeed
+from hftrain.data.loaders import LoaderConfig, build_train_loader
+
+
+class Items:
+    """Draws at random and remembers which samples it was asked for."""
+
+    def __init__(self, n=11):
+        self.n = n
+        self.read = []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index, random.random(), float(torch.rand(()))
+
+
+class Stream(IterableDataset):
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def __iter__(self):
+        for index in torch.randperm(11, generator=self.generator).tolist():
+            yield index, random.random()
+
+
+class WorkerIds(Items):
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+class Recorder:
+    def __init__(self, inner=()):
+        self.inner = inner
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        return self.inner[index]
+
+
+def formula(n, epoch, seed=42):
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+
+
+def feed(dataset, **config):
+    loader = build_train_loader(dataset, LoaderConfig(batch_size=2, **config), collate=list)
+    return TrainFeed(loader, seed=42)
+
+
+def ids(batches):
+    return [item[0] for batch in batches for item in batch]
+
+
+WORKERS = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
+
+
+@pytest.mark.parametrize("config", WORKERS)
+def test_open_gives_each_epoch_its_order(config):
+    data = feed(Items(), **config)
+    assert data.num_batches == 6
+    for epoch in (0, 1, 1, 3):
+        assert ids(data.open(epoch)) == formula(11, epoch)
+
+
+@pytest.mark.parametrize("config", WORKERS[1:])
+@pytest.mark.parametrize("make", [Items, Stream])
+@pytest.mark.parametrize("skip", [1, 4])
+def test_resume_gives_the_same_batches_down_to_random_numbers(make, config, skip):
+    steady = feed(make(), **config)
+    epochs = [list(steady.open(epoch)) for epoch in (0, 1)]
+    resumed = feed(make(), **config)
+    assert list(resumed.open(1, skip=skip)) == epochs[1][skip:]
+    assert list(resumed.open(0)) == epochs[0]
+
+
+@pytest.mark.parametrize("make", [Items, Stream])
+def test_resume_in_the_main_process_gives_the_same_samples(make):
+    whole = ids(feed(make()).open(1))
+    assert ids(feed(make()).open(1, skip=2)) == whole[4:]
+
+
+def test_skip_reads_no_sample_and_draws_no_number():
+    dataset = Items()
+    before = torch.get_rng_state()
+    iterator = feed(dataset).open(0, skip=4)
+    assert dataset.read == []
+    assert torch.equal(torch.get_rng_state(), before)
+    next(iterator)
+    assert dataset.read == formula(11, 0)[8:10]
+
+
+def test_skipping_streams_is_done_before_open_returns():
+    iterator = feed(Stream()).open(0, skip=2)
+    state = random.getstate()
+    assert next(iterator)[0][0] == formula(11, 0)[4]
+    assert random.getstate() != state
+
+
+@pytest.mark.parametrize("skip", [6, 9])
+@pytest.mark.parametrize("make", [Items, Stream])
+def test_skipping_everything_leaves_nothing(make, skip):
+    assert list(feed(make()).open(0, skip=skip)) == []
+
+
+def test_persistent_workers_survive_epochs_and_end_with_the_loader():
+    data = feed(WorkerIds(), num_workers=1, persistent_workers=True)
+    first = next(data.open(0))[0]
+    assert {pid for epoch in (1, 2) for batch in data.open(epoch) for pid in batch} == {first}
+    assert {pid for batch in data.open(3, skip=1) for pid in batch}.isdisjoint({first, os.getpid()})
+    assert {pid for batch in data.open(4) for pid in batch} == {first}
+    del data
+    assert multiprocessing.active_children() == []
+
+
+def test_abandoned_epochs_leave_no_worker():
+    data = feed(Items(), num_workers=2)
+    for skip in (0, 2):
+        iterator = data.open(0, skip=skip)
+        next(iterator)
+        assert len(multiprocessing.active_children()) == 2
+        del iterator
+        assert multiprocessing.active_children() == []
+
+
+def test_open_tells_the_epoch_to_every_part_once():
+    sampler, dataset = Recorder([2, 0, 1]), Recorder([7, 8, 9])
+    data = TrainFeed(DataLoader(dataset, batch_size=2, sampler=sampler, collate_fn=list), seed=0)
+    assert [batch for epoch in (0, 5) for batch in data.open(epoch)] == [[9, 7], [8]] * 2
+    assert (sampler.epochs, dataset.epochs) == ([0, 5], [0, 5])
+    assert list(data.open(6, skip=1)) == [[8]]
+    assert (sampler.epochs, dataset.epochs) == ([0, 5, 6], [0, 5, 6])
+
+    batches = Recorder([[0], [2, 1]])
+    data = TrainFeed(DataLoader(dataset, batch_sampler=batches, collate_fn=list), seed=0)
+    assert list(data.open(3, skip=1)) == [[9, 8]]
+    assert batches.epochs == [3]
+
+    loader = Recorder([1, 2, 3])
+    assert list(TrainFeed(loader, seed=0).open(4, skip=2)) == [3]
+    assert loader.epochs == [4]
+
+
+def test_open_reseeds_the_generators():
+    dataset = Stream()
+    loader = DataLoader(dataset, batch_size=2, collate_fn=list, generator=torch.Generator())
+    data = TrainFeed(loader, seed=40)
+    assert ids(data.open(2)) == formula(11, 2, seed=40)
+    state = torch.Generator().manual_seed(42)
+    torch.empty((), dtype=torch.int64).random_(generator=state)
+    assert torch.equal(loader.generator.get_state(), state.get_state())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_users_shuffling_loader_becomes_reproducible(num_workers):
+    def user_feed():
+        return TrainFeed(DataLoader(Items(), 2, shuffle=True, collate_fn=list, num_workers=num_workers), seed=42)
+
+    before = torch.get_rng_state()
+    data = user_feed()
+    orders = [[batch[0][0] for batch in data.open(epoch)] for epoch in (0, 1)]
+    if num_workers:
+        assert torch.equal(torch.get_rng_state(), before)
+    assert orders[1] == formula(11, 1)[::2]
+    assert [batch[0][0] for batch in user_feed().open(1, skip=3)] == orders[1][3:]
+
+
+def test_a_users_generator_is_kept_and_reseeded():
+    sampler = RandomSampler(range(11), generator=torch.Generator().manual_seed(9))
+    data = TrainFeed(DataLoader(range(11), 1, sampler=sampler), seed=42)
+    orders = [[int(batch) for batch in data.open(1)] for _ in range(2)]
+    assert orders == [formula(11, 1)] * 2
+
+
+def test_loaders_that_iterate_in_their_own_way_are_read_and_dropped():
+    class OwnWay(DataLoader):
+        def __iter__(self):
+            return (batch * 10 for batch in super().__iter__())
+
+    data = TrainFeed(OwnWay(torch.arange(4)), seed=0)
+    assert [int(batch) for batch in data.open(0, skip=2)] == [20, 30]
+
+
+def test_any_iterable_is_fed():
+    batches = TrainFeed([1, 2, 3], seed=0)
+    assert (batches.num_batches, list(batches.open(0)), list(batches.open(1, skip=2))) == (3, [1, 2, 3], [3])
+    stream = TrainFeed(iter([1, 2, 3]), seed=0)
+    assert (stream.num_batches, list(stream.open(0, skip=1))) == (None, [2, 3])
+    assert TrainFeed(DataLoader(Stream(), batch_size=2), seed=0).num_batches is None
+
+
+def test_unbatched_loaders_are_skipped_by_index():
+    dataset = Recorder([5, 6, 7])
+    data = TrainFeed(DataLoader(dataset, batch_size=None), seed=0)
+    assert list(data.open(0, skip=1)) == [6, 7]
+
+
+def test_accelerate_loaders_are_fed():
+    accelerate = pytest.importorskip("accelerate.data_loader")
+    loader = accelerate.prepare_data_loader(
+        DataLoader(range(11), 2, shuffle=True, collate_fn=list),
+        num_processes=1,
+        process_index=0,
+        use_seedable_sampler=True,
+        data_seed=42,
+    )
+    data = TrainFeed(loader, seed=42)
+    for epoch in (0, 1):
+        assert sum(data.open(epoch), []) == formula(11, epoch)
+        assert sum(data.open(epoch, skip=2), []) == formula(11, epoch)[4:]

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from hftrain.core.errors import ConfigError
+from hftrain.data.samplers import (
+    ContiguousShard,
+    EpochShuffleSampler,
+    GlobalShuffleSampler,
+    SkippedBatches,
+    give_generator,
+    is_rank_aware,
+    samplers_of,
+)
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+def test_epoch_shuffle_follows_the_formula(epoch):
+    sampler = EpochShuffleSampler(range(11), seed=42)
+    sampler.set_epoch(epoch)
+    before = torch.get_rng_state()
+    order = list(sampler)
+    assert order == torch.randperm(11, generator=torch.Generator().manual_seed(42 + epoch)).tolist()
+    assert list(sampler) == order
+    assert len(sampler) == 11
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("n", range(1, 18))
+def test_contiguous_shards_restore_the_order(n, world_size):
+    shards = [ContiguousShard(range(n), rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert [i for shard in shards for i in shard] == list(range(n))
+    assert [len(shard) for shard in shards] == [len(list(shard)) for shard in shards]
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+@pytest.mark.parametrize("n", range(1, 18))
+def test_contiguous_shards_keep_units_whole(n):
+    shards = [list(ContiguousShard(range(n), rank=rank, world_size=3, unit=4)) for rank in range(3)]
+    assert sum(shards, []) == list(range(n - n % 4))
+    assert all(len(shard) % 4 == 0 for shard in shards)
+
+
+def test_contiguous_shard_without_length_raises():
+    with pytest.raises(ConfigError, match="__len__"):
+        ContiguousShard(iter([1]), rank=0, world_size=2)
+
+
+@pytest.mark.parametrize("skip", [0, 2, 3, 9])
+def test_skipped_batches_leave_out_the_first(skip):
+    batches = SkippedBatches([[0], [1], [2]], skip=skip)
+    assert list(batches) == [[0], [1], [2]][skip:]
+    assert len(batches) == len(list(batches))
+
+
+def test_samplers_of_lists_each_part_once():
+    sampler = RandomSampler(range(4))
+    loader = DataLoader(range(4), batch_size=2, sampler=sampler)
+    assert samplers_of(loader) == [loader.batch_sampler, sampler]
+    assert samplers_of([1, 2]) == []
+
+
+@pytest.mark.parametrize("kind", [RandomSampler, SubsetRandomSampler])
+def test_give_generator_makes_ranks_agree(kind):
+    orders = []
+    for _ in range(2):
+        sampler = kind(range(20))
+        give_generator(BatchSampler(sampler, 2, False), seed=7)
+        orders.append(list(sampler))
+    assert orders[0] == orders[1]
+
+
+def test_give_generator_leaves_other_samplers_alone():
+    own = torch.Generator()
+    sampler = RandomSampler(range(4), generator=own)
+    global_one, plain = GlobalShuffleSampler(range(4)), SequentialSampler(range(4))
+    for part in (sampler, global_one, plain):
+        give_generator(part, seed=0)
+    assert sampler.generator is own
+    assert global_one.generator is None
+    assert not hasattr(plain, "generator")
+
+
+def test_is_rank_aware_knows_distributed_samplers():
+    assert is_rank_aware(DistributedSampler(range(4), num_replicas=2, rank=0))
+    assert not is_rank_aware(DistributedSampler(range(4), num_replicas=1, rank=0))
+    assert not is_rank_aware(SequentialSampler(range(4)))

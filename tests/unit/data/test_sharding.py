@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+from hftrain.core.errors import ConfigError
+from hftrain.data.loaders import LoaderConfig, build_train_loader
+from hftrain.data.sharding import rebuild_loader, shard_loader, split_size
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(6))
+
+
+class OwnBatches:
+    """A batch sampler of uneven batches that tells no batch size."""
+
+    def __iter__(self):
+        return iter([[0], [1, 2], [3], [4, 5, 6]])
+
+    def __len__(self):
+        return 4
+
+
+class OwnWay(DataLoader):
+    def __iter__(self):
+        return iter([1])
+
+
+def shares(loader, *, is_training, world_size=2, **options):
+    return [
+        [
+            list(batch)
+            for batch in shard_loader(loader, rank=r, world_size=world_size, is_training=is_training, **options)
+        ]
+        for r in range(world_size)
+    ]
+
+
+def loader_of(dataset, **options):
+    if "batch_sampler" not in options:
+        options.setdefault("batch_size", 2)
+    return DataLoader(dataset, collate_fn=list, **options)
+
+
+def test_a_single_rank_keeps_its_loader():
+    loader = loader_of(range(4))
+    assert shard_loader(loader, rank=0, world_size=1, is_training=True) is loader
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [1, 2],
+        lambda: build_train_loader(range(4), LoaderConfig(batch_size=2), collate=list),
+        lambda: loader_of(range(4), sampler=DistributedSampler(range(4), num_replicas=2, rank=0)),
+        lambda: OwnWay(range(4), sampler=DistributedSampler(range(4), num_replicas=2, rank=0)),
+    ],
+)
+def test_sharded_loaders_are_left_alone(make):
+    loader = make()
+    assert shard_loader(loader, rank=0, world_size=2, is_training=True) is loader
+
+
+def test_accelerate_loaders_are_left_alone():
+    accelerate = pytest.importorskip("accelerate.data_loader")
+    whole = loader_of(range(8))
+    batches = accelerate.BatchSamplerShard(whole.batch_sampler, num_processes=2, process_index=0)
+    stream = accelerate.IterableDatasetShard(Stream(), batch_size=2, num_processes=2, process_index=0)
+    for loader in (
+        accelerate.DataLoaderShard(range(8), batch_size=2),
+        DataLoader(range(8), batch_sampler=batches),
+        DataLoader(stream, batch_size=2),
+    ):
+        assert shard_loader(loader, rank=0, world_size=2, is_training=True) is loader
+
+
+def test_training_shares_are_even_and_agree_on_the_order():
+    parts = shares(loader_of(range(8), shuffle=True), is_training=True)
+    assert sorted(i for part in parts for batch in part for i in batch) == list(range(8))
+    assert shares(loader_of(range(5)), is_training=True) == [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
+    assert shares(loader_of(range(5)), is_training=True, even_batches=False) == [[[0, 1], [4]], [[2, 3]]]
+    halves = shares(loader_of(range(4), batch_size=4), is_training=True, split_batches=True)
+    assert halves == [[[0, 1]], [[2, 3]]]
+
+
+def test_evaluation_shares_are_contiguous():
+    assert shares(loader_of(range(5)), is_training=False) == [[[0, 1]], [[2, 3], [4]]]
+    assert shares(loader_of(range(5), drop_last=True), is_training=False) == [[[0, 1]], [[2, 3]]]
+    given = BatchSampler(SequentialSampler(range(5)), 2, False)
+    assert shares(loader_of(range(5), batch_sampler=given), is_training=False) == [[[0, 1]], [[2, 3], [4]]]
+    assert shares(loader_of(range(7), batch_sampler=OwnBatches()), is_training=False) == [
+        [[0], [1, 2]],
+        [[3], [4, 5, 6]],
+    ]
+
+
+def test_own_batch_samplers_are_shared_out_in_training():
+    parts = shares(loader_of(range(7), batch_sampler=OwnBatches()), is_training=True)
+    assert parts == [[[0], [3]], [[1, 2], [4, 5, 6]]]
+
+
+def test_unbatched_loaders():
+    data = torch.arange(8)
+    loader = DataLoader(data, sampler=BatchSampler(SequentialSampler(data), 2, False), batch_size=None)
+    for is_training in (True, False):
+        parts = shares(loader, is_training=is_training)
+        assert sorted(int(i) for part in parts for batch in part for i in batch) == list(range(8))
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_streams_are_shared_out(is_training):
+    parts = shares(loader_of(Stream()), is_training=is_training, world_size=3)
+    assert parts == [[[0, 1]], [[2, 3]], [[4, 5]]]
+    unbatched = DataLoader(Stream(), batch_size=None)
+    taken = [list(shard_loader(unbatched, rank=r, world_size=2, is_training=is_training)) for r in (0, 1)]
+    assert taken == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_the_new_loader_keeps_collator_and_workers():
+    loader = loader_of(range(8), num_workers=1, prefetch_factor=3, persistent_workers=True)
+    shard = shard_loader(loader, rank=0, world_size=2, is_training=True)
+    for name in ("dataset", "collate_fn", "num_workers", "prefetch_factor", "persistent_workers"):
+        assert getattr(shard, name) is getattr(loader, name)
+    assert rebuild_loader(loader, batch_size=3, num_workers=2).num_workers == 2
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "message"),
+    [
+        (OwnWay(range(4)), {}, "iterates in its own way"),
+        (DataLoader(range(4), batch_size=None), {}, "no batches"),
+        (loader_of(range(7), batch_sampler=OwnBatches()), {"split_batches": True}, "batch_size"),
+        (loader_of(range(4), batch_size=3), {"split_batches": True}, "multiple of the number"),
+    ],
+)
+def test_loaders_that_cannot_be_split_raise(loader, options, message):
+    with pytest.raises(ConfigError, match=message):
+        shard_loader(loader, rank=0, world_size=2, is_training=True, **options)
+
+
+def test_split_size_divides_only_on_request():
+    assert split_size(4, world_size=2, split_batches=True) == 2
+    assert split_size(3, world_size=2, split_batches=False) == 3

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from hftrain.core.errors import ConfigError
+from hftrain.data.streams import BatchShardStream, EpochStream, set_dataset_epoch, shard_stream
+
+
+class Stream(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(range(self.n))
+
+    def __len__(self):
+        return self.n
+
+
+class ShuffledStream(IterableDataset):
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def __iter__(self):
+        return iter(torch.randperm(6, generator=self.generator).tolist())
+
+
+class EpochAware(IterableDataset):
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([self.epoch] * 4)
+
+
+def share(dataset, *, rank, world_size, **changes):
+    options = {"batch_size": 2, "drop_last": False, "is_training": False, "even_batches": True, "num_workers": 0}
+    return shard_stream(dataset, rank=rank, world_size=world_size, seed=0, **{**options, **changes})
+
+
+def test_set_dataset_epoch_reseeds_the_generator_of_a_stream():
+    stream = ShuffledStream()
+    set_dataset_epoch(stream, epoch=2, seed=40)
+    assert list(stream) == torch.randperm(6, generator=torch.Generator().manual_seed(42)).tolist()
+
+
+def test_set_dataset_epoch_calls_set_epoch():
+    stream = EpochAware()
+    set_dataset_epoch(stream, epoch=2, seed=40)
+    assert stream.epoch == 2
+
+
+def test_set_dataset_epoch_leaves_map_style_generators_alone():
+    class Items:
+        generator = torch.Generator().manual_seed(5)
+
+    set_dataset_epoch(Items(), epoch=1, seed=0)
+    assert Items.generator.initial_seed() == 5
+
+
+def test_epoch_stream_leaves_the_stream_alone_until_told():
+    inner = EpochAware()
+    stream = EpochStream(inner, seed=0, rank=0)
+    assert list(stream) == [None] * 4
+    stream.set_epoch(3)
+    assert list(stream) == [3] * 4
+    assert len(EpochStream(Stream(5), seed=0, rank=0)) == 5
+
+
+def test_epoch_stream_does_not_seed_the_main_process():
+    stream = EpochStream(Stream(3), seed=0, rank=0)
+    stream.set_epoch(1)
+    before = torch.get_rng_state()
+    list(stream)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_epoch_stream_reaches_persistent_workers():
+    stream = EpochStream(EpochAware(), seed=0, rank=0)
+    loader = DataLoader(stream, batch_size=4, num_workers=1, persistent_workers=True)
+    seen = []
+    for epoch in (0, 1, 2):
+        stream.set_epoch(epoch)
+        seen += [batch.tolist() for batch in loader]
+    assert seen == [[0] * 4, [1] * 4, [2] * 4]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("n", range(1, 18))
+def test_evaluation_shares_are_disjoint_and_complete(n, world_size):
+    shares = [
+        [batch.tolist() for batch in DataLoader(share(Stream(n), rank=rank, world_size=world_size), batch_size=2)]
+        for rank in range(world_size)
+    ]
+    whole = [batch.tolist() for batch in DataLoader(Stream(n), batch_size=2)]
+    assert [shares[i % world_size][i // world_size] for i in range(len(whole))] == whole
+    assert sum(map(len, shares)) == len(whole)
+
+
+@pytest.mark.parametrize("n", range(1, 18))
+def test_batch_shard_length_is_what_it_yields(n):
+    for rank in range(3):
+        shard = BatchShardStream(Stream(n), batch_size=2, rank=rank, world_size=3)
+        assert len(shard) == len(list(shard))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("n", range(1, 18))
+def test_training_shares_have_equal_lengths(n, world_size, drop_last):
+    shares = [
+        share(Stream(n), rank=rank, world_size=world_size, is_training=True, drop_last=drop_last)
+        for rank in range(world_size)
+    ]
+    items = [list(shard) for shard in shares]
+    assert len({len(part) for part in items}) == 1
+    assert [len(shard) for shard in shares] == [len(part) for part in items]
+    if not drop_last:
+        assert set(sum(items, [])) == set(range(n))
+
+
+def test_training_shares_without_evening_repeat_nothing():
+    items = [list(share(Stream(7), rank=rank, world_size=2, is_training=True, even_batches=False)) for rank in (0, 1)]
+    assert items == [[0, 1, 4, 5], [2, 3, 6]]
+
+
+def test_training_shares_hear_of_the_epoch():
+    for even_batches in (True, False):
+        inner = ShuffledStream()
+        shard = share(inner, rank=0, world_size=2, is_training=True, even_batches=even_batches)
+        shard.set_epoch(3)
+        order = torch.randperm(6, generator=torch.Generator().manual_seed(3)).tolist()
+        assert list(shard)[:4] == [*order[:2], *order[4:6]]
+
+
+def test_evaluation_shares_with_several_workers_raise():
+    with pytest.raises(ConfigError, match="dataloader_num_workers=1"):
+        share(Stream(4), rank=0, world_size=2, num_workers=2)
+    assert list(share(Stream(4), rank=1, world_size=2, num_workers=1)) == [2, 3]

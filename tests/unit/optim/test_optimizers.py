@@ -1,0 +1,163 @@
+"""Optimizers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hftrain.core.errors import ConfigError
+from hftrain.optim.optimizers import OptimizerConfig, build_optimizer, optimizer_class, optimizer_from_class, optimizers
+
+WIRED = ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"]
+NOT_WIRED = [
+    "adamw_torch_xla",
+    "adamw_torch_npu_fused",
+    "adamw_apex_fused",
+    "adafactor",
+    "adamw_anyprecision",
+    "adamw_torch_4bit",
+    "adamw_torch_8bit",
+    "ademamix",
+    "adamw_bnb_8bit",
+    "adamw_8bit",
+    "ademamix_8bit",
+    "lion_8bit",
+    "lion_32bit",
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "paged_ademamix_32bit",
+    "paged_ademamix_8bit",
+    "paged_lion_32bit",
+    "paged_lion_8bit",
+    "rmsprop_bnb",
+    "rmsprop_bnb_8bit",
+    "rmsprop_bnb_32bit",
+    "galore_adamw",
+    "galore_adamw_8bit",
+    "galore_adafactor",
+    "galore_adamw_layerwise",
+    "galore_adamw_8bit_layerwise",
+    "galore_adafactor_layerwise",
+    "lomo",
+    "adalomo",
+    "grokadamw",
+    "schedule_free_radam",
+    "schedule_free_adamw",
+    "schedule_free_sgd",
+    "apollo_adamw",
+    "apollo_adamw_layerwise",
+    "stable_adamw",
+]
+
+
+def step_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_optimizers_hold_the_documented_names() -> None:
+    assert len(WIRED + NOT_WIRED) == 42
+    assert set(WIRED + NOT_WIRED) | {"adamw_hf"} <= set(optimizers.names())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "cls", "settings"),
+    [
+        ("adamw_torch", None, torch.optim.AdamW, {"betas": (0.8, 0.9), "eps": 1e-6}),
+        ("adamw_torch", "amsgrad=True", torch.optim.AdamW, {"betas": (0.8, 0.9), "eps": 1e-6, "amsgrad": True}),
+        ("adamw_torch_fused", "", torch.optim.AdamW, {"betas": (0.8, 0.9), "eps": 1e-6, "fused": True}),
+        ("sgd", None, torch.optim.SGD, {}),
+        ("sgd", "momentum=1e-1, nesterov=False", torch.optim.SGD, {"momentum": 0.1, "nesterov": False}),
+        ("sgd", {"momentum": 0.9, "dampening": "0.5"}, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+        ("adagrad", "lr_decay=0.1,eps=1e-5", torch.optim.Adagrad, {"lr_decay": 0.1, "eps": 1e-5}),
+        ("rmsprop", "alpha=0.9,centered=true", torch.optim.RMSprop, {"alpha": 0.9, "centered": True}),
+    ],
+)
+def test_optimizer_class_gives_class_and_arguments(
+    name: str, options: Mapping[str, Any] | str | None, cls: type, settings: dict[str, Any]
+) -> None:
+    config = OptimizerConfig(name=name, learning_rate=0.25, betas=(0.8, 0.9), eps=1e-6, options=options)
+    assert optimizer_class(config) == (cls, {"lr": 0.25, **settings})
+
+
+@pytest.mark.parametrize("name", WIRED)
+def test_build_optimizer_moves_every_trainable_parameter(name: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].bias.requires_grad_(False)
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
+    optimizer = build_optimizer(OptimizerConfig(name=name, learning_rate=0.1, weight_decay=0.01), model)
+    step_once(model, optimizer)
+    moved = {key for key, value in model.named_parameters() if not torch.equal(value, before[key])}
+    assert moved == {"0.weight", "1.weight", "1.bias"}
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+
+
+def test_build_optimizer_sgd_follows_the_formula() -> None:
+    model = nn.Linear(2, 1)
+    weight, bias = (value.detach().clone() for value in model.parameters())
+    config = OptimizerConfig(name="sgd", learning_rate=0.1, weight_decay=0.5, options="momentum=0.9")
+    step_once(model, build_optimizer(config, model, decay_names=["weight"]))
+    torch.testing.assert_close(model.weight.detach(), weight - 0.1 * (1 + 0.5 * weight))
+    torch.testing.assert_close(model.bias.detach(), bias - 0.1)
+
+
+def test_build_optimizer_accepts_a_model_of_one_group() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = build_optimizer(OptimizerConfig(name="adamw_torch_fused"), model)
+    step_once(model, optimizer)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+
+
+def test_adamw_hf_is_adamw_torch_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="adamw_torch"):
+        legacy = optimizer_class(OptimizerConfig(name="adamw_hf"))
+    assert legacy == optimizer_class(OptimizerConfig(name="adamw_torch"))
+
+
+@pytest.mark.parametrize("name", NOT_WIRED)
+def test_optimizer_class_refuses_what_is_not_wired(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*documented but not wired in this version.*package"):
+        optimizer_class(OptimizerConfig(name=name))
+
+
+def test_optimizer_class_suggests_close_names() -> None:
+    with pytest.raises(ConfigError, match="adamw_torch"):
+        optimizer_class(OptimizerConfig(name="adamw_torhc"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "known"),
+    [
+        ("sgd", "momentun=0.9", "dampening.*momentum, nesterov"),
+        ("sgd", "weight_decay=0.1", "momentum"),
+        ("adamw_torch", "eps=1e-6", "amsgrad"),
+        ("adamw_torch_fused", "fused=False", "amsgrad"),
+    ],
+)
+def test_optimizer_class_refuses_options_that_are_none(name: str, options: str, known: str) -> None:
+    with pytest.raises(ConfigError, match=f"optim='{name}'.*arguments of their own.*It takes: .*{known}"):
+        optimizer_class(OptimizerConfig(name=name, options=options))
+
+
+def test_optimizer_from_class_uses_parameters_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    settings = {"lr": 0.1, "params": [{"params": [model[1].weight]}]}
+    optimizer = optimizer_from_class(torch.optim.SGD, settings, model)
+    assert [group["params"] for group in optimizer.param_groups] == [[model[1].weight]]
+    assert "params" in settings
+
+
+def test_optimizer_from_class_heeds_the_weight_decay_of_its_arguments() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optimizer_from_class(torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.3}, model)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+
+
+def test_optimizer_from_class_refuses_two_weight_decays() -> None:
+    with pytest.raises(ConfigError, match="two weight decays"):
+        optimizer_from_class(torch.optim.AdamW, {"weight_decay": 0.3}, nn.Linear(2, 2), weight_decay=0.1)

@@ -1,0 +1,61 @@
+"""Options as users write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hftrain.core.errors import ConfigError
+from hftrain.optim.options import cast_options, parse_options, refuse_unknown
+
+
+@pytest.mark.parametrize("text", [None, "", "  ", {}])
+def test_parse_options_of_nothing_is_empty(text: Any) -> None:
+    assert parse_options(text) == {}
+
+
+def test_parse_options_ignores_spaces_and_copies_mappings() -> None:
+    assert parse_options(" rank=64 , scale = 0.10") == {"rank": "64", "scale": "0.10"}
+    mapping = {"layers": "a=b,c"}
+    assert parse_options(mapping) == mapping
+    assert parse_options(mapping) is not mapping
+
+
+@pytest.mark.parametrize("text", ["momentum", "a=1,", "a=1=2", "a=", "=1", "a=1,a=2"])
+def test_parse_options_refuses_malformed_text(text: str) -> None:
+    with pytest.raises(ConfigError, match="each key once"):
+        parse_options(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "expected"),
+    [
+        ("False", bool, False),
+        ("yes", bool | None, True),
+        (True, bool, True),
+        ("None", bool | None, None),
+        ("1e-3", float, 1e-3),
+        (0.1, float | None, 0.1),
+        ("3", int, 3),
+        ("3", int | float, 3.0),
+        ("std", str, "std"),
+    ],
+)
+def test_cast_options_follows_the_hint(value: Any, hint: Any, expected: Any) -> None:
+    cast = cast_options({"key": value}, {"key": hint}, owner="optim='x'")["key"]
+    assert cast == expected
+    assert type(cast) is type(expected)
+
+
+@pytest.mark.parametrize(("value", "hint"), [("maybe", bool), ("much", float), ("1.5", int), ("None", float)])
+def test_cast_options_refuses_unreadable_values(value: str, hint: Any) -> None:
+    with pytest.raises(ConfigError, match=f"key must be {hint.__name__}"):
+        cast_options({"key": value}, {"key": hint}, owner="optim='x'")
+
+
+def test_refuse_unknown_lists_what_is_known() -> None:
+    with pytest.raises(ConfigError, match=r"'c'.*It takes: a, b"):
+        refuse_unknown(["a", "c"], ["b", "a"], owner="x", field="optim_args")
+    with pytest.raises(ConfigError, match="It takes none"):
+        refuse_unknown(["a"], [], owner="x", field="optim_args")

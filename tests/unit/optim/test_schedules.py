@@ -1,0 +1,178 @@
+"""Schedules by name."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from hftrain.core.errors import ConfigError
+from hftrain.optim.schedules import ScheduleConfig, build_schedule, is_metric_driven, schedules
+
+REQUIRED: dict[str, dict[str, Any]] = {
+    "cosine_with_min_lr": {"min_lr": 0.01},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 3},
+}
+BY_STEP = [
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+]
+
+
+def make_optimizer() -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))]}, {"params": [torch.nn.Parameter(torch.ones(1))]}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def make_schedule(name: str, warmup: int = 3, **options: Any) -> Any:
+    config = ScheduleConfig(
+        name=name, num_training_steps=10, num_warmup_steps=warmup, options=REQUIRED.get(name, {}) | options
+    )
+    return build_schedule(config, make_optimizer())
+
+
+def rates(schedule: Any, num_steps: int) -> list[float]:
+    """Step and collect the rate each update would use."""
+    used = []
+    for _ in range(num_steps):
+        first, second = (group["lr"] for group in schedule.optimizer.param_groups)
+        assert first == second
+        used.append(first)
+        schedule.optimizer.step()
+        schedule.step()
+    return used
+
+
+def through_file(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def test_schedules_hold_the_documented_names() -> None:
+    assert {*BY_STEP, "constant", "reduce_lr_on_plateau"} <= set(schedules.names())
+
+
+def test_build_schedule_multiplies_the_rate_of_every_group() -> None:
+    assert rates(make_schedule("linear", warmup=2), 11) == pytest.approx(
+        [0, 0.05, 0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125, 0]
+    )
+
+
+@pytest.mark.parametrize("name", BY_STEP)
+def test_build_schedule_warms_up(name: str) -> None:
+    used = rates(make_schedule(name), 4)
+    assert used[0] < used[1] < used[2]
+    assert max(used) == pytest.approx(0.1)
+
+
+def test_build_schedule_relates_absolute_rates_to_the_learning_rate() -> None:
+    assert rates(make_schedule("polynomial", lr_end=0.02), 12)[-1] == pytest.approx(0.02)
+    assert rates(make_schedule("cosine_with_min_lr"), 11)[-1] == pytest.approx(0.01)
+
+
+def test_build_schedule_passes_options_on() -> None:
+    assert rates(make_schedule("inverse_sqrt", timescale=1), 7)[6] == pytest.approx(0.05)
+    used = rates(make_schedule("warmup_stable_decay", decay_type="linear", min_lr_ratio=0.5), 10)
+    assert used[3:] == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.1, 0.25 / 3, 0.2 / 3])
+
+
+@pytest.mark.parametrize("name", [*BY_STEP, "constant"])
+def test_schedule_state_survives_a_file_read_without_trust(name: str) -> None:
+    warmup = 0 if name == "constant" else 3
+    whole = rates(make_schedule(name, warmup), 10)
+    first = make_schedule(name, warmup)
+    assert rates(first, 5) == whole[:5]
+    second = make_schedule(name, warmup)
+    second.load_state_dict(through_file(first.state_dict()))
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert rates(second, 5) == whole[5:]
+
+
+@pytest.mark.parametrize("name", BY_STEP)
+def test_schedule_multipliers_pickle(name: str) -> None:
+    schedule = make_schedule(name)
+    assert isinstance(schedule, LambdaLR)
+    copies = [pickle.loads(pickle.dumps(function)) for function in schedule.lr_lambdas]
+    assert [copy(7) for copy in copies] == [function(7) for function in schedule.lr_lambdas]
+
+
+def test_plateau_lowers_the_rate_and_its_state_survives() -> None:
+    schedule = make_schedule("reduce_lr_on_plateau", warmup=0, patience=1, factor=0.5, mode="max")
+    assert isinstance(schedule, ReduceLROnPlateau)
+    for metric in (1.0, 1.0):
+        schedule.step(metric)
+    restored = make_schedule("reduce_lr_on_plateau", warmup=0, patience=1, factor=0.5, mode="max")
+    restored.load_state_dict(through_file(schedule.state_dict()))
+    restored.step(1.0)
+    assert [group["lr"] for group in restored.optimizer.param_groups] == [0.05, 0.05]
+
+
+def test_is_metric_driven_only_for_the_plateau() -> None:
+    assert [name for name in schedules.names() if is_metric_driven(name)] == ["reduce_lr_on_plateau"]
+
+
+@pytest.mark.parametrize("name", ["constant", "reduce_lr_on_plateau"])
+def test_build_schedule_warns_about_a_warmup_it_ignores(name: str) -> None:
+    with pytest.warns(UserWarning, match=f"'{name}' has no warm-up"):
+        schedule = make_schedule(name, warmup=3)
+    assert schedule.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_build_schedule_suggests_close_names() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'cosine'"):
+        make_schedule("cosin")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("linear", {"num_cycles": 1}, "'num_cycles'.*It takes none"),
+        ("constant", {"power": 1}, "It takes none"),
+        ("cosine", {"min_rate": 0.1}, "It takes: num_cycles"),
+        ("polynomial", {"end_rate": 0.1}, "It takes: lr_end, power"),
+        ("cosine_with_min_lr", {"warmup_lr_rate": 0.1}, "It takes: min_lr, min_lr_rate, num_cycles"),
+        ("reduce_lr_on_plateau", {"patients": 1}, "It takes: cooldown, eps, factor"),
+        (
+            "warmup_stable_decay",
+            {"stable": 1},
+            "decay_type, min_lr_ratio, num_cycles, num_decay_steps, num_stable_steps, warmup_type",
+        ),
+    ],
+)
+def test_build_schedule_refuses_options_that_are_none(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_schedule(name, warmup=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("warmup_stable_decay", {}, "It needs num_decay_steps"),
+        ("cosine_with_min_lr", {}, "exactly one of min_lr"),
+        ("cosine_warmup_with_min_lr", {"min_lr": 0.1, "min_lr_rate": 0.1}, "exactly one of min_lr"),
+        ("polynomial", {"lr_end": 0.1}, "below the learning rate"),
+        ("polynomial", {"power": "two"}, "cannot be computed"),
+        ("inverse_sqrt", {"timescale": 0}, "cannot be computed"),
+        ("reduce_lr_on_plateau", {"factor": 2.0}, "cannot be computed"),
+    ],
+)
+def test_build_schedule_refuses_missing_and_impossible_options(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    config = ScheduleConfig(name=name, num_training_steps=10, options=options)
+    with pytest.raises(ConfigError, match=message):
+        build_schedule(config, make_optimizer())

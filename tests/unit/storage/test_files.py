@@ -1,0 +1,204 @@
+"""Durable files and the commit of a folder."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from hftrain.core.errors import CheckpointError, ConfigError
+from hftrain.storage import files
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing of ours may catch it."""
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_check_writable_creates_the_folder_and_leaves_it_empty(tmp_path):
+    files.check_writable(tmp_path / "a" / "b")
+    assert listing(tmp_path / "a" / "b") == []
+
+
+def test_check_writable_refuses_a_path_under_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="Not a directory"):
+        files.check_writable(tmp_path / "file" / "out")
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a file system where nobody may write")
+def test_check_writable_refuses_where_no_file_can_be_created():
+    with pytest.raises(ConfigError, match="Writing to '/proc'"):
+        files.check_writable("/proc")
+
+
+def test_check_writable_names_a_full_disk(tmp_path, monkeypatch):
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_text", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        files.check_writable(tmp_path)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "file:///tmp/run", Path("gs://bucket/run")])
+def test_check_writable_refuses_urls(url, tmp_cwd):
+    with pytest.raises(ConfigError, match="local folders only"):
+        files.check_writable(url)
+    assert listing(tmp_cwd) == []
+
+
+def test_write_text_replaces_and_leaves_only_the_file(tmp_path):
+    files.write_text(tmp_path / "a.json", "old")
+    files.write_text(tmp_path / "a.json", "new\n")
+    assert (tmp_path / "a.json").read_bytes() == b"new\n"
+    assert listing(tmp_path) == ["a.json"]
+
+
+def test_write_text_keeps_the_old_text_when_the_rename_fails(tmp_path, monkeypatch):
+    files.write_text(tmp_path / "a.json", "old")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    with pytest.raises(OSError, match="no"):
+        files.write_text(tmp_path / "a.json", "new")
+    assert (tmp_path / "a.json").read_text() == "old"
+    assert listing(tmp_path) == ["a.json"]
+
+
+def test_sha256_is_that_of_the_bytes(tmp_path):
+    data = os.urandom((1 << 20) + 7)
+    (tmp_path / "a").write_bytes(data)
+    assert files.sha256(tmp_path / "a") == hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "{", "[" * 100_000, "\udcff"], ids=["absent", "empty", "cut", "deep", "utf8"]
+)
+def test_read_json_refuses_what_is_not_json(tmp_path, text):
+    if text is not None:
+        (tmp_path / "a.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(CheckpointError, match=r"a\.json"):
+        files.read_json(tmp_path / "a.json")
+
+
+def test_read_json_refuses_a_giant_without_reading_it(tmp_path):
+    with open(tmp_path / "a.json", "wb") as file:
+        file.truncate((1 << 28) + 1)  # sparse
+    with pytest.raises(CheckpointError, match="larger"):
+        files.read_json(tmp_path / "a.json")
+
+
+def test_walk_files_yields_links_and_does_not_follow_them(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    assert {path.relative_to(tmp_path).as_posix() for path in files.walk_files(tmp_path)} == {"in/file", "link"}
+
+
+def staged_with(target: Path, text: str) -> Path:
+    staged = files.begin(target)
+    (staged / "sub").mkdir()
+    (staged / "sub" / "file").write_text(text)
+    return staged
+
+
+def test_commit_gives_the_name_and_replaces_what_has_it(tmp_path):
+    for text in ("old", "new"):
+        files.commit(staged_with(tmp_path / "target", text), tmp_path / "target")
+        assert (tmp_path / "target" / "sub" / "file").read_text() == text
+        assert listing(tmp_path) == ["target"]
+
+
+def test_commit_flushes_every_file_and_folder_before_the_rename(tmp_path, monkeypatch):
+    events: list[str] = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor: int) -> None:
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name if Path("/proc").is_dir() else "?")
+        real_fsync(descriptor)
+
+    def rename(old: Path, new: Path) -> None:
+        events.append("rename")
+        real_rename(old, new)
+
+    staged = staged_with(tmp_path / "target", "text")
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    files.commit(staged, tmp_path / "target")
+    assert events == ["file", "sub", staged.name, "rename", tmp_path.name]
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_commit_killed_at_a_rename_leaves_the_old_or_the_new(tmp_path, monkeypatch, nth):
+    target = tmp_path / "target"
+    files.commit(staged_with(target, "old"), target)
+    staged = staged_with(target, "new")
+    real, calls = os.rename, []
+
+    def rename(old: Path, new: Path) -> None:
+        calls.append(new)
+        if len(calls) == nth:
+            raise Killed
+        real(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        if nth <= 2:
+            with pytest.raises(Killed):
+                files.commit(staged, target)
+        else:
+            files.commit(staged, target)
+    files.restore(tmp_path, is_ours=lambda name: name == "target")
+    assert (target / "sub" / "file").read_text() == ("old" if nth <= 2 else "new")
+    files.sweep(tmp_path, is_ours=lambda name: name == "target")
+    assert listing(tmp_path) == ["target"]
+
+
+def test_sweep_touches_only_leftovers_of_the_caller(tmp_path):
+    kept = [".staging-other-0123abcd", ".staging-target", ".trash-target-0123abcg", "target", ".cache"]
+    gone = [".staging-target-0123abcd", ".trash-target-0123abcd", ".replaced-target-0123abcd"]
+    for name in kept + gone:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".trash-target-00000000").symlink_to(tmp_path / ".cache")
+    files.sweep(tmp_path, is_ours=lambda name: name == "target")
+    assert listing(tmp_path) == sorted([*kept, ".trash-target-00000000"])
+
+
+def test_sweep_of_an_absent_folder_does_nothing(tmp_path):
+    files.sweep(tmp_path / "absent", is_ours=lambda _: True)
+
+
+def test_discard_warns_when_it_cannot(tmp_path, caplog):
+    files.discard(tmp_path / "absent")
+    assert "Could not delete" in caplog.text
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_find_staging_wants_exactly_one(tmp_path, count):
+    for _ in range(count):
+        files.begin(tmp_path / "target")
+    with pytest.raises(CheckpointError, match=f"sees {count} staging"):
+        files.find_staging(tmp_path / "target")
+
+
+def test_fsync_tree_tolerates_a_file_that_vanishes(tmp_path):
+    (tmp_path / "gone").symlink_to(tmp_path / "absent")
+    files.fsync_tree(tmp_path)
+
+
+@pytest.mark.parametrize(("code", "is_fatal"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_fsync_of_a_folder_may_be_unsupported_but_not_fail(tmp_path, monkeypatch, code, is_fatal):
+    def fsync(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if is_fatal:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            files.fsync_tree(tmp_path)
+    else:
+        files.fsync_tree(tmp_path)

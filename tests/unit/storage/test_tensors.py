@@ -1,0 +1,149 @@
+"""Tensors on disk: what goes in comes out, and nothing else goes in."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import OrderedDict, defaultdict, namedtuple
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from safetensors import safe_open
+
+from hftrain.core.errors import CheckpointError
+from hftrain.storage.tensors import load_containers, load_tensors, save_containers, save_tensors
+
+Pair = namedtuple("Pair", "a b")
+
+
+class Bomb:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_tensors_round_trip_with_aliases_views_and_strides(tmp_path):
+    base = torch.arange(12.0).reshape(3, 4)
+    saved = {
+        "a": base,
+        "tied": base,
+        "row": base[1],
+        "transposed": base.t(),
+        "empty": torch.empty(0, 3),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "parameter": torch.nn.Parameter(torch.ones(())),
+    }
+    save_tensors(saved, tmp_path / "x.safetensors")
+    loaded = load_tensors(tmp_path / "x.safetensors")
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    assert loaded["tied"].data_ptr() == loaded["a"].data_ptr()
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        assert set(file.keys()) == saved.keys() - {"tied"}
+        assert file.metadata()["format"] == "pt"
+
+
+def test_loaded_tensors_do_not_change_with_the_file(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_tensors({"a": torch.zeros(1000)}, path)
+    loaded = load_tensors(path)
+    save_tensors({"a": torch.ones(1000)}, path)
+    assert loaded["a"].sum() == 0
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex128)])
+def test_save_tensors_names_what_the_format_cannot_hold(tmp_path, tensor):
+    with pytest.raises(CheckpointError, match="odd should be saved"):
+        save_tensors({"a": torch.ones(1), "odd": tensor}, tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("damage", ["absent", "cut", "header", "alias"])
+def test_load_tensors_names_a_damaged_file(tmp_path, damage):
+    path = tmp_path / "x.safetensors"
+    tensor = torch.ones(10)
+    save_tensors({"a": tensor, "b": tensor}, path)
+    data = path.read_bytes()
+    changed = {
+        "absent": None,
+        "cut": data[:-1],
+        "header": b"\xff" * 8 + data[8:],
+        "alias": data.replace(rb"\"b\": \"a\"", rb"\"b\": \"z\""),
+    }[damage]
+    assert changed != data
+    path.unlink() if changed is None else path.write_bytes(changed)
+    with pytest.raises(CheckpointError, match=r"x\.safetensors"):
+        load_tensors(path)
+
+
+def test_containers_round_trip(tmp_path):
+    tree = {
+        "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(2, 3)}},
+        "groups": [{"lr": 0.1, "betas": (0.9, 0.999), "fused": None, "params": [0], "on": True}],
+        "text": "é",
+        "ordered": OrderedDict(a=1),
+    }
+    save_containers(tree, tmp_path / "x.pt")
+    loaded = load_containers(tmp_path / "x.pt")
+    assert torch.equal(loaded["state"][0]["exp_avg"], tree["state"][0]["exp_avg"])
+    assert loaded["groups"] == tree["groups"]
+    assert loaded["text"] == "é"
+    assert loaded["ordered"] == {"a": 1}
+
+
+def test_containers_drop_python_attributes_of_tensors(tmp_path):
+    tensor = torch.nn.Parameter(torch.ones(2))
+    tensor.owner = Bomb(tmp_path / "boom")
+    save_containers({"a": tensor}, tmp_path / "x.pt")
+    assert type(load_containers(tmp_path / "x.pt")["a"]) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [Bomb(Path()), len, numpy.float64(1), numpy.ones(2), defaultdict(int), Pair(1, 2), {1}, torch.nn.Linear(1, 1)],
+    ids=lambda value: type(value).__name__,
+)
+def test_save_containers_refuses_anything_else_and_says_where(tmp_path, foreign):
+    with pytest.raises(CheckpointError, match=r"state\['a'\]\[1\]\['b'\]"):
+        save_containers({"a": [0, {"b": foreign}]}, tmp_path / "x.pt")
+    assert not (tmp_path / "x.pt").exists()
+
+
+def test_save_containers_refuses_foreign_keys(tmp_path):
+    with pytest.raises(CheckpointError, match="state key"):
+        save_containers({numpy.int64(1): 0}, tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("writer", ["torch", "legacy", "pickle"])
+@pytest.mark.parametrize("with_numpy", [False, True])
+def test_load_containers_refuses_hostile_files_without_running_them(tmp_path, writer, with_numpy):
+    path, boom = tmp_path / "optimizer.pt", tmp_path / "boom"
+    if writer == "pickle":
+        path.write_bytes(pickle.dumps(Bomb(boom)))
+    else:
+        torch.save({"state": Bomb(boom)}, path, _use_new_zipfile_serialization=writer == "torch")
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
+        load_containers(path, with_numpy=with_numpy)
+    assert not boom.exists()
+
+
+@pytest.mark.parametrize("length", [None, 0, 10, -1])
+def test_load_containers_names_a_damaged_file(tmp_path, length):
+    path = tmp_path / "x.pt"
+    if length is not None:
+        save_containers({"a": torch.ones(100)}, path)
+        path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match=r"x\.pt"):
+        load_containers(path)
+
+
+def test_load_containers_accepts_numpy_only_where_asked(tmp_path):
+    torch.save({"numpy": numpy.random.get_state()}, tmp_path / "rng.pth")
+    with pytest.raises(CheckpointError):
+        load_containers(tmp_path / "rng.pth")
+    assert load_containers(tmp_path / "rng.pth", with_numpy=True)["numpy"][1].shape == (624,)

@@ -1,0 +1,121 @@
+"""The fixture that polices the other tests must itself catch what it is for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support import police
+from support.police import Snapshot
+
+
+def _leak_env(folder: Path) -> None:
+    os.environ["HFTRAIN_TEST_LEAK"] = "1"
+
+
+def _leak_dtype(folder: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+def _leak_grad_mode(folder: Path) -> None:
+    torch.set_grad_enabled(False)
+
+
+def _leak_matmul_precision(folder: Path) -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+def _leak_determinism(folder: Path) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _leak_cudnn(folder: Path) -> None:
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+
+
+def _leak_handler(folder: Path) -> None:
+    logging.getLogger("hftrain").addHandler(logging.NullHandler())
+
+
+def _leak_signal_handler(folder: Path) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+
+
+def _leak_file(folder: Path) -> None:
+    (folder / "left.txt").touch()
+
+
+def _leak_run(folder: Path) -> None:
+    (folder / "runs/left").mkdir(parents=True)
+
+
+def _leak_process_group(folder: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/.store", rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("leak", "named"),
+    [
+        (_leak_env, "environment variable HFTRAIN_TEST_LEAK"),
+        (_leak_dtype, "default dtype"),
+        (_leak_grad_mode, "grad mode"),
+        (_leak_matmul_precision, "matmul precision"),
+        (_leak_determinism, "deterministic"),
+        (_leak_cudnn, "cudnn.benchmark"),
+        (_leak_handler, "handler"),
+        (_leak_signal_handler, "SIGTERM"),
+        (_leak_file, "left.txt"),
+        (_leak_run, "runs/left"),
+        (_leak_process_group, "process group"),
+    ],
+)
+def test_police_names_a_leak_and_mends_it(leak: Callable[[Path], None], named: str, tmp_path: Path) -> None:
+    before = Snapshot.take(tmp_path)
+    assert before.leaks(tmp_path) == []
+    leak(tmp_path)
+    leaks = before.leaks(tmp_path)
+    before.restore()
+    assert len(leaks) >= 1
+    assert any(named in found for found in leaks)
+    assert [found for found in before.leaks(tmp_path) if "file or folder" not in found] == []
+
+
+def test_police_names_a_thread_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(police, "_GRACE_S", 0.1)
+    before, may_end = Snapshot.take(tmp_path), threading.Event()
+    thread = threading.Thread(target=may_end.wait, name="straggler")
+    thread.start()
+    assert before.leaks(tmp_path) == ["thread straggler"]
+    may_end.set()
+    thread.join()
+    assert before.leaks(tmp_path) == []
+
+
+def test_police_waits_for_a_thread_that_is_ending(tmp_path: Path) -> None:
+    before = Snapshot.take(tmp_path)
+    threading.Thread(target=time.sleep, args=(0.2,)).start()
+    assert before.leaks(tmp_path) == []
+
+
+def test_police_kills_a_process_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(police, "_GRACE_S", 0.1)
+    before = Snapshot.take(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        assert f"process {process.pid}" in before.leaks(tmp_path)[0]
+        before.restore()
+        assert process.wait(timeout=10) != 0
+
+
+def test_every_test_starts_from_the_same_seed() -> None:
+    random.seed(0)
+    assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(0)))
