@@ -63,7 +63,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder-only transformer over characters."""
 
-    def __init__(self, vocabulary_size: int, *, length: int, num_channels: int, num_heads: int, num_layers: int) -> None:
+    def __init__(
+        self, vocabulary_size: int, *, length: int, num_channels: int, num_heads: int, num_layers: int
+    ) -> None:
         super().__init__()
         self.length = length
         self.characters = nn.Embedding(vocabulary_size, num_channels)

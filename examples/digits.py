@@ -1,9 +1,9 @@
 """Learn to read scanned handwritten digits: 1,797 images of 8 x 8 pixels that ship with scikit-learn.
 
-    python examples/digits.py
-    python examples/digits.py --stop-after-steps 200
-    python examples/digits.py --resume
-    torchrun --nproc_per_node 2 examples/digits.py --strategy ddp --precision bf16
+python examples/digits.py
+python examples/digits.py --stop-after-steps 200
+python examples/digits.py --resume
+torchrun --nproc_per_node 2 examples/digits.py --strategy ddp --precision bf16
 """
 
 from __future__ import annotations
@@ -101,7 +101,11 @@ def draw_curves(history: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for axis, name, label in ((left, "loss", "training"), (left, "eval_loss", "evaluation"), (right, "eval_accuracy", "")):
+    for axis, name, label in (
+        (left, "loss", "training"),
+        (left, "eval_loss", "evaluation"),
+        (right, "eval_accuracy", ""),
+    ):
         points = [(entry["epoch"], entry[name]) for entry in history if name in entry]
         axis.plot(*zip(*points, strict=True), label=label)
     left.set(title="Loss", xlabel="epoch")

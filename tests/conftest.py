@@ -33,9 +33,6 @@ from hftrain.core.log import warn_once
 from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng, set_seed
 
-# Their modules are imported as `support.*`; collected for doctests they would be imported a second time.
-collect_ignore_glob = ["support/*"]
-
 DEVICES: dict[str, tuple[Callable[[], bool], str]] = {
     "cuda": (torch.cuda.is_available, "torch sees no GPU"),
     "mps": (torch.backends.mps.is_available, "torch sees no Apple GPU"),
@@ -46,6 +43,12 @@ DEVICES: dict[str, tuple[Callable[[], bool], str]] = {
         "transformers or datasets is not installed",
     ),
 }
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Collect test files only: the doctests are in src/, and importing a script that lies beside tests would run it."""
+    is_test_file = collection_path.name.startswith("test_")
+    return True if collection_path.suffix == ".py" and not is_test_file else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

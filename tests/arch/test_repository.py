@@ -14,7 +14,7 @@ from support.source import ROOT, modules
 BUILT = {".git", ".nox", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", "__pycache__", "build", "dist", "runs"}
 
 # Paths of one machine, and hosts that packages are fetched from: an installation follows the user's own settings.
-MACHINE_PATH = re.compile(r"(?<![\w.:/~-])/(?:home|root|Users|mnt|srv|work|opt|tmp|private|scratch)/\w")
+MACHINE_PATH = re.compile(r"(?<![\w.:/~-])/(?:home/(?!someone\b)|(?:root|Users|mnt|srv|work|opt|tmp)/)\w")
 REGISTRY_HOST = re.compile(
     r"\b(?:pypi\.org|pythonhosted\.org|download\.pytorch\.org|anaconda\.org)|--(?:extra-)?index-url"
 )
@@ -115,6 +115,7 @@ def test_unsafe_loads_lets_safe_ones_pass() -> None:
     [
         (MACHINE_PATH, "see " + "/home" + "/ann/data", True),
         (MACHINE_PATH, "see docs/work/flow.md", False),
+        (MACHINE_PATH, "HOME=/home/someone", False),
         (REGISTRY_HOST, "from https://" + "pypi." + "org/simple", True),
         (REGISTRY_HOST, "from https://pytorch.org", False),
         (TODO, "# TO" + "DO: mend", True),

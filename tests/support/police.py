@@ -19,7 +19,7 @@ import psutil
 import torch
 
 # pytest and its plugins own these; KMP_* are OpenMP's, set by torch itself when a process forks or inits.
-_ENV_NOT_OURS = ("PYTEST_", "KMP_")
+_ENV_NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_")
 # Python's own helpers, started once per process and stopped at its exit.
 _PROCESSES_NOT_OURS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _OUTPUT_FOLDERS = ("runs", "trainer_output", "tmp_trainer")
@@ -105,17 +105,18 @@ class Snapshot:
 
     def leaks(self, folder: Path) -> list[str]:
         """Name what differs now; threads and processes that are just ending get a moment to do so."""
-        deadline = time.monotonic() + _GRACE_S
-        while self._running() and time.monotonic() < deadline:
+        running, deadline = self._running(), time.monotonic() + _GRACE_S
+        while running and time.monotonic() < deadline:
             gc.collect()  # a loader's workers end when its iterator is collected
             time.sleep(0.02)
+            running = self._running()
         found = [f"environment variable {name}" for name in _changed(self.env, _env())]
         found += [
             f"{name}: {self.flags[name]!r} became {read()!r}"
             for name, (read, _) in _FLAGS.items()
             if read() != self.flags[name]
         ]
-        found += self._running()
+        found += running
         if tuple(logging.getLogger("hftrain").handlers) != self.handlers:
             found.append("a handler of the hftrain logger")
         found += [f"file or folder {name}" for name in sorted(set(_files(folder)) - self.files)]
@@ -160,6 +161,8 @@ def _processes() -> dict[int, str]:
     """Map the living descendants of this process to their command lines."""
     multiprocessing.active_children()  # reaps those that have ended
     found: dict[int, str] = {}
+    if not _has_child():
+        return found
     for process in psutil.Process().children(recursive=True):
         try:
             command = " ".join(process.cmdline())
@@ -168,6 +171,17 @@ def _processes() -> dict[int, str]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def _has_child() -> bool:
+    """Tell whether there is any child at all; a thousand times quicker than looking through the process table."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    except AttributeError:  # Windows and some versions of macOS have no waitid
+        return True
+    return True
 
 
 def _files(folder: Path) -> list[str]:

@@ -155,6 +155,23 @@ class CheckpointManager:
         for path in others[: max(0, len(known) - max(limit, len(kept)))]:
             files.discard(path)
 
+    def keep_only(self, path: Path) -> None:
+        """Delete all other checkpoints at a run's end, if this one is whole; for the main process alone.
+
+        Source: the documented `save_total_limit=1` where the best checkpoint is not the last.
+        """
+        known = [each for each in list_checkpoints(self.config.output_dir) if _is_known(each)]
+        others = [each for each in known if each.resolve() != path.resolve()]
+        if not self.group.is_main or not others:
+            return
+        try:
+            verify(path)
+        except CheckpointError as error:
+            logger.warning("Kept all checkpoints, for the one to keep is not whole: %s", error)
+            return
+        for other in others:
+            files.discard(other)
+
     def _begin(self, target: Path) -> None:
         files.sweep(target.parent, is_ours=_is_ours)
         files.begin(target)
@@ -185,7 +202,11 @@ class CheckpointManager:
                 files.sweep(target.parent, is_ours=_is_ours)
         finally:
             self.group.barrier()
-        reason = "Another process failed, and says why." if cause is None else f"{type(cause).__name__}: {str(cause).rstrip('.')}."
+        reason = (
+            "Another process failed, and says why."
+            if cause is None
+            else f"{type(cause).__name__}: {str(cause).rstrip('.')}."
+        )
         remedy = "Earlier checkpoints are untouched. Mend the cause, then resume from the newest."
         raise CheckpointError(explain(f"{target} should be written.", reason, remedy)) from cause
 

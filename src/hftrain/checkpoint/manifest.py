@@ -60,6 +60,8 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: It is absent, damaged, or of a format this version does not know.
     """
+    if (folder / MANIFEST).is_symlink():
+        raise _refused(folder / MANIFEST, "It is a link")
     body = read_json(folder / MANIFEST)
     if not isinstance(body, dict) or body.pop("checksum", None) != _checksum(body):
         raise _refused(folder / MANIFEST, "Its content does not match its own checksum")

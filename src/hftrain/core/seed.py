@@ -54,7 +54,7 @@ def capture_rng() -> dict[str, Any]:
         "numpy": (kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)),
         "cpu": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()

@@ -21,7 +21,6 @@ from hftrain.data.samplers import (
 )
 from hftrain.data.seeding import SeededBatches, new_generator, start_worker
 from hftrain.data.sharding import RankLoader, shard_batches, split_size
-from hftrain.data.sharding import shard_loader as shard_loader
 from hftrain.data.sizes import has_length
 from hftrain.data.streams import EpochStream, shard_stream
 

@@ -12,9 +12,8 @@ from hftrain.core.errors import ConfigError, explain
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.loops.fit import Events
-from hftrain.loops.gather import Group, Kept, to_numpy
+from hftrain.loops.gather import Group, Kept
 from hftrain.loops.window import LogWindow
-
 
 _END = object()
 

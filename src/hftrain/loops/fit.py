@@ -180,7 +180,7 @@ class FitLoop:
         self._act()
 
     def _run_step(self, window: list[Any], num_items: Any) -> None:
-        control, progress, events, heard = self.control, self.progress, self.events, self.events.heard
+        control, events, heard = self.control, self.events, self.events.heard
         control.should_log = control.should_evaluate = control.should_save = False
         if "on_step_begin" in heard:
             events.fire("on_step_begin")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy
 import torch
@@ -21,7 +21,10 @@ class Group(Protocol):
     """The collectives that gathering needs; every rank must call them."""
 
     world_size: int
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must be to travel."""
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate every rank's rows."""
@@ -29,7 +32,7 @@ class Group(Protocol):
     def gather_object(self, value: Any) -> list[Any]:
         """Return every rank's plain data."""
 
-    def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    def reduce(self, tensor: torch.Tensor, op: Literal["sum", "mean", "max"] = "sum") -> torch.Tensor:
         """Return the sum, mean or maximum over ranks."""
 
 
@@ -138,7 +141,7 @@ def _padded(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     if list(tensor.shape[1:]) == list(shape):
         return tensor
     padded = tensor.new_full((tensor.shape[0], *shape), PADDING)
-    padded[(slice(None), *(slice(0, size) for size in tensor.shape[1:]))] = tensor
+    padded[tuple(slice(0, size) for size in tensor.shape)] = tensor
     return padded
 
 

@@ -33,7 +33,7 @@ def assemble_stepper(
     """
     owns = strategy.owns
     engine: Any = strategy
-    _check(strategy, scales=precision.policy.loss_scaling)
+    _check_owns(strategy, scales=precision.policy.loss_scaling)
     clips = bool(max_grad_norm and max_grad_norm > 0) and Owns.CLIP not in owns
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
     return Stepper(
@@ -62,7 +62,7 @@ def _clip_nothing() -> None:
     return None
 
 
-def _check(strategy: Strategy, *, scales: bool) -> None:
+def _check_owns(strategy: Strategy, *, scales: bool) -> None:
     """Raise unless what the strategy owns holds together."""
     owns = strategy.owns
     both = Owns.BACKWARD | Owns.STEP

@@ -69,6 +69,8 @@ def read_json(path: Path) -> Any:
         CheckpointError: It is absent, too large, or not JSON.
     """
     try:
+        if not path.is_file():
+            raise ValueError("it is no file")
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise ValueError(f"it is larger than {_MAX_JSON_BYTES} bytes")
         return json.loads(path.read_text(encoding="utf-8"))

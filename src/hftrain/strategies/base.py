@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from hftrain.core.errors import StrategyError, explain
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy
-
-ReduceOp = Literal["sum", "mean", "max"]
 
 
 class Strategy:
@@ -170,8 +168,8 @@ class Strategy:
         """Restore what `optimizer_state` returned. Collective; mutates the optimizer."""
         optimizer.load_state_dict(state)
 
-    def reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
-        """Return the sum, mean or maximum over all processes, element by element. Collective."""
+    def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Return the ``"sum"``, ``"mean"`` or ``"max"`` over all processes, element by element. Collective."""
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hftrain.core.errors import StrategyError, explain
 
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _MAX_DIMS = 8
 _DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -23,7 +24,7 @@ _DTYPES = (
 def reduce(tensor: torch.Tensor, *, op: str, device: torch.device) -> torch.Tensor:
     """Return the sum, mean or maximum over all ranks; the input is left alone."""
     result = tensor.detach().to(device, copy=True)
-    dist.all_reduce(result, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+    dist.all_reduce(result, _REDUCE_OPS[op])
     return result / dist.get_world_size() if op == "mean" else result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +14,11 @@ from torch.optim import Optimizer
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.distributed import DistributedStrategy
+
+# Newer versions of torch renamed the option and warn about the older name.
+_BUFFERS_OPTION = "forward_sync_buffers"
+if _BUFFERS_OPTION not in inspect.signature(DistributedDataParallel).parameters:
+    _BUFFERS_OPTION = "broadcast_buffers"
 
 
 class DDPStrategy(DistributedStrategy):
@@ -55,7 +61,7 @@ class DDPStrategy(DistributedStrategy):
         options = {
             "find_unused_parameters": find_unused_parameters,
             "bucket_cap_mb": bucket_cap_mb,
-            "broadcast_buffers": broadcast_buffers,
+            _BUFFERS_OPTION: broadcast_buffers,
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }

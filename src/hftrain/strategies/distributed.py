@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from hftrain.core.errors import ConfigError, StrategyError, explain
 from hftrain.core.log import get_logger
 from hftrain.strategies import collectives
-from hftrain.strategies.base import ReduceOp, Strategy
+from hftrain.strategies.base import Strategy
 from hftrain.strategies.environment import (
     find_device_type,
     launched_local_rank,
@@ -53,6 +54,7 @@ class DistributedStrategy(Strategy):
         self.timeout = timedelta(seconds=timeout_s)
         self._owns_group = False
         self._owns_accelerate_state = False
+        self._excepthooks = (sys.excepthook, sys.excepthook)
         if self.backend is not None:
             check_backend(self.backend, self.device_type)
 
@@ -69,8 +71,9 @@ class DistributedStrategy(Strategy):
         if dist.is_initialized():
             device = self._join()
         else:
+            hook = sys.excepthook
             device = self._meet() if launched_world_size() > 1 else self._stay_alone()
-            self._owns_group = True
+            self._owns_group, self._excepthooks = True, (hook, sys.excepthook)
             atexit.register(self.close)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._take(device)
@@ -81,6 +84,9 @@ class DistributedStrategy(Strategy):
             atexit.unregister(self.close)
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # torch put its own hook in, and leaves it there.
+            if sys.excepthook is self._excepthooks[1]:
+                sys.excepthook = self._excepthooks[0]
         if self._owns_accelerate_state:
             from accelerate import PartialState
 
@@ -88,7 +94,7 @@ class DistributedStrategy(Strategy):
         self._owns_group = self._owns_accelerate_state = False
         super().close()
 
-    def reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor:
+    def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return tensor if self.world_size == 1 else collectives.reduce(tensor, op=op, device=self.device)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -109,9 +109,7 @@ def check_task(task: TaskModule) -> None:
                 "Assign the network to self.model in __init__ (after super().__init__()).",
             )
         )
-    outside = [
-        name for name, p in task.named_parameters() if p.requires_grad and name.partition(".")[0] != "model"
-    ]
+    outside = [name for name, p in task.named_parameters() if p.requires_grad and name.partition(".")[0] != "model"]
     if outside:
         raise TaskError(
             explain(

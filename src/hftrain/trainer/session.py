@@ -33,7 +33,7 @@ from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.errors import CheckpointError, ConfigError, explain, suggest
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
-from hftrain.core.seed import capture_rng, preserved_rng, restore_rng, set_seed
+from hftrain.core.seed import capture_rng, restore_rng, set_seed
 from hftrain.core.types import TrainOutput
 from hftrain.data.feed import TrainFeed
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
@@ -83,6 +83,7 @@ class TrainSession:
         )
         self._rng: Mapping[str, Any] | None = None
         self._saved_step: int | None = None
+        self.optimizer: torch.optim.Optimizer
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -185,13 +186,15 @@ class TrainSession:
             assert trainer.optimizer is not None
             return trainer.optimizer
 
-        wrapped, trainer.optimizer = strategy.setup(trainer.model, make_optimizer, precision.policy)
+        wrapped, optimizer = strategy.setup(trainer.model, make_optimizer, precision.policy)
+        assert optimizer is not None
+        trainer.optimizer = self.optimizer = optimizer
         trainer.task.model = trainer.model_wrapped = wrapped
         trainer._decide_weighing()
         stepper = assemble_stepper(
             strategy=strategy,
             precision=precision,
-            optimizer=trainer.optimizer,
+            optimizer=optimizer,
             max_grad_norm=trainer.args.max_grad_norm,
         )
         trainer._backward, trainer._autocast = stepper.backward, stepper.autocast
@@ -233,7 +236,7 @@ class TrainSession:
             feed=TrainFeed(loader, seed=data_seed(trainer.args)),
             stepper=stepper,
             model=trainer.model_wrapped,
-            optimizer=trainer.optimizer,
+            optimizer=self.optimizer,
             schedule=schedule,
             no_sync=strategy.no_sync,
             device=strategy.device,
@@ -264,14 +267,14 @@ class TrainSession:
         trainer = self.trainer
         metrics = trainer.evaluate(ignore_keys=self.ignore_keys)
         if trainer.args.metric_for_best_model is not None and trainer.state.global_step > 0:
-            self._note_best(metrics)
+            self._note_best(metrics, trainer.args.metric_for_best_model)
         if is_metric_driven(str(trainer.args.lr_scheduler_type)) and trainer.state.global_step > 0:
             trainer.lr_scheduler.step(self._metric(metrics, trainer.args.metric_for_best_model or "loss"))
 
-    def _note_best(self, metrics: Mapping[str, Any]) -> None:
+    def _note_best(self, metrics: Mapping[str, Any], wanted: str) -> None:
         """Remember the best evaluation so far; with save_strategy="best" it asks for a save."""
         state, args = self.trainer.state, self.trainer.args
-        value = self._metric(metrics, args.metric_for_best_model)
+        value = self._metric(metrics, wanted)
         best = state.best_metric
         is_better = best is None or (value > best if args.greater_is_better else value < best)
         if is_better:
@@ -332,7 +335,7 @@ class TrainSession:
         each = [lambda folder: trainer.save_model(str(folder), _internal_call=True)]
         main = [lambda folder: save_trainer_state(state, folder)]
         if not args.save_only_model:
-            optimizer = strategy.optimizer_state(trainer.model_wrapped, trainer.optimizer)
+            optimizer = strategy.optimizer_state(trainer.model_wrapped, self.optimizer)
             main.append(lambda folder: save_optimizer(optimizer, folder))
             if trainer.lr_scheduler is not None:
                 main.append(lambda folder: save_scheduler(trainer.lr_scheduler.state_dict(), folder))
@@ -357,7 +360,7 @@ class TrainSession:
     def _load_parts(self, folder: Path) -> None:
         """Load what the optimizer and its company had reached."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        strategy.load_optimizer_state(trainer.model_wrapped, trainer.optimizer, load_optimizer(folder))
+        strategy.load_optimizer_state(trainer.model_wrapped, self.optimizer, load_optimizer(folder))
         if trainer.lr_scheduler is not None:
             trainer.lr_scheduler.load_state_dict(load_scheduler(folder))
         if trainer.precision.state_dict():

@@ -39,7 +39,6 @@ from hftrain.data.sharding import shard_loader
 from hftrain.data.sizes import has_length, num_examples
 from hftrain.loops.evaluate import EvaluateLoop, EvaluateSlots
 from hftrain.loops.predict import PredictLoop
-from hftrain.loops.window import LogWindow
 from hftrain.optim.groups import decay_parameter_names
 from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
 from hftrain.optim.schedules import build_schedule
@@ -142,6 +141,8 @@ class Trainer:
         self.compute_loss_func = compute_loss_func
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer: torch.optim.Optimizer | None
+        self.lr_scheduler: Any
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.processing_class = _one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
@@ -159,7 +160,7 @@ class Trainer:
         if self.args.log_level != "passive" or self.args.process_index > 0:
             set_verbosity(self.args.get_process_log_level())
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
-        self._adopt_model(self.call_model_init() if model_init is not None else model)
+        self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
         check_best_metric(self.args, task=self.task, compute_metrics=compute_metrics, eval_dataset=eval_dataset)
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
@@ -250,6 +251,11 @@ class Trainer:
         return self.processing_class
 
     @property
+    def output_dir(self) -> Path:
+        """The folder that checkpoints and results go to."""
+        return Path(str(self.args.output_dir))
+
+    @property
     def place_model_on_device(self) -> bool:
         """Whether the Trainer moves the model to the device."""
         return bool(self.args.place_model_on_device)
@@ -335,9 +341,8 @@ class Trainer:
             )
             metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output.num_samples, loader)}
             self._log(metrics)
-            metrics.setdefault("epoch", self.state.epoch)
-            if metrics["epoch"] is None:
-                del metrics["epoch"]
+            if self.state.epoch is not None:
+                metrics["epoch"] = self.state.epoch
             self.callback_handler.fire("on_evaluate", metrics=metrics)
         return metrics
 
@@ -430,7 +435,7 @@ class Trainer:
 
         Source: the documented `Trainer.save_model`.
         """
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir) if output_dir else self.output_dir
         weights = self.strategy.model_state(self.model_wrapped)
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
@@ -449,9 +454,8 @@ class Trainer:
     def save_state(self) -> None:
         """Write `trainer_state.json` into `output_dir`; the main process writes."""
         if self.args.should_save:
-            folder = Path(self.args.output_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            self.state.save_to_json(str(folder / "trainer_state.json"))
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add `logs` to the history and tell the callbacks.
@@ -481,7 +485,7 @@ class Trainer:
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write ``<split>_results.json`` and add to ``all_results.json``; the main process writes."""
         if self.is_world_process_zero():
-            store_metrics(Path(self.args.output_dir), split, metrics, combined=combined)
+            store_metrics(self.output_dir, split, metrics, combined=combined)
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback: an instance, or a class that takes no arguments."""
@@ -522,9 +526,10 @@ class Trainer:
         # Before compute_loss, whose overrides may pop the labels.
         share = self._share(inputs, num_items_in_batch) if self._weighs_losses else None
         with self.compute_loss_context_manager():
-            loss = self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            loss: torch.Tensor = self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         if share is not None:
-            loss = loss * share
+            # In this order, so that the counts take the loss's floating-point type.
+            loss = loss * share[0] / share[1]
         self._backward(loss)
         return loss.detach()
 
@@ -543,8 +548,7 @@ class Trainer:
             loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
         else:
             output = as_step_output(self.task.training_step(inputs))
-            loss, outputs = output.loss, output.outputs
-            if loss is None:
+            if output.loss is None:
                 raise TaskError(
                     explain(
                         f"{type(self.task).__name__}.training_step was run.",
@@ -554,20 +558,21 @@ class Trainer:
                 )
             if output.logs and self._session is not None:
                 self._session.logs.add(output.logs)
+            loss, outputs = output.loss, output.outputs
         return (loss, outputs) if return_outputs else loss
 
-    def _share(self, inputs: Any, num_items: int | torch.Tensor | None) -> Any:
-        """Return the factor that makes a micro-batch's mean loss its share of the step's mean over all items.
+    def _share(self, inputs: Any, num_items: int | torch.Tensor | None) -> tuple[Any, Any]:
+        """Return the fraction that makes a micro-batch's mean loss its share of the step's mean over all items.
 
         The one place that normalises. DDP averages gradients over ranks: where the count is over all ranks, the
-        factor takes that back.
+        fraction takes that back.
         """
         num_ranks = self.strategy.world_size if self.args.average_tokens_across_devices else 1
         if num_items is None:
-            return 1.0 / self._window_length
+            return 1, self._window_length
         if self._normalises_itself:
-            return num_ranks
-        return self.task.count_items(inputs) * num_ranks / num_items
+            return num_ranks, 1
+        return self.task.count_items(inputs) * num_ranks, num_items
 
     @property
     def _normalises_itself(self) -> bool:
@@ -703,7 +708,9 @@ class Trainer:
             eval_dataset = self.eval_dataset[eval_dataset]
         if eval_dataset is None:
             raise ConfigError(
-                explain("An evaluation was asked for.", "There is no eval_dataset.", "Pass one to evaluate() or Trainer.")
+                explain(
+                    "An evaluation was asked for.", "There is no eval_dataset.", "Pass one to evaluate() or Trainer."
+                )
             )
         return self._eval_loader(eval_dataset, description="evaluation")
 
@@ -794,11 +801,9 @@ class Trainer:
                 chosen = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             else:
                 chosen = self.optimizer_cls_and_kwargs
+            names = self.get_decay_parameter_names(self.model)
             self.optimizer = optimizer_from_class(
-                *chosen,
-                self.model,
-                weight_decay=self.args.weight_decay,
-                decay_names=self.get_decay_parameter_names(self.model),
+                *chosen, self.model, weight_decay=self.args.weight_decay, decay_names=names
             )
         return self.optimizer
 
@@ -806,7 +811,7 @@ class Trainer:
         """Make the schedule unless there is one, and return it. Source: the documented `create_scheduler`."""
         if self.lr_scheduler is None:
             self._schedule_is_own = True
-            chosen = self.optimizer if optimizer is None else optimizer
+            chosen = self._require_optimizer("create_scheduler") if optimizer is None else optimizer
             self.lr_scheduler = build_schedule(
                 schedule_config(self.args, num_training_steps=num_training_steps), chosen
             )
@@ -847,8 +852,7 @@ class Trainer:
             raise ConfigError(
                 explain(f"{asker}() was called.", "There is no optimizer yet.", "Call train() or create_optimizer().")
             )
-        optimizer: torch.optim.Optimizer = self.optimizer
-        return optimizer
+        return self.optimizer
 
     # -- facts ---------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ class Solo:
 
 def save_until_killed(output_dir: Path) -> None:
     model = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer = {"state": {0: {"momentum_buffer": torch.ones(64, 64)}}}
     manager = CheckpointManager(CheckpointConfig(output_dir=output_dir, save_total_limit=1), group=Solo())
     latest = manager.latest()
     step = 0 if latest is None else checkpoint_step(latest)
@@ -42,7 +42,7 @@ def save_until_killed(output_dir: Path) -> None:
                 step,
                 main=[
                     lambda folder: save_weights(model, folder),
-                    lambda folder: parts.save_optimizer(optimizer.state_dict(), folder),
+                    lambda folder: parts.save_optimizer(optimizer, folder),
                 ],
                 facts={"step": step},
             )

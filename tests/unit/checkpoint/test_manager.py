@@ -96,8 +96,8 @@ def test_a_failing_commit_leaves_the_previous_checkpoint_and_nothing_else(
         raise OSError(errno.EIO, "Input/output error")
 
     module = "hftrain.checkpoint.manifest" if function == "write_text" else "hftrain.storage.files"
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="Input/output error"):
-        patch.setattr(f"{module}.{function}", fail)
+    monkeypatch.setattr(f"{module}.{function}", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
         manager.save(10, main=[write_note], facts={})
     assert listing(output_dir) == ["checkpoint-5"]
     assert manager.latest() == previous
@@ -242,6 +242,24 @@ def test_rotate_keeps_what_was_just_committed_beside_an_older_run(make_manager, 
     save_notes(manager, 5)
     manager.rotate()
     assert listing(output_dir) == ["checkpoint-100", "checkpoint-5"]
+
+
+def test_keep_only_leaves_one_and_what_it_does_not_know(make_manager, output_dir):
+    manager = make_manager(save_total_limit=1)
+    save_notes(manager, 1, 2, 3)
+    (output_dir / "checkpoint-9").mkdir()
+    manager.keep_only(output_dir / "checkpoint-2")
+    assert listing(output_dir) == ["checkpoint-2", "checkpoint-9"]
+
+
+@pytest.mark.parametrize("name", ["checkpoint-2", "checkpoint-7"])
+def test_keep_only_deletes_nothing_for_the_sake_of_a_damaged_one(make_manager, output_dir, caplog, name):
+    manager = make_manager()
+    save_notes(manager, 1, 2, 3)
+    (output_dir / "checkpoint-2" / "note").write_text("other")
+    manager.keep_only(output_dir / name)
+    assert listing(output_dir) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert "Kept all checkpoints" in caplog.text
 
 
 def test_rotate_before_the_first_save_does_nothing(make_manager, output_dir):

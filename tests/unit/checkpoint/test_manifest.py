@@ -69,12 +69,11 @@ def test_manifest_refuses_to_record_a_link(checkpoint):
         write_manifest(checkpoint, {}, step=5)
 
 
-@pytest.mark.parametrize("bit", range(8))
-def test_every_flipped_bit_of_the_manifest_is_seen(checkpoint, bit):
+def test_a_flipped_bit_in_any_byte_of_the_manifest_is_seen(checkpoint):
     path = checkpoint / "manifest.json"
     data = path.read_bytes()
     for index in range(len(data)):
-        path.write_bytes(data[:index] + bytes([data[index] ^ (1 << bit)]) + data[index + 1 :])
+        path.write_bytes(data[:index] + bytes([data[index] ^ (1 << index % 8)]) + data[index + 1 :])
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
             read_manifest(checkpoint)
 
@@ -105,6 +104,13 @@ def test_verify_refuses_links_to_the_right_bytes(checkpoint, tmp_path):
         verify(checkpoint)
 
 
+def test_verify_refuses_a_linked_manifest(checkpoint, tmp_path):
+    (checkpoint / "manifest.json").rename(tmp_path / "elsewhere")
+    (checkpoint / "manifest.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"manifest\.json.*is a link"):
+        verify(checkpoint)
+
+
 def test_verify_refuses_a_linked_subfolder(checkpoint, tmp_path):
     (checkpoint / "sub").rename(tmp_path / "elsewhere")
     (checkpoint / "sub").symlink_to(tmp_path / "elsewhere")
@@ -122,10 +128,11 @@ def test_verify_refuses_paths_that_leave_the_folder(checkpoint, name):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
-def test_verify_does_not_wait_for_a_pipe(checkpoint):
-    (checkpoint / "optimizer.pt").unlink()
-    os.mkfifo(checkpoint / "optimizer.pt")
-    with pytest.raises(CheckpointError, match="no regular file"):
+@pytest.mark.parametrize("name", ["optimizer.pt", "manifest.json"])
+def test_verify_does_not_wait_for_a_pipe(checkpoint, name):
+    (checkpoint / name).unlink()
+    os.mkfifo(checkpoint / name)
+    with pytest.raises(CheckpointError, match=r"no (regular )?file"):
         verify(checkpoint)
 
 

@@ -96,7 +96,7 @@ def test_samples_without_names_are_stacked_place_by_place():
     ],
 )
 def test_parts_that_cannot_be_stacked_are_named(features):
-    with pytest.raises(TaskError, match="input_ids|extra|label_ids|words"):
+    with pytest.raises(TaskError, match=r"input_ids|extra|label_ids|words"):
         default_data_collator(features)
 
 

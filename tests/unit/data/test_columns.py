@@ -107,7 +107,7 @@ def test_pruner_drops_keys_of_mappings_only(caplog):
 
 def test_pruner_with_nothing_left_raises():
     pruner = ColumnPruner(list, keep=["x"], model_name="Net", description="training")
-    with pytest.raises(ConfigError, match="Net.forward takes none"):
+    with pytest.raises(ConfigError, match=r"Net\.forward takes none"):
         pruner([{"a": 1}])
 
 

@@ -34,6 +34,10 @@ def formula(n, epoch=0, seed=42):
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
 
+def flat(batches):
+    return [item for batch in batches for item in batch]
+
+
 def train(dataset, *, rank=0, world_size=1, sampler=None, **config):
     config = LoaderConfig(**{"batch_size": 2, **config})
     return build_train_loader(dataset, config, collate=list, sampler=sampler, rank=rank, world_size=world_size)
@@ -47,7 +51,7 @@ def evaluate(dataset, *, rank=0, world_size=1, sampler=None, **config):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_training_order_follows_the_formula(num_workers):
     loader = train(range(11), num_workers=num_workers)
-    assert sum(loader, []) == formula(11)
+    assert flat(loader) == formula(11)
 
 
 def test_plain_loader_keeps_its_attributes():
@@ -58,7 +62,7 @@ def test_plain_loader_keeps_its_attributes():
 
 
 def test_training_without_shuffling_reads_in_order():
-    assert sum(train(range(5), shuffle=False), []) == list(range(5))
+    assert flat(train(range(5), shuffle=False)) == list(range(5))
 
 
 def test_unseeded_order_comes_from_the_global_generator():
@@ -68,7 +72,7 @@ def test_unseeded_order_comes_from_the_global_generator():
         orders = []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
-            orders.append(sum(loader, []))
+            orders.append(flat(loader))
     assert orders[0] == orders[1] != orders[2]
 
 
@@ -77,7 +81,7 @@ def test_unseeded_order_is_shared_by_ranks_seeded_alike():
     with torch.random.fork_rng():
         for rank in (0, 1):
             torch.manual_seed(3)
-            shares += sum(train(range(8), use_seedable_sampler=False, rank=rank, world_size=2), [])
+            shares += flat(train(range(8), use_seedable_sampler=False, rank=rank, world_size=2))
     assert sorted(shares) == list(range(8))
 
 
@@ -149,7 +153,7 @@ def test_evaluation_shares_restore_the_order(num_workers, split_batches):
         for world_size in (1, 2, 3):
             loaders = [evaluate(range(n), rank=r, world_size=world_size, **options) for r in range(world_size)]
             batches = [batch for loader in loaders for batch in loader]
-            assert sum(batches, []) == list(range(n))
+            assert flat(batches) == list(range(n))
             assert max(map(len, batches)) <= (6 // world_size if split_batches else 6)
 
 
@@ -161,18 +165,18 @@ def test_evaluation_drops_the_same_samples_on_any_number_of_ranks(world_size):
 
 def test_evaluation_shares_follow_a_sampler():
     order = [4, 2, 0]
-    shares = [sum(evaluate(range(5), sampler=order, rank=rank, world_size=2), []) for rank in (0, 1)]
-    assert sum(shares, []) == order
+    shares = [flat(evaluate(range(5), sampler=order, rank=rank, world_size=2)) for rank in (0, 1)]
+    assert flat(shares) == order
     random_shares = [
-        sum(evaluate(range(9), sampler=RandomSampler(range(9)), rank=rank, world_size=2), []) for rank in (0, 1)
+        flat(evaluate(range(9), sampler=RandomSampler(range(9)), rank=rank, world_size=2)) for rank in (0, 1)
     ]
-    assert sorted(sum(random_shares, [])) == list(range(9))
+    assert sorted(flat(random_shares)) == list(range(9))
 
 
 @pytest.mark.parametrize("build", [train, evaluate])
 def test_a_sampler_made_for_ranks_is_not_split_again(build):
     sampler = DistributedSampler(range(8), num_replicas=2, rank=1, shuffle=False)
-    assert sum(build(range(8), sampler=sampler, rank=1, world_size=2), []) == [1, 3, 5, 7]
+    assert flat(build(range(8), sampler=sampler, rank=1, world_size=2)) == [1, 3, 5, 7]
 
 
 @pytest.mark.parametrize("build", [train, evaluate])

@@ -78,7 +78,10 @@ def test_accelerate_loaders_are_left_alone():
 
 
 def test_training_shares_are_even_and_agree_on_the_order():
-    parts = shares(loader_of(range(8), shuffle=True), is_training=True)
+    parts = [
+        list(shard_loader(loader_of(range(8), shuffle=True), rank=rank, world_size=2, is_training=True))
+        for rank in (0, 1)
+    ]
     assert sorted(i for part in parts for batch in part for i in batch) == list(range(8))
     assert shares(loader_of(range(5)), is_training=True) == [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
     assert shares(loader_of(range(5)), is_training=True, even_batches=False) == [[[0, 1], [4]], [[2, 3]]]

@@ -120,7 +120,7 @@ def test_training_shares_have_equal_lengths(n, world_size, drop_last):
     assert len({len(part) for part in items}) == 1
     assert [len(shard) for shard in shares] == [len(part) for part in items]
     if not drop_last:
-        assert set(sum(items, [])) == set(range(n))
+        assert {i for part in items for i in part} == set(range(n))
 
 
 def test_training_shares_without_evening_repeat_nothing():

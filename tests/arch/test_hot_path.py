@@ -1,0 +1,205 @@
+"""The budgets of a step: frames to backward, Python calls, no synchronisation with the device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, Rows, Task, make_arguments, make_rows
+from torch import nn
+
+from hftrain import DefaultFlowCallback, PrinterCallback, Trainer
+
+MAX_FRAMES_FOR_A_TASK = 4
+MAX_FRAMES_FOR_A_SUBCLASS = 6
+MAX_EXTRA_CALLS = 60
+
+
+class SubclassTrainer(Trainer):
+    """Overrides as the documentation shows them."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+
+def frames_to_backward(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the functions between `FitLoop.run` and `Tensor.backward` of one training run, outermost first."""
+    stacks: list[list[str]] = []
+    backward = torch.Tensor.backward
+
+    def spy(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        names, frame = [], sys._getframe(1)
+        while (
+            frame.f_code.co_qualname != "FitLoop.run"
+            if hasattr(frame.f_code, "co_qualname")
+            else frame.f_code.co_name != "run"
+        ):
+            names.append(frame.f_code.co_name)
+            assert frame.f_back is not None
+            frame = frame.f_back
+        stacks.append(names[::-1])
+        backward(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "backward", spy)
+    trainer.train()
+    assert stacks
+    return max(stacks, key=len)
+
+
+@pytest.mark.parametrize("model", [Task, Net])
+def test_backward_is_few_frames_below_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    trainer = Trainer(model(), make_arguments(tmp_path, max_steps=2), train_dataset=make_rows())
+    assert len(frames_to_backward(trainer, monkeypatch)) <= MAX_FRAMES_FOR_A_TASK
+
+
+def test_backward_is_few_frames_below_the_loop_in_a_subclass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = SubclassTrainer(Net(), make_arguments(tmp_path, max_steps=2), train_dataset=make_rows())
+    assert len(frames_to_backward(trainer, monkeypatch)) <= MAX_FRAMES_FOR_A_SUBCLASS
+
+
+def count_calls_between_backwards(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return the Python calls from one step's backward to the next one's, at their fewest."""
+    counts: list[int] = []
+    calls = 0
+    backward = torch.Tensor.backward
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    def spy(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        nonlocal calls
+        counts.append(calls)
+        backward(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", spy)
+        sys.setprofile(count)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+    return min(later - earlier for earlier, later in zip(counts[2:], counts[3:], strict=False))
+
+
+def plain_loop(rows: Rows, num_steps: int) -> None:
+    """Do what the Trainer does in `test_step_costs_few_python_calls_more_than_a_plain_loop`."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / num_steps))
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True, collate_fn=torch.utils.data.default_collate)
+    step = 0
+    while step < num_steps:
+        for batch in loader:
+            loss = model(**batch)[0]
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            step += 1
+            if step == num_steps:
+                break
+
+
+@pytest.mark.parametrize("model", [Task, Net])
+def test_step_costs_few_python_calls_more_than_a_plain_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any
+) -> None:
+    rows = make_rows(40)
+    plain = count_calls_between_backwards(lambda: plain_loop(rows, 8), monkeypatch)
+    arguments = make_arguments(tmp_path, max_steps=8, logging_strategy="no")
+    trainer = Trainer(model(), arguments, train_dataset=rows, data_collator=torch.utils.data.default_collate)
+    trainer.remove_callback(PrinterCallback)
+    ours = count_calls_between_backwards(trainer.train, monkeypatch)
+    assert ours - plain <= MAX_EXTRA_CALLS, f"{ours} calls per step, a plain loop makes {plain}"
+
+
+class NoSync(torch.Tensor):
+    """A tensor that refuses to be read by the host, as a tensor on a busy device would rather not be."""
+
+    FORBIDDEN = frozenset(
+        {
+            torch.Tensor.item,
+            torch.Tensor.tolist,
+            torch.Tensor.cpu,
+            torch.Tensor.numpy,
+            torch.Tensor.__bool__,
+            torch.Tensor.__float__,
+            torch.Tensor.__int__,
+            torch.Tensor.__index__,
+            torch.Tensor.nonzero,
+        }
+    )
+    is_armed = False
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in cls.FORBIDDEN and cls.is_armed:
+            raise AssertionError(f"A step that does not log called {function.__name__} on a tensor of the loss's line.")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class NoSyncNet(Net):
+    """Everything the loop gets from it descends from a `NoSync` tensor."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        return tuple(output.as_subclass(NoSync) for output in super().forward(x, labels))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_step_that_does_not_log_never_synchronises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int
+) -> None:
+    arguments = make_arguments(tmp_path, max_steps=4, logging_strategy="no", gradient_accumulation_steps=accumulation)
+    rows = make_rows(60)
+    trainer = Trainer(NoSyncNet(), arguments, train_dataset=rows)
+    clip = trainer.strategy.clip_grad_norm
+    norms = []
+
+    def clip_to_no_sync(parameters: Any, max_norm: float) -> torch.Tensor:
+        norms.append(clip(parameters, max_norm).as_subclass(NoSync))
+        return norms[-1]
+
+    collate = trainer.data_collator
+
+    def collate_to_no_sync(rows: Any) -> Any:
+        return {name: value.as_subclass(NoSync) for name, value in collate(rows).items()}
+
+    monkeypatch.setattr(trainer.strategy, "clip_grad_norm", clip_to_no_sync)
+    trainer.data_collator = collate_to_no_sync
+    step_end = []
+
+    class Arm(DefaultFlowCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            NoSync.is_armed = True
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            step_end.append(state.global_step)
+            # The run's end reads the loss, which is when it should.
+            NoSync.is_armed = state.global_step < state.max_steps
+
+    trainer.add_callback(Arm)
+    try:
+        trainer.train()
+    finally:
+        NoSync.is_armed = False
+    assert step_end == [1, 2, 3, 4]
+    assert len(norms) == 4
+
+
+def test_synchronisation_is_noticed(tmp_path: Path) -> None:
+    """The check above can fail: logging reads the loss."""
+    NoSync.is_armed = True
+    try:
+        with pytest.raises(AssertionError, match="__float__"):
+            Trainer(NoSyncNet(), make_arguments(tmp_path, max_steps=2), train_dataset=make_rows()).train()
+    finally:
+        NoSync.is_armed = False

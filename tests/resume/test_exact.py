@@ -1,0 +1,162 @@
+"""A run that is stopped and resumed, once or twice, equals one that never was, to the last bit."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, Noisy, Stream, make_arguments, make_rows
+
+from hftrain import CheckpointError, EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
+
+TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime",
+         "eval_samples_per_second", "eval_steps_per_second")  # fmt: skip
+
+
+class StopAt(TrainerCallback):
+    """Save and stop at one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def make_trainer(folder: Path, data: Any, *callbacks: TrainerCallback, **options: Any) -> Trainer:
+    set_seed(1)
+    precision = options.pop("precision", None)
+    return Trainer(
+        Net(dropout=0.2),
+        make_arguments(folder, logging_steps=3, save_strategy="steps", save_steps=100, **options),
+        train_dataset=data,
+        eval_dataset=make_rows(7, seed=2),
+        callbacks=list(callbacks),
+        precision=precision,
+    )
+
+
+def outcome(trainer: Trainer) -> tuple[dict[str, torch.Tensor], Any, list[dict[str, Any]]]:
+    history = [{k: v for k, v in entry.items() if k not in TIMES} for entry in trainer.state.log_history]
+    assert trainer.optimizer is not None
+    return dict(trainer.model.state_dict()), trainer.optimizer.state_dict(), history
+
+
+def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
+    """Compare nested values bit for bit."""
+    if isinstance(theirs, torch.Tensor):
+        assert torch.equal(ours, theirs), where
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in theirs:
+            assert_same(ours[key], theirs[key], f"{where}.{key}")
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs), (where, ours, theirs)
+        for index, pair in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(*pair, f"{where}[{index}]")
+    else:
+        assert ours == theirs, where
+
+
+def strip_early_finals(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out the line that ends a run: a stopped run writes one too many."""
+    return [entry for entry in history if "train_loss" not in entry]
+
+
+def check_resume(tmp_path: Path, data: Any, stops: tuple[int, ...], **options: Any) -> None:
+    undisturbed = make_trainer(tmp_path / "whole", data, **options)
+    whole = undisturbed.train()
+    for index, step in enumerate(stops):
+        part = make_trainer(tmp_path / "parts", data, StopAt(step), **options)
+        assert part.train(resume_from_checkpoint=index > 0).global_step == step
+    resumed = make_trainer(tmp_path / "parts", data, **options)
+    last = resumed.train(resume_from_checkpoint=True)
+    assert (last.global_step, last.training_loss) == (whole.global_step, whole.training_loss)
+    weights, optimizer, history = outcome(undisturbed)
+    ours = outcome(resumed)
+    assert_same(ours[0], weights, "weights")
+    assert_same(ours[1], optimizer, "optimizer")
+    assert_same(strip_early_finals(ours[2]), strip_early_finals(history), "log_history")
+
+
+DATA = {"map": make_rows, "random": lambda num: Noisy(make_rows(num))}
+
+
+CASES = list(itertools.product(DATA, (1, 3), ((2,), (6,), (3, 7))))
+
+
+@pytest.mark.parametrize(("data", "accumulation", "stops"), CASES)
+def test_resume_equals_an_undisturbed_run(tmp_path: Path, data: str, accumulation: int, stops: tuple[int, ...]) -> None:
+    # 22 samples: 6 batches, 6 or 2 steps an epoch; step 6 is an epoch's end.
+    epochs = 3 if accumulation == 1 else 6
+    check_resume(
+        tmp_path, DATA[data](22), stops, gradient_accumulation_steps=accumulation, num_train_epochs=epochs,
+        eval_strategy="steps", eval_steps=4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_resume_of_a_stream_equals_an_undisturbed_run(tmp_path: Path, accumulation: int) -> None:
+    # 6 batches a pass: with accumulation 4 each pass ends in a short window; step 5 lies past the stream's first end.
+    check_resume(
+        tmp_path, Stream(make_rows(22)), (2, 5), gradient_accumulation_steps=accumulation, max_steps=12
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_resume_in_another_precision_equals_an_undisturbed_run(tmp_path: Path, precision: str) -> None:
+    check_resume(tmp_path, make_rows(22), (4,), precision=precision)
+
+
+def test_resume_with_workers_and_random_data_equals_an_undisturbed_run(tmp_path: Path) -> None:
+    check_resume(tmp_path, Noisy(make_rows(22)), (4,), dataloader_num_workers=2)
+
+
+def test_resume_with_epoch_checkpoints_repeats_nothing(tmp_path: Path) -> None:
+    rows = make_rows(22)
+    options = {"save_strategy": "epoch", "eval_strategy": "epoch", "num_train_epochs": 3}
+    set_seed(1)
+    whole = Trainer(
+        Net(0.2), make_arguments(tmp_path / "a", **options), train_dataset=rows, eval_dataset=make_rows(7, seed=2)
+    )
+    whole.train()
+    set_seed(1)
+    again = Trainer(
+        Net(0.2), make_arguments(tmp_path / "a", **options), train_dataset=rows, eval_dataset=make_rows(7, seed=2)
+    )
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-12"))
+    assert_same(strip_early_finals(outcome(again)[2]), strip_early_finals(outcome(whole)[2]))
+    assert_same(outcome(again)[0], outcome(whole)[0])
+
+
+def test_resume_of_a_finished_run_trains_nothing(tmp_path: Path) -> None:
+    first = make_trainer(tmp_path, make_rows(22))
+    first.train()
+    again = make_trainer(tmp_path, make_rows(22))
+    output = again.train(resume_from_checkpoint=True)
+    assert output.global_step == first.state.global_step
+    assert_same(outcome(again)[0], outcome(first)[0])
+
+
+def test_resume_with_another_batch_size_is_refused(tmp_path: Path) -> None:
+    make_trainer(tmp_path, make_rows(22), StopAt(2)).train()
+    trainer = make_trainer(tmp_path, make_rows(22), per_device_train_batch_size=2)
+    with pytest.raises(CheckpointError, match="batch_size"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_early_stopping_counts_on_after_a_resume(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": False,
+        "learning_rate": 0.0, "num_train_epochs": 4,
+    }  # fmt: skip
+    whole = make_trainer(tmp_path / "a", make_rows(22), EarlyStoppingCallback(5), **options)
+    whole.train()
+    make_trainer(tmp_path / "b", make_rows(22), EarlyStoppingCallback(5), StopAt(3), **options).train()
+    resumed = make_trainer(tmp_path / "b", make_rows(22), EarlyStoppingCallback(5), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == whole.state.global_step == 6

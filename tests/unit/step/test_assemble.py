@@ -1,0 +1,275 @@
+"""The assembled step: the same numbers as a hand-written loop, and who does what."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hftrain.core.errors import StrategyError
+from hftrain.core.types import Owns
+from hftrain.precision.base import Precision
+from hftrain.precision.registry import precisions
+from hftrain.step.assemble import assemble_stepper
+from hftrain.step.stepper import Stepper
+from hftrain.strategies.base import Strategy
+from hftrain.strategies.registry import create_strategy
+
+STEPS = 6
+CPU = torch.device("cpu")
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def losses_of(model: nn.Module, batch: torch.Tensor, step: int, overflow_at: int | None) -> torch.Tensor:
+    loss = model(batch).float().square().mean()
+    return loss * float("inf") if step == overflow_at else loss
+
+
+def batches() -> Iterator[tuple[int, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    for step in range(STEPS):
+        yield step, torch.randn(3, 4, generator=generator)
+
+
+def hand_written(name: str, max_norm: float | None, overflow_at: int | None) -> tuple[list[Any], nn.Module]:
+    """Train as a script would, with torch's own calls."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+    model = make_model()
+    optimizer = make_adamw(model)
+    scaler = torch.amp.GradScaler("cpu", enabled=name == "fp16")
+    seen: list[Any] = []
+    for step, batch in batches():
+        with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
+            loss = losses_of(model, batch, step, overflow_at)
+        scaler.scale(loss).backward()
+        norm = None
+        if max_norm:
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append((loss.detach(), norm, torch.tensor(scaler.get_scale())))
+    return seen, model
+
+
+def assembled(name: str, max_norm: float | None, overflow_at: int | None) -> tuple[list[Any], nn.Module, list[bool]]:
+    """Train the same through a strategy, a precision and a stepper."""
+    strategy, precision = create_strategy("single", use_cpu=True), precisions.create(name)
+    strategy.launch()
+    precision.open(strategy.device, strategy.scaler_factory)
+    model, optimizer = strategy.setup(precision.convert(make_model()), make_adamw, precision.policy)
+    stepper = assemble_stepper(strategy=strategy, precision=precision, optimizer=optimizer, max_grad_norm=max_norm)
+    seen, done = [], []
+    for step, batch in batches():
+        with stepper.autocast():
+            loss = losses_of(model, batch, step, overflow_at)
+        stepper.backward(loss)
+        norm = stepper.clip()
+        done.append(stepper.step())
+        stepper.zero_grad()
+        seen.append((loss.detach(), norm, torch.tensor(precision.state_dict().get("scale", 1.0))))
+    precision.close()
+    return seen, model, done
+
+
+@pytest.mark.parametrize("max_norm", [None, 0, 0.1])
+@pytest.mark.parametrize(("name", "overflow_at"), [("fp32", None), ("bf16", None), ("fp16", None), ("fp16", 2)])
+def test_step_equals_a_hand_written_loop_to_the_last_bit(
+    name: str, max_norm: float | None, overflow_at: int | None
+) -> None:
+    if overflow_at is not None and name != "fp16":
+        pytest.skip("without a scaler an overflow is not survived")
+    expected, expected_model = hand_written(name, max_norm, overflow_at)
+    seen, model, done = assembled(name, max_norm, overflow_at)
+    for ours, theirs in zip(seen, expected, strict=True):
+        for our, their in zip(ours, theirs, strict=True):
+            assert our is their or torch.equal(torch.nan_to_num(our), torch.nan_to_num(their))
+    for ours, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert done == [step != overflow_at for step in range(STEPS)]
+
+
+class Engine(Strategy):
+    """A strategy whose engine does what `owns` says, and notes it."""
+
+    name = "engine"
+
+    def __init__(self, owns: Owns) -> None:
+        super().__init__(CPU)
+        self.owns = owns
+        self.calls: list[str] = []
+        self.launch()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.calls.append("backward")
+
+    def step(self) -> bool:
+        self.calls.append("step")
+        return False
+
+
+def opened(name: str) -> Precision:
+    precision = precisions.create(name)
+    precision.open(CPU, lambda device: torch.amp.GradScaler(device.type))
+    return precision
+
+
+def assemble(strategy: Strategy, precision: Precision, max_grad_norm: float | None = 1.0) -> Stepper:
+    optimizer = make_adamw(make_model())
+    return assemble_stepper(strategy=strategy, precision=precision, optimizer=optimizer, max_grad_norm=max_grad_norm)
+
+
+def test_precision_does_what_no_engine_takes_over() -> None:
+    strategy, precision = Engine(Owns.NOTHING), opened("bf16")
+    stepper = assemble(strategy, precision)
+    assert stepper.backward == precision.backward
+    assert stepper.autocast == precision.autocast
+    assert stepper.step() is True
+    assert strategy.calls == []
+
+
+def test_engine_does_what_it_takes_over() -> None:
+    strategy = Engine(Owns.BACKWARD | Owns.STEP | Owns.CLIP | Owns.SCALING | Owns.CASTING)
+    stepper = assemble(strategy, opened("fp16"))
+    stepper.backward(torch.zeros(()))
+    assert stepper.clip() is None
+    assert stepper.step() is False
+    assert strategy.calls == ["backward", "step"]
+    with stepper.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0, 0.0, -1.0])
+def test_clipping_can_be_turned_off(max_grad_norm: float | None) -> None:
+    assert assemble(Engine(Owns.NOTHING), opened("fp32"), max_grad_norm).clip() is None
+
+
+def test_clipping_takes_the_optimizers_parameters() -> None:
+    clipped, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    for parameter in (clipped, other):
+        parameter.grad = torch.full((1,), 10.0)
+    late = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([clipped])
+    stepper = assemble_stepper(
+        strategy=Engine(Owns.NOTHING), precision=opened("fp32"), optimizer=optimizer, max_grad_norm=1.0
+    )
+    assert stepper.clip() == 10.0
+    assert other.grad == 10.0
+    optimizer.add_param_group({"params": [late]})
+    late.grad = torch.full((1,), 5.0)
+    stepper.clip()
+    assert late.grad < 1.0
+
+
+class Bare(Strategy):
+    """A strategy that promises more than it has."""
+
+    name = "bare"
+
+    def __init__(self, owns: Owns) -> None:
+        super().__init__(CPU)
+        self.owns = owns
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "reason"),
+    [
+        (lambda: Bare(Owns.BACKWARD), "fp32", "has no method 'backward'"),
+        (lambda: Bare(Owns.STEP), "fp32", "has no method 'step'"),
+        (lambda: Engine(Owns.SCALING), "fp16", "needs its own backward and step"),
+        (lambda: Engine(Owns.SCALING | Owns.STEP), "fp16", "needs its own backward and step"),
+        (lambda: Engine(Owns.STEP), "fp16", "a precision it bypasses"),
+        (lambda: Engine(Owns.BACKWARD | Owns.STEP), "fp16", "a precision it bypasses"),
+    ],
+)
+def test_strategy_that_does_not_hold_together_is_refused(
+    strategy: Callable[[], Strategy], precision: str, reason: str
+) -> None:
+    with pytest.raises(StrategyError, match=reason):
+        assemble(strategy(), opened(precision))
+
+
+def test_engine_may_take_over_backward_where_nothing_is_scaled() -> None:
+    strategy = Engine(Owns.BACKWARD)
+    assert assemble(strategy, opened("bf16")).backward == strategy.backward
+
+
+class Reads(TorchDispatchMode):
+    """Count how often the host asks for a tensor's value, for which it would wait for a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "reads"), [("fp32", False), ("bf16", False), ("fp16", True)])
+def test_step_waits_for_the_device_in_fp16_only(name: str, reads: bool) -> None:
+    model = make_model()
+    stepper = assemble_stepper(
+        strategy=Engine(Owns.NOTHING),
+        precision=opened(name),
+        optimizer=torch.optim.SGD(model.parameters()),
+        max_grad_norm=1.0,
+    )
+    with Reads() as seen:
+        with stepper.autocast():
+            loss = model(torch.ones(1, 4)).sum()
+        stepper.backward(loss)
+        stepper.clip()
+        assert seen.count == 0
+        stepper.step()
+        stepper.zero_grad()
+    assert (seen.count > 0) == reads
+
+
+def test_step_adds_few_python_calls() -> None:
+    """Count the calls into our own files; torch's are the same as a hand-written loop's."""
+    precision = opened("fp32")
+    model = make_model()
+    stepper = assemble_stepper(
+        strategy=Engine(Owns.NOTHING), precision=precision, optimizer=make_adamw(model), max_grad_norm=1.0
+    )
+    calls: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and "hftrain" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_name)
+
+    loss = model(torch.ones(1, 4)).sum()
+    sys.setprofile(note)
+    stepper.backward(loss)
+    stepper.clip()
+    stepper.step()
+    stepper.zero_grad()
+    sys.setprofile(None)
+    assert [call for call in calls if call != "<listcomp>"] == ["backward", "clip", "clip_grad_norm", "step"]
+    assert len(calls) <= 10
+
+
+def test_backward_is_one_frame_below_the_loop() -> None:
+    frames: list[list[str]] = []
+
+    class Loss:
+        def backward(self) -> None:
+            frames.append([frame.name for frame in traceback.extract_stack(sys._getframe(1), limit=2)])
+
+    assemble(Engine(Owns.NOTHING), opened("fp32")).backward(Loss())
+    assert frames == [["test_backward_is_one_frame_below_the_loop", "backward"]]

@@ -1,0 +1,87 @@
+"""DDP on one process: wrapping. Several processes: tests/distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hftrain.core.errors import ConfigError
+from hftrain.precision.registry import precisions
+from hftrain.strategies.ddp import DDPStrategy
+from hftrain.strategies.registry import create_strategy
+
+POLICY = precisions.create("fp32").policy
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    assert not isinstance(model, DistributedDataParallel)
+    return torch.optim.SGD(model.parameters())
+
+
+@pytest.fixture
+def strategy() -> Iterator[DDPStrategy]:
+    strategy = DDPStrategy(use_cpu=True)
+    strategy.launch()
+    yield strategy
+    strategy.close()
+
+
+def test_setup_wraps_and_unwrap_undoes_it(strategy: DDPStrategy) -> None:
+    model = nn.Linear(2, 2)
+    wrapped, optimizer = strategy.setup(model, make_optimizer, POLICY)
+    assert isinstance(wrapped, DistributedDataParallel)
+    assert strategy.unwrap(wrapped) is model
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+    assert sorted(strategy.model_state(wrapped)) == ["bias", "weight"]
+
+
+def test_wrapped_model_is_not_wrapped_again(strategy: DDPStrategy) -> None:
+    wrapped, _ = strategy.setup(nn.Linear(2, 2), make_optimizer, POLICY)
+    again, optimizer = strategy.setup(wrapped, make_optimizer, POLICY)
+    assert again is wrapped
+    assert optimizer is not None
+
+
+def test_model_that_is_not_trained_is_not_wrapped(strategy: DDPStrategy) -> None:
+    model = nn.Linear(2, 2).requires_grad_(False)
+    assert strategy.setup(model, None, POLICY) == (model, None)
+
+
+def test_frozen_model_is_refused(strategy: DDPStrategy) -> None:
+    with pytest.raises(ConfigError, match="None of its parameters requires a gradient"):
+        strategy.setup(nn.Linear(2, 2).requires_grad_(False), make_optimizer, POLICY)
+
+
+def test_no_sync_holds_the_exchange_back(strategy: DDPStrategy) -> None:
+    wrapped, _ = strategy.setup(nn.Linear(2, 2), make_optimizer, POLICY)
+    with strategy.no_sync(wrapped):
+        assert not wrapped.require_backward_grad_sync
+    assert wrapped.require_backward_grad_sync
+
+
+def test_options_reach_ddp(strategy: DDPStrategy) -> None:
+    chosen = create_strategy(
+        "ddp_find_unused", use_cpu=True, bucket_cap_mb=1, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
+    chosen.launch()  # into the fixture's group
+    wrapped, _ = chosen.setup(nn.Linear(2, 2), make_optimizer, POLICY)
+    assert wrapped.find_unused_parameters
+    assert wrapped.bucket_bytes_cap == 1024**2
+    assert not wrapped.broadcast_buffers
+    assert wrapped.gradient_as_bucket_view
+
+
+def test_default_options_are_torchs(strategy: DDPStrategy) -> None:
+    ours, _ = strategy.setup(nn.Linear(2, 2), make_optimizer, POLICY)
+    torchs = DistributedDataParallel(nn.Linear(2, 2))
+    for name in ("find_unused_parameters", "broadcast_buffers", "static_graph", "bucket_bytes_cap"):
+        assert getattr(ours, name) == getattr(torchs, name)
+
+
+def test_mps_is_refused() -> None:
+    assert "MPS" in DDPStrategy.refuses(POLICY, "mps")
+    assert DDPStrategy.refuses(POLICY, "cuda") is None

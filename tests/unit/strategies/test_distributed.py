@@ -1,0 +1,122 @@
+"""A process group of one: how it comes and goes. Several processes: tests/distributed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.strategies.ddp import DDPStrategy
+from hftrain.strategies.distributed import check_backend
+
+
+@pytest.fixture
+def strategy() -> Iterator[DDPStrategy]:
+    strategy = DDPStrategy(use_cpu=True)
+    yield strategy
+    strategy.close()
+
+
+def test_group_of_one_needs_no_launcher(strategy: DDPStrategy, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hftrain"):
+        strategy.launch()
+    assert "torchrun --nproc_per_node=N" in caplog.text
+    assert dist.get_backend() == "gloo"
+    assert (strategy.rank, strategy.local_rank, strategy.world_size) == (0, 0, 1)
+    assert strategy.device == torch.device("cpu")
+
+
+def test_launch_twice_keeps_the_group(strategy: DDPStrategy) -> None:
+    strategy.launch()
+    strategy.launch()
+    assert dist.is_initialized()
+
+
+def test_close_leaves_the_group_and_can_be_repeated(strategy: DDPStrategy) -> None:
+    strategy.launch()
+    strategy.close()
+    strategy.close()
+    assert not dist.is_initialized()
+    strategy.launch()
+    assert dist.is_initialized()
+
+
+def test_close_puts_torchs_exception_hook_back(strategy: DDPStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sys.excepthook
+    strategy.launch()
+    strategy.close()
+    assert sys.excepthook is before
+    monkeypatch.setattr(sys, "excepthook", before)
+    strategy.launch()
+    sys.excepthook = print
+    strategy.close()
+    assert sys.excepthook is print
+
+
+def test_group_of_somebody_else_is_used_and_left(strategy: DDPStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch leaves its own behind
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        strategy.launch()
+        strategy.close()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_group_of_one_needs_no_accelerate(strategy: DDPStrategy) -> None:
+    before = "accelerate" in sys.modules
+    strategy.launch()
+    assert ("accelerate" in sys.modules) == before
+
+
+def test_collectives_of_one_process_are_the_identity(strategy: DDPStrategy) -> None:
+    strategy.launch()
+    tensor = torch.arange(3)
+    assert strategy.reduce(tensor, "mean") is tensor
+    assert strategy.gather(tensor) is tensor
+    assert strategy.gather(torch.tensor(2.0)).shape == (1,)
+    assert strategy.gather_object("a") == ["a"]
+    assert strategy.broadcast_object("a") == "a"
+    assert strategy.all_true(False) is False
+    strategy.barrier()
+
+
+def test_rank_before_launch_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    strategy = DDPStrategy(use_cpu=True)
+    assert (strategy.rank, strategy.local_rank, strategy.world_size) == (3, 1, 4)
+    assert not strategy.is_main
+    assert not dist.is_initialized()
+
+
+def test_processes_that_do_not_meet_are_refused(monkeypatch: pytest.MonkeyPatch, strategy: DDPStrategy) -> None:
+    from accelerate import PartialState
+
+    PartialState(cpu=True)  # made before the launcher's variables are there, so it stays single
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    launched = DDPStrategy(use_cpu=True)
+    with pytest.raises(StrategyError, match="accelerate set up 1, so each would train alone"):
+        launched.launch()
+    assert not dist.is_initialized()
+    assert PartialState().initialized  # somebody else's, so it is left alone
+
+
+@pytest.mark.parametrize(
+    ("backend", "device_type"), [("gloo", "cpu"), ("gloo", "cuda"), *([("nccl", "cuda")] * dist.is_nccl_available())]
+)
+def test_backend_that_serves_the_device_is_taken(backend: str, device_type: str) -> None:
+    check_backend(backend, device_type)
+
+
+@pytest.mark.parametrize("backend", ["glooo", "nccl", "undefined", "fake", "hccl"])
+def test_backend_that_does_not_serve_the_cpu_is_refused(backend: str) -> None:
+    with pytest.raises(ConfigError, match=r"Use one of \['gloo'"):
+        DDPStrategy(use_cpu=True, backend=backend)
+    assert not dist.is_initialized()

@@ -1,0 +1,64 @@
+"""What the launcher says, and which device there is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hftrain.core.errors import ConfigError
+from hftrain.strategies.environment import (
+    find_device_type,
+    launched_local_rank,
+    launched_rank,
+    launched_world_size,
+)
+
+
+def launched() -> tuple[int, int, int]:
+    return launched_rank(), launched_local_rank(), launched_world_size()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 0, 1)),
+        ({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, (3, 1, 4)),
+        ({"PMI_RANK": "3", "MPI_LOCALRANKID": "1", "PMI_SIZE": "4"}, (3, 1, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "3"}, (2, 0, 3)),
+        ({"LOCAL_RANK": "-1"}, (0, 0, 1)),
+    ],
+)
+def test_launcher_variables_are_read(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: tuple[int, int, int]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launched() == expected
+
+
+def test_launcher_variable_without_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE='two'"):
+        launched_world_size()
+
+
+def test_cpu_is_found_when_asked_for() -> None:
+    assert find_device_type(use_cpu=True) == "cpu"
+
+
+# The accelerators' presence is pretended: only the choice between them is under test.
+@pytest.mark.parametrize(("present", "expected"), [({"cuda", "mps"}, "cuda"), ({"mps"}, "mps"), (set(), "cpu")])
+def test_accelerator_is_preferred(monkeypatch: pytest.MonkeyPatch, present: set[str], expected: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in present)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: "mps" in present)
+    if hasattr(torch, "accelerator"):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert find_device_type() == expected
+
+
+@pytest.mark.skipif(not hasattr(torch, "accelerator"), reason="torch.accelerator is new in torch 2.6")
+def test_other_accelerators_are_found_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    assert find_device_type() == "xpu"

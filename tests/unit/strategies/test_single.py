@@ -1,0 +1,47 @@
+"""One process: which device, and what is refused before it is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hftrain.core.errors import ConfigError
+from hftrain.strategies.environment import find_device_type
+from hftrain.strategies.single import SingleDeviceStrategy
+
+
+def test_device_type_is_known_before_launch() -> None:
+    assert SingleDeviceStrategy(use_cpu=True).device_type == "cpu"
+    assert SingleDeviceStrategy().device_type == find_device_type()
+    assert SingleDeviceStrategy(device=torch.device("meta")).device_type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"use_cpu": True, "device": "cuda:0"}, "use_cpu=True forbids it"),
+        ({"device": f"cuda:{torch.cuda.device_count()}"}, f"sees {torch.cuda.device_count()} CUDA devices"),
+    ],
+)
+def test_device_that_cannot_be_used_is_refused(options: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        SingleDeviceStrategy(**options)
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has MPS")
+def test_absent_mps_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no MPS device"):
+        SingleDeviceStrategy(device="mps")
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="train separate copies"):
+        SingleDeviceStrategy(use_cpu=True)
+
+
+@pytest.mark.cuda
+def test_cuda_device_gets_an_index_and_becomes_the_current_one() -> None:
+    strategy = SingleDeviceStrategy()
+    strategy.launch()
+    assert strategy.device == torch.device("cuda", torch.cuda.current_device())
