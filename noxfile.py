@@ -59,7 +59,7 @@ def has_tests_marked(mark: str) -> bool:
 def skip_unless_marked(session: nox.Session, mark: str, reason: str) -> None:
     """Skip a session, before anything is installed, while no test carries its mark."""
     if not has_tests_marked(mark):
-        session.skip(f"No test is marked {mark!r}. {reason}")
+        session.skip(f"no test is marked {mark!r}; {reason}")
 
 
 def skip_unless_torch_says(session: nox.Session, question: str, reason: str) -> None:
@@ -92,7 +92,7 @@ def tests(session: nox.Session) -> None:
 @nox.session(name="tests-slow")
 def tests_slow(session: nox.Session) -> None:
     """Run the long versions of tests whose short ones always run."""
-    skip_unless_marked(session, "slow", "The short versions run in `tests`.")
+    skip_unless_marked(session, "slow", "the short versions run in `tests`")
     install(session, "test")
     pytest(session, "slow and not bench")
 
@@ -115,7 +115,7 @@ def tests_interop(session: nox.Session) -> None:
 def tests_cuda(session: nox.Session) -> None:
     """Run the GPU tests; skipped where torch sees no GPU."""
     install(session, "test")
-    skip_unless_torch_says(session, "torch.cuda.is_available()", "No GPU that torch can use.")
+    skip_unless_torch_says(session, "torch.cuda.is_available()", "no GPU that torch can use")
     pytest(session, "cuda and not bench")
 
 
@@ -123,14 +123,14 @@ def tests_cuda(session: nox.Session) -> None:
 def tests_mps(session: nox.Session) -> None:
     """Run the Apple GPU tests; skipped where torch sees none."""
     install(session, "test")
-    skip_unless_torch_says(session, "torch.backends.mps.is_available()", "No Apple GPU that torch can use.")
+    skip_unless_torch_says(session, "torch.backends.mps.is_available()", "no Apple GPU that torch can use")
     pytest(session, "mps and not bench")
 
 
 @nox.session(name="tests-xla")
 def tests_xla(session: nox.Session) -> None:
     """Run the torch_xla tests; skipped until strategy='xla' exists."""
-    skip_unless_marked(session, "xla", "strategy='xla' comes in a later version.")
+    skip_unless_marked(session, "xla", "strategy='xla' comes in a later version")
     # Without the constraints: torch_xla wants the torch it was built for.
     session.install("-e", ".[test,xla]")
     pytest(session, "xla")
@@ -139,7 +139,7 @@ def tests_xla(session: nox.Session) -> None:
 @nox.session(name="tests-deepspeed")
 def tests_deepspeed(session: nox.Session) -> None:
     """Run the DeepSpeed tests; skipped until strategy='deepspeed' exists."""
-    skip_unless_marked(session, "deepspeed", "strategy='deepspeed' comes in a later version.")
+    skip_unless_marked(session, "deepspeed", "strategy='deepspeed' comes in a later version")
     install(session, "test", "deepspeed")
     pytest(session, "deepspeed")
 
@@ -184,7 +184,7 @@ def bench(session: nox.Session) -> None:
     """Run the tests that measure and every script in benchmarks/; wants a quiet machine."""
     scripts = sorted(Path("benchmarks").glob("[!_]*.py"))
     if not scripts and not has_tests_marked("bench"):
-        session.skip("benchmarks/ holds no script yet, and no test is marked 'bench'.")
+        session.skip("benchmarks/ holds no script yet, and no test is marked 'bench'")
     install(session, "test")
     if has_tests_marked("bench"):
         pytest(session, "bench")

@@ -117,11 +117,11 @@ class DistributedStrategy(Strategy):
 
     def _join(self) -> torch.device:
         """Find the device of this process in a group that somebody else made."""
+        # Without a launcher's word, take the processes to be on one machine.
+        self.local_rank = launched_local_rank(default=dist.get_rank())
         if self.device_type == "cpu":
             return self.planned_device
-        return torch.device(
-            self.device_type, self.local_rank % torch.get_device_module(self.device_type).device_count()
-        )
+        return torch.device(self.device_type, self.local_rank % getattr(torch, self.device_type).device_count())
 
     def _meet(self) -> torch.device:
         """Form the group that the launcher describes."""

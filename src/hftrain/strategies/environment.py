@@ -18,9 +18,9 @@ def launched_rank() -> int:
     return _read(_RANK, 0)
 
 
-def launched_local_rank() -> int:
-    """Return this process's rank on its machine as the launcher set it, 0 without one."""
-    return _read(_LOCAL_RANK, 0)
+def launched_local_rank(default: int = 0) -> int:
+    """Return this process's rank on its machine as the launcher set it, `default` without one."""
+    return _read(_LOCAL_RANK, default)
 
 
 def launched_world_size() -> int:

@@ -65,8 +65,24 @@ def accepts_item_count(model: nn.Module) -> bool:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Tell whether the model compares position t with label t + 1 (by its class name, as the documentation does)."""
-    return type(base_model(model)).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    """Tell whether the model compares position t with label t + 1 (by its class name, as the documentation does).
+
+    Models "for conditional generation" do unless they are encoder-decoders, whose decoder inputs are shifted instead.
+    """
+    base = base_model(model)
+    name = type(base).__name__
+    if name.endswith("ForConditionalGeneration"):
+        config = getattr(base, "config", None)
+        return config is not None and not getattr(config, "is_encoder_decoder", False)
+    return name.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def is_recomputing(model: Any) -> bool:
+    """Tell whether a transformers model recomputes activations; version 5 warns about the property's older name."""
+    for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):
+        if hasattr(type(model), name):
+            return bool(getattr(model, name))
+    return False
 
 
 def keys_to_ignore(model: nn.Module) -> list[str]:

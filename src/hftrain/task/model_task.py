@@ -71,16 +71,16 @@ class ModelTask(TaskModule):
         labels = None
         if (self.label_smoothing or self.compute_loss_func is not None) and isinstance(inputs, Mapping):
             labels = inputs.get("labels")
-        if labels is None:
+        if labels is None and self.compute_loss_func is None:
             outputs = self._call(model, inputs, num_items_in_batch if self.accepts_item_count else None)
             return read_loss(outputs, model_name=type(self.model).__name__), outputs
-        # The smoothed loss keeps the labels in the inputs of models that need them to shift decoder inputs.
-        own_loss = self.compute_loss_func is not None or not self._builds_decoder_inputs(inputs)
-        features = {key: value for key, value in inputs.items() if key != "labels"} if own_loss else inputs
+        # Models that make their decoder inputs of the labels keep them.
+        takes_labels = labels is None or self._builds_decoder_inputs(inputs)
+        features = inputs if takes_labels else {key: value for key, value in inputs.items() if key != "labels"}
         outputs = self._call(model, features, None)
         if self.compute_loss_func is not None:
             return self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch), outputs
-        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0 if own_loss else 1]
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1 if takes_labels else 0]
         loss = smoothed_loss(
             logits, labels, smoothing=self.label_smoothing, shift=self.is_causal, num_items=num_items_in_batch
         )

@@ -204,7 +204,9 @@ class TrainSession:
         args = self.trainer.args
         if not args.gradient_checkpointing:
             return
-        enable = getattr(model, "gradient_checkpointing_enable", None)
+        # transformers 5 renamed the method, and warns about the older name.
+        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        enable = getattr(model, f"{kind}_checkpointing_enable", None)
         if enable is None:
             raise ConfigError(
                 explain(
@@ -214,7 +216,7 @@ class TrainSession:
                 )
             )
         options = args.gradient_checkpointing_kwargs
-        enable(gradient_checkpointing_kwargs=options) if options else enable()
+        enable(**{f"{kind}_checkpointing_kwargs": options}) if options else enable()
 
     def _loop(self, config: FitConfig, loader: Any, stepper: Any) -> FitLoop:
         trainer, strategy = self.trainer, self.trainer.strategy
@@ -222,7 +224,7 @@ class TrainSession:
         if schedule is not None and is_metric_driven(str(trainer.args.lr_scheduler_type)):
             schedule = None
         slots = FitSlots(
-            get_batch_samples=trainer._get_batch_samples,
+            get_batch_samples=trainer._take_window,
             training_step=trainer._training_step,
             restore_rng=self._restore_rng,
             log=self._log,

@@ -31,9 +31,10 @@ from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
 from hftrain.core.state import TrainerState
+from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput, TrainOutput
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
-from hftrain.data.columns import ColumnPruner, prune_columns, signature_columns
+from hftrain.data.columns import ColumnPruner, prune_columns, removable_columns, signature_columns
 from hftrain.data.loaders import build_eval_loader, build_train_loader
 from hftrain.data.sharding import shard_loader
 from hftrain.data.sizes import has_length, num_examples
@@ -45,8 +46,10 @@ from hftrain.optim.schedules import build_schedule
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
 from hftrain.step.legality import check_legal
+from hftrain.storage.files import check_writable
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
+from hftrain.task.introspect import is_recomputing
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
 from hftrain.trainer.checks import (
@@ -146,17 +149,7 @@ class Trainer:
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.processing_class = _one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
-        self.is_in_train = False
-        self.is_model_parallel = False
-        self._session: TrainSession | None = None
-        self._depth = 0
-        self._stage = "train"
-        self._eval_logs: Mapping[str, Any] = {}
-        # Replaced for as long as a run lasts by what its stepper says.
-        self._backward: Callable[[torch.Tensor], None] = self.precision.backward
-        self._autocast: Callable[[], AbstractContextManager[Any]] = self.precision.autocast
-        self._window_length = 1
-        self._weighs_losses = self._counts_items = self._schedule_is_own = False
+        self._start_idle()
         if self.args.log_level != "passive" or self.args.process_index > 0:
             set_verbosity(self.args.get_process_log_level())
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
@@ -171,7 +164,7 @@ class Trainer:
 
     def _make_parts(self, model: Any, strategy: str | Strategy | None, precision: str | Precision | None) -> None:
         """Choose strategy and precision and refuse what cannot work; nothing is launched."""
-        is_checkpointing = self.args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False)
+        is_checkpointing = self.args.gradient_checkpointing or is_recomputing(model)
         named = strategy if isinstance(strategy, str) or strategy is None else strategy.name
         name, options = strategy_request(self.args, named, is_checkpointing=bool(is_checkpointing))
         numerics = precision if isinstance(precision, str) or precision is None else precision.policy.name
@@ -245,6 +238,21 @@ class Trainer:
     def _is_overridden(self, name: str) -> bool:
         return getattr(type(self), name) is not getattr(Trainer, name)
 
+    def _start_idle(self) -> None:
+        """Set what only a running verb changes."""
+        self.is_in_train = False
+        self.is_model_parallel = False
+        self._session: TrainSession | None = None
+        self._depth = 0
+        self._stage = "train"
+        self._eval_logs: Mapping[str, Any] = {}
+        # Replaced for as long as a run lasts by what its stepper says.
+        self._backward: Callable[[torch.Tensor], None] = self.precision.backward
+        self._autocast: Callable[[], AbstractContextManager[Any]] = self.precision.autocast
+        self._window_samples = 1
+        self._divides_by_count: bool | None = None
+        self._weighs_losses = self._counts_items = self._schedule_is_own = False
+
     @property
     def tokenizer(self) -> Any:
         """The older name of `processing_class`."""
@@ -296,6 +304,9 @@ class Trainer:
         if not self._is_overridden("get_train_dataloader"):
             check_train_data(self.args, self.train_dataset)
             self._check_columns(self.train_dataset)
+        if self.args.save_strategy != "no":
+            check_writable(self.output_dir)
+        self._check_optimizer()
         resume = find_resume(self, resume_from_checkpoint)
         with self._running("train"):
             self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
@@ -569,10 +580,29 @@ class Trainer:
         """
         num_ranks = self.strategy.world_size if self.args.average_tokens_across_devices else 1
         if num_items is None:
-            return 1, self._window_length
-        if self._normalises_itself:
+            return batch_size_of(inputs) or 1, self._window_samples
+        if self._normalises_itself and self._divides(inputs, num_items):
             return num_ranks, 1
         return self.task.count_items(inputs) * num_ranks, num_items
+
+    def _divides(self, inputs: Any, num_items: int | torch.Tensor) -> bool:
+        """Find out, once per run, whether the loss divides by the item count it is given; collective until known.
+
+        Many transformers models take any keyword and ignore the count: only the loss itself tells.
+        """
+        if self._divides_by_count is None and self.compute_loss_func is None:
+            losses = []
+            with self._evaluating("eval"), torch.no_grad(), self.compute_loss_context_manager():
+                for count in (num_items, 2 * num_items):
+                    with preserved_rng():
+                        # A copy, because overrides may pop the labels.
+                        losses.append(float(self._compute_loss(self.model, dict(inputs), num_items_in_batch=count)))
+            # A loss of 0 or NaN tells nothing; then another rank or the next micro-batch may.
+            tells = math.isfinite(losses[0]) and losses[0] != 0
+            verdict = 0 if not tells else 1 if math.isclose(*losses, rel_tol=1e-2) else 2
+            verdict = int(self.strategy.reduce(torch.tensor(verdict, device=self.strategy.device), op="max"))
+            self._divides_by_count = None if verdict == 0 else verdict == 2
+        return self._divides_by_count is not False
 
     @property
     def _normalises_itself(self) -> bool:
@@ -596,7 +626,6 @@ class Trainer:
         Source: the documented `Trainer.get_batch_samples`.
         """
         batches = list(islice(epoch_iterator, num_batches))
-        self._window_length = len(batches)
         if not batches or not self._counts_items:
             return batches, None
         if self._normalises_itself and not all(isinstance(b, Mapping) and "labels" in b for b in batches):
@@ -604,6 +633,14 @@ class Trainer:
         num_items: Any = sum(self.task.count_items(batch) for batch in batches)
         if self.args.average_tokens_across_devices and self.strategy.world_size > 1:
             num_items = self.strategy.reduce(torch.as_tensor(num_items, device=device), op="sum")
+        return batches, num_items
+
+    def _take_window(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], int | torch.Tensor | None]:
+        """Take a step's micro-batches, and note how many samples they hold for losses that nothing else weighs."""
+        batches, num_items = self._get_batch_samples(epoch_iterator, num_batches, device)
+        self._window_samples = sum(batch_size_of(batch) or 1 for batch in batches)
         return batches, num_items
 
     def _decide_weighing(self) -> None:
@@ -614,6 +651,7 @@ class Trainer:
         accumulates = self.args.gradient_accumulation_steps > 1
         self._counts_items = bool(averages or accumulates or self._normalises_itself)
         self._weighs_losses = bool(averages or accumulates)
+        self._divides_by_count = None
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Return the context the loss is computed in: the precision's casting."""
@@ -757,8 +795,8 @@ class Trainer:
         keep = self._signature_columns if self.args.remove_unused_columns else None
         if keep is None or not has_length(dataset) or not len(dataset) or not hasattr(dataset, "__getitem__"):
             return
-        names = getattr(dataset, "column_names", None)
-        if not isinstance(names, list):
+        names = removable_columns(dataset)
+        if names is None:
             with preserved_rng():
                 sample = dataset[0]
             names = list(sample) if isinstance(sample, Mapping) else None
@@ -777,9 +815,23 @@ class Trainer:
         """Give each rank its share of a loader that an override returned whole."""
         if self.strategy.world_size == 1:
             return loader
+        config = train_loader_config(self.args, has_accelerator=False)
         return shard_loader(
-            loader, rank=self.strategy.rank, world_size=self.strategy.world_size, is_training=is_training
+            loader,
+            rank=self.strategy.rank,
+            world_size=self.strategy.world_size,
+            is_training=is_training,
+            even_batches=config.even_batches,
+            split_batches=config.split_batches,
+            seed=config.seed,
         )
+
+    def _check_optimizer(self) -> None:
+        """Refuse, before anything is launched, an optimizer that cannot be made."""
+        is_own = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        makes_own = type(self.task).configure_optimizers is not TaskModule.configure_optimizers
+        if not (is_own or makes_own or self._is_overridden("create_optimizer")):
+            self.get_optimizer_cls_and_kwargs(self.args, self.model)
 
     # -- optimizer and schedule ----------------------------------------------------------------------------------
 
@@ -866,7 +918,7 @@ class Trainer:
 
     def num_examples(self, dataloader: Any) -> int:
         """Return how many samples a loader's data holds, the best estimate where it has no length."""
-        return num_examples(dataloader)
+        return num_examples(dataloader, batch_size=self.args.train_batch_size)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples per optimizer update, all ranks together."""

@@ -1,0 +1,518 @@
+"""Measure what a training framework adds to an optimizer step of a plain PyTorch loop, on one CPU core.
+
+    python benchmarks/overhead.py                            # the table, a few minutes
+    python benchmarks/overhead.py --sizes 1ms --repeats 1    # one model size, once
+    python benchmarks/overhead.py --frames hftrain-task      # the Python functions that make the difference
+
+Everybody does the same work on the same batches: float32, AdamW (torch's loop over parameters; decay on matrices
+only), gradients clipped to norm 1, linear schedule, the data read in order through a torch DataLoader with one collate
+function; all must end with the same parameters. Nobody logs, evaluates, saves or shows a progress bar:
+
+- plain: the loop of `run_plain`; "plain-again" is the same loop once more, so its ratio shows the noise.
+- hftrain-task, hftrain-module, transformers: the documented arguments in `ARGUMENTS`, the same for all three, with the
+  defaults for the rest (a NaN filter over the summed loss; unused columns removed where the model is a plain module).
+- accelerate: the loop of its quick tour: `prepare` everything, `accelerator.backward`, `accelerator.clip_grad_norm_`.
+- lightning: `Trainer(barebones=True)`, its own setting for measuring overhead.
+
+A step is timed from one entry into the model's `forward` to the next, the same place for everybody; that leaves
+start-up out. The contenders run at the same time in threads of one process, of which one at a time may go on: each
+takes a turn of some steps, then hands over inside `forward`, while no clock runs. So a disturbance longer than a
+round hits all alike. A turn counts with its median step, a contender with the median of its ratios to the plain loop's
+turn of the same round. All start anew some times, because a model's place in memory is luck too. Python calls are
+counted apart by a profile hook ("call" events: functions written in Python, not those written in C) and do not vary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain import TaskModule, Trainer, TrainingArguments
+
+NUM_WARMUP = 10
+NUM_WARMUP_TURNS = 2
+NUM_FEATURES = 64
+NUM_CLASSES = 10
+LEARNING_RATE = 1e-3
+WEIGHT_DECAY = 0.01
+
+ARGUMENTS: dict[str, Any] = {
+    "learning_rate": LEARNING_RATE,
+    "weight_decay": WEIGHT_DECAY,
+    "max_grad_norm": 1.0,
+    "optim": "adamw_torch",
+    "lr_scheduler_type": "linear",
+    "dataloader_pin_memory": False,
+    "use_cpu": True,
+    "logging_strategy": "no",
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model whose plain step takes about as long as its name says, and how many steps make a turn."""
+
+    name: str
+    width: int
+    depth: int
+    batch_size: int
+    steps_per_turn: int
+    num_turns: int
+    budget: float | None = None
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        Size(name="1ms", width=96, depth=2, batch_size=16, steps_per_turn=10, num_turns=80, budget=1.10),
+        Size(name="5ms", width=448, depth=3, batch_size=32, steps_per_turn=5, num_turns=50),
+        Size(name="20ms", width=800, depth=4, batch_size=32, steps_per_turn=3, num_turns=25, budget=1.02),
+    )
+}
+
+
+class Net(nn.Module):
+    """A multilayer perceptron that returns its loss, and tells a probe whenever it is entered."""
+
+    def __init__(self, size: Size, probe: Callable[[], None]) -> None:
+        super().__init__()
+        widths = [NUM_FEATURES, *[size.width] * size.depth]
+        hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
+        self.layers = nn.Sequential(*hidden, nn.Linear(size.width, NUM_CLASSES))
+        self.probe = probe
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.probe()
+        logits = self.layers(inputs)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Task(TaskModule):
+    """The same model as a task."""
+
+    def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.model(**batch)["loss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What each contender trains: one epoch of `max_steps` full batches."""
+
+    net: Net
+    samples: list[dict[str, torch.Tensor]]
+    batch_size: int
+    max_steps: int
+
+    def loader(self) -> torch.utils.data.DataLoader[Any]:
+        return torch.utils.data.DataLoader(self.samples, batch_size=self.batch_size, collate_fn=collate)  # type: ignore[arg-type]
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        parameters = list(self.net.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=LEARNING_RATE)
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / self.max_steps))
+
+
+def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def make_job(size: Size, probe: Callable[[], None], *, num_steps: int) -> Job:
+    """Prepare `num_steps` whole steps, from `forward` to `forward`."""
+    torch.manual_seed(0)
+    max_steps = num_steps + 1
+    distinct = [
+        {"inputs": torch.randn(NUM_FEATURES), "labels": torch.randint(NUM_CLASSES, ())}
+        for _ in range(8 * size.batch_size)
+    ]
+    samples = (distinct * (max_steps // 8 + 1))[: max_steps * size.batch_size]
+    return Job(net=Net(size, probe), samples=samples, batch_size=size.batch_size, max_steps=max_steps)
+
+
+# -- contenders ------------------------------------------------------------------------------------------------------
+
+
+class InOrder:
+    """Make a Trainer, hftrain's or transformers', read its training data in order."""
+
+    train_dataset: Any
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler[int]:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class InOrderTrainer(InOrder, Trainer):
+    """The Trainer measured here."""
+
+
+def run_plain(job: Job) -> None:
+    device = torch.device("cpu")
+    model = job.net.to(device).train()
+    # Listed once: a walk through the modules at each step would flatter everybody else.
+    parameters = list(model.parameters())
+    optimizer = job.optimizer()
+    schedule = job.schedule(optimizer)
+    for batch in job.loader():
+        batch = {name: value.to(device) for name, value in batch.items()}
+        loss = model(**batch)["loss"]
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def run_hftrain_task(job: Job) -> None:
+    _run_hftrain(job, Task(job.net))
+
+
+def run_hftrain_module(job: Job) -> None:
+    _run_hftrain(job, job.net)
+
+
+def _run_hftrain(job: Job, model: nn.Module) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, max_steps=job.max_steps, per_device_train_batch_size=job.batch_size, **ARGUMENTS
+        )
+        InOrderTrainer(model, arguments, data_collator=collate, train_dataset=job.samples).train()
+
+
+def run_accelerate(job: Job) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    optimizer = job.optimizer()
+    model, optimizer, loader, schedule = accelerator.prepare(job.net, optimizer, job.loader(), job.schedule(optimizer))
+    model.train()
+    for batch in loader:
+        loss = model(**batch)["loss"]
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def run_transformers(job: Job) -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+
+    class InOrderTrainer(InOrder, transformers.Trainer):
+        pass
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            folder, max_steps=job.max_steps, per_device_train_batch_size=job.batch_size, **ARGUMENTS
+        )
+        InOrderTrainer(job.net, arguments, data_collator=collate, train_dataset=job.samples).train()
+
+
+def run_lightning(job: Job) -> None:
+    import lightning
+
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = job.net
+
+        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            optimizer = job.optimizer()
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": job.schedule(optimizer), "interval": "step"},
+            }
+
+    trainer = lightning.Trainer(
+        barebones=True, accelerator="cpu", devices=1, max_steps=job.max_steps, gradient_clip_val=1.0
+    )
+    trainer.fit(Module(), job.loader())
+
+
+CONTENDERS: dict[str, Callable[[Job], None]] = {
+    "plain": run_plain,
+    "plain-again": run_plain,
+    "hftrain-task": run_hftrain_task,
+    "hftrain-module": run_hftrain_module,
+    "accelerate": run_accelerate,
+    "transformers": run_transformers,
+    "lightning": run_lightning,
+}
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+CLOCKS = {"cpu": time.thread_time, "wall": time.perf_counter}
+
+
+class Runner(threading.Thread):
+    """One contender in a ring of them, of which the first may run; also the probe of its model."""
+
+    def __init__(self, name: str, size: Size, *, ring: deque[Runner], clock: Callable[[], float]) -> None:
+        super().__init__(name=name, daemon=True)
+        self.job = make_job(size, self.note_entry, num_steps=size.num_turns * size.steps_per_turn)
+        self.gate = threading.Semaphore(0)
+        self.error: Exception | None = None
+        self.medians: list[float] = []
+        self._ring = ring
+        self._clock = clock
+        self._num_ticks = size.steps_per_turn + 1
+        self._ticks: list[float] = []
+
+    def run(self) -> None:
+        self.gate.acquire()
+        torch.set_num_threads(1)
+        try:
+            CONTENDERS[self.name](self.job)
+        except Exception as error:
+            self.error = error
+        self._ring.popleft()
+        if self._ring:
+            self._ring[0].gate.release()
+
+    def note_entry(self) -> None:
+        self._ticks.append(self._clock())
+        if len(self._ticks) == self._num_ticks:
+            self.medians.append(statistics.median(later - earlier for earlier, later in pairwise(self._ticks)))
+            self._ring.rotate(-1)
+            self._ring[0].gate.release()
+            self.gate.acquire()
+            self._ticks = [self._clock()]
+
+
+class CallCounter:
+    """A probe that counts the Python functions entered between the end of the warm-up and the last step."""
+
+    def __init__(self, size: Size, num_steps: int) -> None:
+        self.job = make_job(size, self.note_entry, num_steps=NUM_WARMUP + num_steps)
+        self.num_steps = num_steps
+        self.calls: Counter[CodeType] = Counter()
+        self._num_entries = 0
+
+    def note_entry(self) -> None:
+        self._num_entries += 1
+        if self._num_entries == NUM_WARMUP + 1:
+            sys.setprofile(self._note)
+        elif self._num_entries == NUM_WARMUP + 1 + self.num_steps:
+            sys.setprofile(None)
+
+    def _note(self, frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            self.calls[frame.f_code] += 1
+
+    def per_step(self) -> float:
+        return sum(self.calls.values()) / self.num_steps
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what contenders print and warn out of the report."""
+    gc.collect()
+    silence = io.StringIO()
+    with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def take_turns(names: Sequence[str], size: Size, *, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Run the contenders once, in turns, and return the median seconds per step of each one's turns."""
+    ring: deque[Runner] = deque()
+    ring.extend(Runner(name, size, ring=ring, clock=clock) for name in names)
+    runners = list(ring)
+    with _quiet():
+        for runner in runners:
+            runner.start()
+        runners[0].gate.release()
+        for runner in runners:
+            runner.join()
+    for runner in runners:
+        if runner.error is not None:
+            raise runner.error
+    return {runner.name: runner.medians[NUM_WARMUP_TURNS:] for runner in runners}
+
+
+def count_calls(name: str, size: Size, *, num_steps: int = 20) -> CallCounter:
+    """Count the Python functions that a contender's steps call."""
+    counter = CallCounter(size, num_steps)
+    with _quiet():
+        CONTENDERS[name](counter.job)
+    return counter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One line of the table; ratios and microseconds are relative to the plain loop of the same round."""
+
+    size: str
+    contender: str
+    step_ms: float
+    ratio: float
+    ratio_quartiles: tuple[float, float]
+    extra_us: float
+    calls: float
+    extra_calls: float
+    ratios: list[float]
+
+
+def measure(
+    size: Size, names: Sequence[str], *, num_repeats: int, clock: Callable[[], float] = time.thread_time
+) -> list[Result]:
+    """Compare contenders with the plain loop, which always takes part.
+
+    Args:
+        size: The model.
+        names: Keys of `CONTENDERS`.
+        num_repeats: How often all start anew, in another order.
+        clock: Gives seconds.
+
+    Raises:
+        AssertionError: A contender ends with other parameters than the plain loop: it does other work.
+    """
+    names = ["plain", *(name for name in names if name != "plain")]
+    counters = {name: count_calls(name, size) for name in names}
+    for counter in counters.values():
+        torch.testing.assert_close(counter.job.net.state_dict(), counters["plain"].job.net.state_dict())
+    calls = {name: counter.per_step() for name, counter in counters.items()}
+    medians: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(num_repeats):
+        start = number % len(names)
+        for name, found in take_turns([*names[start:], *names[:start]], size, clock=clock).items():
+            medians[name] += found
+    results = []
+    for name in names:
+        pairs = list(zip(medians[name], medians["plain"], strict=True))
+        ratios = [mine / plain for mine, plain in pairs]
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        results.append(
+            Result(
+                size=size.name,
+                contender=name,
+                step_ms=statistics.median(medians[name]) * 1e3,
+                ratio=statistics.median(ratios),
+                ratio_quartiles=(low, high),
+                extra_us=statistics.median(mine - plain for mine, plain in pairs) * 1e6,
+                calls=calls[name],
+                extra_calls=calls[name] - calls["plain"],
+                ratios=ratios,
+            )
+        )
+    return results
+
+
+# -- reporting -------------------------------------------------------------------------------------------------------
+
+
+def table(results: Sequence[Result]) -> str:
+    """Return the results as a Markdown table."""
+    lines = [
+        "| size | contender | ms per step | ratio to plain (quartiles) | extra µs | Python calls per step | extra |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for result in results:
+        low, high = result.ratio_quartiles
+        lines.append(
+            f"| {result.size} | {result.contender} | {result.step_ms:.2f} "
+            f"| {result.ratio:.3f} ({low:.3f} to {high:.3f}) | {result.extra_us:+.0f} "
+            f"| {result.calls:.0f} | {result.extra_calls:+.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def verdicts(results: Sequence[Result]) -> Iterator[str]:
+    """Compare hftrain's ratios with their budgets."""
+    for result in results:
+        budget = SIZES[result.size].budget
+        if budget is not None and result.contender.startswith("hftrain"):
+            verdict = "within" if result.ratio <= budget else "over"
+            yield f"{result.contender} at {result.size}: {result.ratio:.3f}, {verdict} the budget of {budget:.2f}"
+
+
+def frames(name: str, size: Size) -> str:
+    """Return a Markdown table of the Python functions that a contender calls more or less often than the plain loop."""
+    mine, plain = count_calls(name, size), count_calls("plain", size)
+    total = {code: (mine.calls[code] - plain.calls[code]) / mine.num_steps for code in {*mine.calls, *plain.calls}}
+    lines = ["| calls per step | function | where |", "|---:|---|---|"]
+    for code, count in sorted(total.items(), key=lambda item: (-item[1], item[0].co_filename, item[0].co_firstlineno)):
+        if count:
+            where = "/".join(Path(code.co_filename).parts[-3:])
+            # Python 3.10 knows the plain name only.
+            lines.append(
+                f"| {count:+g} | {getattr(code, 'co_qualname', code.co_name)} | {where}:{code.co_firstlineno} |"
+            )
+    return "\n".join([*lines, f"| {sum(total.values()):+g} | in all | |"])
+
+
+def is_installed(name: str) -> bool:
+    """Tell whether a contender's package is here (hftrain and torch are)."""
+    return name not in ("accelerate", "transformers", "lightning") or find_spec(name) is not None
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--repeats", type=int, default=5, help="how often all start anew")
+    parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="cpu: time on the core; wall: on the wall clock")
+    parser.add_argument("--json", type=Path, help="also write every number to this file")
+    parser.add_argument("--frames", choices=CONTENDERS, help="list functions instead of measuring time")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.frames:
+        print(frames(options.frames, SIZES[options.sizes[0]]))
+        return
+    for name in options.contenders:
+        if not is_installed(name):
+            print(f"{name} is not installed and left out.", file=sys.stderr)
+    names = [name for name in options.contenders if is_installed(name)]
+    results: list[Result] = []
+    for size in options.sizes:
+        results += measure(SIZES[size], names, num_repeats=options.repeats, clock=CLOCKS[options.clock])
+        print(f"{size}: done", file=sys.stderr)
+    print(
+        f"Python {sys.version.split()[0]}, torch {torch.__version__}, {options.clock} clock, repeats: {options.repeats}\n"
+    )
+    print(table(results))
+    print("\n" + "\n".join(verdicts(results)))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Write the tables that follow from the code into the pages: ``python docs/tables.py``; ``--check`` only compares.
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import hftrain
+from hftrain import Trainer, TrainingArguments, precisions, strategies
+from hftrain.adapter.unwired import UNWIRED
+from hftrain.core import events
+from hftrain.optim.optimizers import not_wired, optimizers
+from hftrain.step.legality import LegalityRow, legality_table
+
+DOCS = Path(__file__).resolve().parent
+SURFACE = DOCS.parent / "tests/documented/documented_surface.json"
+PLACE = re.compile(r"(?P<start><!-- table: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end of table -->)", re.DOTALL)
+
+# Older settings with a value that differs from their default.
+OLD_SETTINGS = {
+    "evaluation_strategy": "epoch",
+    "no_cuda": True,
+    "per_gpu_train_batch_size": 4,
+    "per_gpu_eval_batch_size": 4,
+    "fp16_backend": "cpu_amp",
+    "xpu_backend": "gloo",
+    "torchdynamo": "eager",
+    "adafactor": True,
+    "include_inputs_for_metrics": True,
+    "tpu_metrics_debug": True,
+    "use_mps_device": True,
+    "sharded_ddp": "simple",
+    "fsdp_min_num_params": 100,
+    "fsdp_transformer_layer_cls_to_wrap": "Block",
+    "push_to_hub_token": "...",
+    "push_to_hub_model_id": "name",
+    "push_to_hub_organization": "owner",
+}
+
+
+# The Trainer's methods that its verbs call through the instance.
+HOOKS = (
+    "get_train_dataloader",
+    "get_eval_dataloader",
+    "get_test_dataloader",
+    "create_optimizer_and_scheduler",
+    "create_optimizer",
+    "create_scheduler",
+    "get_batch_samples",
+    "training_step",
+    "compute_loss",
+    "compute_loss_context_manager",
+    "evaluate",
+    "evaluation_loop",
+    "prediction_step",
+    "log",
+    "save_model",
+)
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Lay out a Markdown table."""
+    head = list(columns)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def code(words: Iterable[object]) -> str:
+    """Set words in code style, separated by commas."""
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def is_ours(target: Callable[..., object]) -> bool:
+    """Tell whether a registered class is hftrain's own, and not that of another installed package."""
+    return target.__module__.startswith("hftrain.")
+
+
+def loop_table() -> str:
+    """Show the loop as pseudocode, as `hftrain.core.events` tells it."""
+    text = textwrap.dedent((events.__doc__ or "").partition("::\n")[2]).strip("\n")
+    return f"```text\n{text}\n```\n"
+
+
+def strategies_table() -> str:
+    """List the strategies by name."""
+    names = [name for name in strategies.names() if is_ours(strategies.resolve(name)[0])]
+    rows = [(f"`{name}`", strategies.summary(name), f"`{strategies.resolve(name)[0].__name__}`") for name in names]
+    return table(("name", "what it is", "class"), rows)
+
+
+def precisions_table() -> str:
+    """List the precisions by name, with their policies."""
+    rows = []
+    for name in precisions.names():
+        if is_ours(precisions.resolve(name)[0]):
+            policy = precisions.create(name).policy
+            dtypes = (policy.param_dtype, policy.compute_dtype, policy.reduce_dtype)
+            flags = ("yes" if flag else "no" for flag in (policy.autocast, policy.loss_scaling))
+            rows.append((f"`{name}`", *(str(dtype).removeprefix("torch.") for dtype in dtypes), *flags))
+    columns = ("name", "parameters", "operations", "gradients exchanged in", "autocast", "loss scaled")
+    return table(columns, rows)
+
+
+def own_rows() -> list[LegalityRow]:
+    """Return the legality table of hftrain's own strategies and precisions."""
+    return [
+        row
+        for row in legality_table()
+        if is_ours(strategies.resolve(row.strategy)[0]) and is_ours(precisions.resolve(row.precision)[0])
+    ]
+
+
+def pairs_table() -> str:
+    """Show which strategy works with which precision on which device; reasons follow, numbered."""
+    rows = own_rows()
+    devices = list(dict.fromkeys(row.device for row in rows))
+    reasons = list(dict.fromkeys(row.reason for row in rows if row.reason))
+    cells: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        cell = "yes" if row.reason is None else f"no ({reasons.index(row.reason) + 1})"
+        cells.setdefault((row.strategy, row.precision), []).append(cell)
+    body = [(f"`{strategy}`", f"`{precision}`", *found) for (strategy, precision), found in cells.items()]
+    notes = "\n".join(f"{number}. {reason}." for number, reason in enumerate(reasons, 1))
+    return f"{table(('strategy', 'precision', *devices), body)}\n{notes}\n"
+
+
+def refused_table() -> str:
+    """List the settings that this version refuses, by feature."""
+    by_feature: dict[str, list[str]] = {}
+    for name, feature in UNWIRED.items():
+        by_feature.setdefault(feature, []).append(name)
+    return table(("feature", "settings"), [(feature, code(names)) for feature, names in by_feature.items()])
+
+
+def optimizers_table() -> str:
+    """List the optimizers that work, and those that are refused."""
+    accepted = [name for name in optimizers.names() if optimizers.resolve(name)[0] is not not_wired]
+    refused = [name for name in optimizers.names() if name not in accepted]
+    return table(("`optim`", "names"), [("works", code(accepted)), ("refused", code(refused))])
+
+
+def missing_table() -> str:
+    """List the documented classes and methods that this version does not have."""
+    versions = json.loads(SURFACE.read_text(encoding="utf-8"))["versions"].values()
+    classes = {name for version in versions for name in version["classes"]}
+    methods = {name for version in versions for name in version["classes"]["Trainer"]}
+    rows = [
+        ("classes", code(sorted(name for name in classes if not hasattr(hftrain, name)))),
+        ("methods of `Trainer`", code(sorted(name for name in methods if not hasattr(Trainer, name)))),
+    ]
+    return table(("kind", "names"), rows)
+
+
+def renames_table() -> str:
+    """List older settings with what they are called today, as the warnings say it."""
+    rows = []
+    for name, value in OLD_SETTINGS.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            TrainingArguments("out", **{name: value})
+        message = next(str(warning.message) for warning in caught if warning.category is FutureWarning)
+        new = message.partition(" Use ")[2].removesuffix(" instead.")
+        rows.append((f"`{name}={value!r}`", new if new.startswith("nothing") else f"`{new}`"))
+    return table(("older form", "today"), rows)
+
+
+def hooks_table() -> str:
+    """List the Trainer's methods that a verb calls through the instance, so that an override takes effect."""
+    rows = []
+    for name in HOOKS:
+        signature = inspect.signature(getattr(Trainer, name))
+        parameters = code(parameter for parameter in signature.parameters if parameter != "self")
+        first = (inspect.getdoc(getattr(Trainer, name)) or "").partition("\n")[0]
+        rows.append((f"`{name}`", parameters, first.partition(" Source:")[0]))
+    return table(("method", "arguments", "what it does"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "loop": loop_table,
+    "hooks": hooks_table,
+    "strategies": strategies_table,
+    "precisions": precisions_table,
+    "pairs": pairs_table,
+    "refused": refused_table,
+    "optimizers": optimizers_table,
+    "missing": missing_table,
+    "renames": renames_table,
+}
+
+
+def fill(text: str) -> str:
+    """Return a page's text with its tables written anew."""
+    return PLACE.sub(lambda found: found["start"] + TABLES[found["name"]]() + found["end"], text)
+
+
+def main(*, only_checks: bool) -> int:
+    """Write every page, or name the stale ones; return the exit status."""
+    stale = []
+    for path in sorted(DOCS.glob("**/*.md")):
+        old = path.read_text(encoding="utf-8")
+        new = fill(old)
+        if new != old:
+            stale.append(path.name)
+            if not only_checks:
+                path.write_text(new, encoding="utf-8")
+    print(f"{'Stale' if only_checks else 'Written'}: {', '.join(stale) or 'none'}")
+    return 1 if stale and only_checks else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(only_checks="--check" in sys.argv[1:]))

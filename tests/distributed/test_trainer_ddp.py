@@ -1,0 +1,204 @@
+"""The Trainer on two real processes equals the Trainer on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, Rows, Stream, Task, make_arguments, make_rows
+
+from hftrain import EvalPrediction, Trainer, TrainerCallback, set_seed
+from hftrain.core.types import StepOutput
+
+pytestmark = pytest.mark.distributed
+
+
+class StopAt(TrainerCallback):
+    """Save and stop at one step."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def train(
+    folder: str,
+    *,
+    rows: int = 24,
+    stop: int | None = None,
+    resume: bool = False,
+    is_stream: bool = False,
+    strategy: str | None = None,
+    precision: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train `Net` and return what it logged and learnt."""
+    set_seed(7)
+    data: Any = make_rows(rows)
+    trainer = Trainer(
+        Net(),
+        make_arguments(Path(folder), **options),
+        train_dataset=Stream(data) if is_stream else data,
+        eval_dataset=make_rows(7, seed=2),
+        callbacks=[StopAt(stop)],
+        strategy=strategy,
+        precision=precision,
+    )
+    output = trainer.train(resume_from_checkpoint=resume)
+    return {
+        "history": [
+            {name: entry[name] for name in ("loss", "grad_norm", "learning_rate", "eval_loss") if name in entry}
+            for entry in trainer.state.log_history
+            if "train_loss" not in entry
+        ],
+        "weights": [p.flatten().tolist() for p in trainer.model.parameters()],
+        "step": output.global_step,
+        "loss": output.training_loss,
+    }
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any], rel: float = 1e-5) -> None:
+    assert len(ours["history"]) == len(theirs["history"])
+    for left, right in zip(ours["history"], theirs["history"], strict=True):
+        assert left == pytest.approx(right, rel=rel, abs=1e-6)
+    for left, right in zip(ours["weights"], theirs["weights"], strict=True):
+        assert left == pytest.approx(right, rel=rel, abs=1e-5)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_two_processes_train_like_one(tmp_path: Path, run_distributed: Any, accumulation: int) -> None:
+    options = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 0.5, "num_train_epochs": 2}
+    both = run_distributed(
+        train, folder=str(tmp_path / "two"), per_device_train_batch_size=2, strategy="ddp", **options
+    )
+    alone = train(str(tmp_path / "one"), per_device_train_batch_size=4, **options)
+    assert both[0] == both[1]
+    # In the documented order ranks take batches in turn, so a step of two ranks holds what one rank's batch does.
+    close(both[0], alone)
+
+
+def test_two_processes_resume_exactly(tmp_path: Path, run_distributed: Any) -> None:
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": 2, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 100,
+        "logging_steps": 2, "rows": 22, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    whole = run_distributed(train, folder=str(tmp_path / "whole"), **options)
+    run_distributed(train, folder=str(tmp_path / "parts"), stop=5, **options)
+    parts = run_distributed(train, folder=str(tmp_path / "parts"), resume=True, **options)
+    assert parts == whole
+
+
+def evaluate(folder: str, *, most: int) -> list[Any]:
+    """Evaluate and predict on 1 to `most` samples, sized and streamed, by both kinds of trainer."""
+    import torchmetrics
+
+    class Counting(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+
+        def evaluation_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
+            loss, logits = self.model(**batch)
+            self.accuracy.update(logits, batch["labels"])
+            return StepOutput(loss=loss, outputs=logits, labels=batch["labels"], logs={"mean": logits.mean()})
+
+    def share(prediction: EvalPrediction) -> dict[str, float]:
+        return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+    answers = []
+    set_seed(3)
+    arguments = make_arguments(Path(folder), per_device_eval_batch_size=2)
+    documented, task = Trainer(Net(), arguments, compute_metrics=share), Trainer(Counting(), arguments)
+    for number in range(1, most + 1):
+        rows: Rows = make_rows(number, seed=number)
+        for data in (rows, Stream(rows)):
+            metrics = documented.evaluate(data)
+            prediction = documented.predict(data)
+            streamed = task.evaluate(data)
+            kept = {k: v for k, v in {**metrics, **streamed}.items() if not k.endswith(("runtime", "second", "mean"))}
+            answers.append([kept, prediction.predictions.tolist(), prediction.label_ids.tolist()])
+    return answers
+
+
+def test_evaluation_counts_each_sample_once_and_keeps_the_order(tmp_path: Path, run_distributed: Any) -> None:
+    alone = evaluate(str(tmp_path), most=9)
+    for both in run_distributed(evaluate, num_processes=2, folder=str(tmp_path), most=9):
+        for ours, theirs in zip(both, alone, strict=True):
+            assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+            assert ours[2] == theirs[2]
+            torch.testing.assert_close(torch.tensor(ours[1]), torch.tensor(theirs[1]))
+
+
+def test_ddp_alone_in_one_process_and_in_bf16(tmp_path: Path, run_distributed: Any) -> None:
+    (one,) = run_distributed(train, num_processes=1, folder=str(tmp_path / "a"), strategy="ddp")
+    close(one, train(str(tmp_path / "b")))
+    both = run_distributed(train, folder=str(tmp_path / "c"), strategy="ddp", precision="bf16", rows=8)
+    assert both[0]["weights"] == both[1]["weights"]
+
+
+def override(folder: str) -> list[int]:
+    """Train with a loader that an override made for one process."""
+    seen: list[int] = []
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(list(range(8)), batch_size=2)  # type: ignore[arg-type]
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            seen.extend(inputs.tolist())
+            return model(torch.ones(2, 4) * inputs[:, None], torch.zeros(2, dtype=torch.int64))[0]
+
+    Own(Net(), make_arguments(Path(folder), num_train_epochs=1)).train()
+    return seen
+
+
+def test_loader_of_an_override_is_shared_out(tmp_path: Path, run_distributed: Any) -> None:
+    both = run_distributed(override, folder=str(tmp_path))
+    assert sorted(both[0] + both[1]) == list(range(8))
+
+
+def sum_over_tokens(folder: str, *, size: int, averages: bool) -> list[float]:
+    """Return the gradient of one step on ragged labels."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for index in range(12):
+        labels = torch.randint(0, 5, (6,), generator=generator)
+        labels[1 + index % 5 :] = -100
+        rows.append({"x": torch.randn(6, 3, generator=generator, dtype=torch.float64), "labels": labels})
+
+    class Words(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = torch.nn.Linear(3, 5).double()
+
+        def training_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
+            logits = self.model(batch["x"]).flatten(0, 1)
+            return StepOutput(loss=torch.nn.functional.cross_entropy(logits, batch["labels"].flatten()))
+
+    set_seed(0)
+    arguments = make_arguments(
+        Path(folder), per_device_train_batch_size=size, max_steps=1, learning_rate=0.0,
+        gradient_accumulation_steps=3, average_tokens_across_devices=averages,
+    )  # fmt: skip
+    trainer = Trainer(Words(), arguments, train_dataset=rows)
+    gradients: list[float] = []
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            gradients.extend(torch.cat([p.grad.flatten() for p in model.parameters()]).tolist())
+
+    trainer.add_callback(Keep())
+    trainer.train()
+    return gradients
+
+
+def test_gradient_is_that_of_the_global_mean_over_ranks(tmp_path: Path, run_distributed: Any) -> None:
+    # Without clipping's effect: the norm is read before it, the gradients are small enough or scaled alike.
+    both = run_distributed(sum_over_tokens, folder=str(tmp_path), size=2, averages=True)
+    alone = sum_over_tokens(str(tmp_path), size=4, averages=False)
+    assert both[0] == pytest.approx(alone, rel=1e-9)

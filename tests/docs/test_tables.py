@@ -1,0 +1,45 @@
+"""The pages' tables must be those of the code."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from packaging.version import Version
+from support.source import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("**/*.md"))
+
+
+@pytest.fixture
+def tables() -> ModuleType:
+    """Import docs/tables.py."""
+    spec = importlib.util.spec_from_file_location("docs_tables", DOCS / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
+def test_page_holds_the_tables_of_the_code(tables: ModuleType, path: Path) -> None:
+    if Version(torch.__version__) < Version("2.8"):
+        pytest.skip("the pages show what torch 2.8 and newer can do")
+    text = path.read_text(encoding="utf-8")
+    assert tables.fill(text) == text, "run python docs/tables.py"
+
+
+def test_every_table_stands_on_a_page(tables: ModuleType) -> None:
+    places = [found["name"] for path in PAGES for found in tables.PLACE.finditer(path.read_text(encoding="utf-8"))]
+    assert set(places) == set(tables.TABLES)
+
+
+def test_fill_replaces_a_stale_table(tables: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tables.TABLES, "new", lambda: "| now |\n")
+    stale = "before\n<!-- table: new -->\n| then |\n<!-- end of table -->\nafter\n"
+    assert tables.fill(stale) == stale.replace("then", "now")

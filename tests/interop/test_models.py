@@ -1,0 +1,268 @@
+"""transformers models, `datasets` tables and tokenizers go through the whole life of a run as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets")
+
+from support.hub_models import (  # noqa: E402
+    NAMES,
+    Rows,
+    collate,
+    losses_of,
+    make_model,
+    make_rows,
+    make_tokenizer,
+    run_options,
+    same_weights,
+    without_times,
+)
+
+from hftrain import ConfigError, TaskError, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+pytestmark = pytest.mark.interop
+
+FORMS = ("table", "stream", "list")
+
+
+def as_form(rows: Rows, form: str) -> Any:
+    """Give samples, with two columns that no model takes, in one of the forms that data comes in."""
+    rows = [{"text": "a b", **row, "source": index} for index, row in enumerate(rows)]
+    if form == "list":
+        return rows
+    table = datasets.Dataset.from_list(rows)
+    return table if form == "table" else table.to_iterable_dataset(num_shards=2)
+
+
+def make_trainer(folder: Path, name: str, form: str = "table", *, dropout: float = 0.0, **options: Any) -> Trainer:
+    parts = {key: options.pop(key) for key in ("callbacks", "compute_metrics", "processing_class") if key in options}
+    return Trainer(
+        make_model(name, dropout=dropout),
+        TrainingArguments(str(folder), **run_options(**options)),
+        train_dataset=as_form(make_rows(name), form),
+        eval_dataset=as_form(make_rows(name, 7, seed=2), form),
+        **parts,
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_models_learn_from_every_form_of_data(tmp_path, name, form):
+    trainer = make_trainer(tmp_path, name, form, max_steps=20, gradient_accumulation_steps=2)
+    before = trainer.evaluate()["eval_loss"]
+    output = trainer.train()
+    assert output.global_step == 20
+    assert trainer.evaluate()["eval_loss"] < before
+    assert losses_of(trainer.state.log_history)[-1] < losses_of(trainer.state.log_history)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tables_and_lists_train_alike(tmp_path, name):
+    trainers = [make_trainer(tmp_path, name, form, dropout=0.1, num_train_epochs=1) for form in ("table", "list")]
+    for trainer in trainers:
+        trainer.train()
+    assert same_weights(*(trainer.model for trainer in trainers))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_and_prediction_are_the_models_own(tmp_path, name):
+    rows = make_rows(name, 7, seed=2)
+    model = make_model(name).eval()
+    with torch.no_grad():
+        expected = model(**collate(rows))
+    seen = []
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction)
+        return {"rows": len(prediction.label_ids)}
+
+    trainer = make_trainer(tmp_path, name, compute_metrics=compute_metrics)
+    metrics = trainer.evaluate()
+    # The mean over all labels, however they are spread over batches.
+    assert metrics["eval_loss"] == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert metrics["eval_rows"] == 7
+    predictions, labels, metrics = trainer.predict(as_form(rows, "table"))
+    logits = predictions[0] if name == "t5" else predictions
+    numpy.testing.assert_allclose(logits, expected.logits.numpy(), rtol=1e-5, atol=1e-6)
+    if name == "t5":
+        numpy.testing.assert_allclose(predictions[1], expected.encoder_last_hidden_state.numpy(), rtol=1e-5, atol=1e-6)
+    assert numpy.array_equal(labels, collate(rows)["labels"].numpy())
+    assert metrics["test_loss"] == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prediction_needs_no_labels(tmp_path, name):
+    rows = [{key: value for key, value in row.items() if not key.startswith("label")} for row in make_rows(name, 5)]
+    if name == "t5":
+        rows = [{**row, "decoder_input_ids": row["input_ids"]} for row in rows]
+    trainer = make_trainer(tmp_path, name)
+    predictions, labels, metrics = trainer.predict(as_form(rows, "list"))
+    assert labels is None
+    assert "test_loss" not in metrics
+    with torch.no_grad():
+        expected = trainer.model.eval()(**collate(rows)).logits.numpy()
+    numpy.testing.assert_allclose(predictions[0] if name == "t5" else predictions, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_models_reload_with_from_pretrained(tmp_path, name):
+    trainer = make_trainer(tmp_path, name, max_steps=3)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    reloaded = type(trainer.model).from_pretrained(tmp_path / "saved").eval()
+    assert same_weights(reloaded, trainer.model)
+    batch = collate(make_rows(name, 3))
+    with torch.no_grad():
+        assert torch.equal(reloaded(**batch).logits, trainer.model.eval()(**batch).logits)
+
+
+class StopAt(TrainerCallback):
+    """Save and stop at one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_resuming_in_the_middle_equals_a_run_that_never_stopped(tmp_path, name, form):
+    # 22 samples, 4 a batch, 2 batches a step: step 4 is in the second of three passes.
+    options = {"form": form, "dropout": 0.1, "max_steps": 8, "gradient_accumulation_steps": 2, "warmup_steps": 2}
+    options |= {"logging_steps": 3, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
+    whole = make_trainer(tmp_path / "whole", name, **options)
+    whole.train()
+    make_trainer(tmp_path / "parts", name, callbacks=[StopAt(4)], **options).train()
+    resumed = make_trainer(tmp_path / "parts", name, **options)
+    output = resumed.train(resume_from_checkpoint=True)
+    assert output.global_step == 8
+    assert same_weights(resumed.model, whole.model)
+    assert without_times(resumed.state.log_history) == without_times(whole.state.log_history)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_reloads_with_from_pretrained(tmp_path, name):
+    trainer = make_trainer(tmp_path, name, max_steps=2, save_strategy="steps", save_steps=2)
+    trainer.train()
+    assert same_weights(type(trainer.model).from_pretrained(tmp_path / "checkpoint-2"), trainer.model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_best_model_is_loaded_at_the_end(tmp_path, name):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 8}
+    # A rate that ruins the model sooner or later.
+    trainer = make_trainer(
+        tmp_path, name, load_best_model_at_end=True, learning_rate=0.5, lr_scheduler_type="constant", **options
+    )
+    trainer.train()
+    evaluated = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    assert list(evaluated) == [2, 4, 6, 8]
+    best = min(evaluated, key=evaluated.__getitem__)
+    assert trainer.state.best_global_step == best
+    assert trainer.state.best_metric == evaluated[best]
+    saved = type(trainer.model).from_pretrained(tmp_path / f"checkpoint-{best}")
+    assert same_weights(saved, trainer.model)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluated[best], rel=1e-6)
+
+
+def test_models_can_be_made_by_model_init(tmp_path):
+    arguments = TrainingArguments(str(tmp_path), **run_options(max_steps=2))
+    given, made = (
+        Trainer(args=arguments, train_dataset=as_form(make_rows("llama"), "table"), **source)
+        for source in ({"model": make_model("llama")}, {"model_init": lambda: make_model("llama")})
+    )
+    assert given.train().training_loss == made.train().training_loss
+    assert same_weights(given.model, made.model)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recomputing_activations_changes_nothing(tmp_path, name):
+    plain = make_trainer(tmp_path, name, max_steps=2)
+    plain.train()
+    recomputing = make_trainer(tmp_path, name, max_steps=2, gradient_checkpointing=True)
+    recomputing.train()
+    assert recomputing.model.is_activation_checkpointing
+    assert losses_of(recomputing.state.log_history) == pytest.approx(losses_of(plain.state.log_history), rel=1e-6)
+
+
+def test_bf16_trains(tmp_path):
+    trainer = make_trainer(tmp_path, "llama", max_steps=6, bf16=True)
+    trainer.train()
+    losses = losses_of(trainer.state.log_history)
+    assert losses[-1] < losses[0]
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_without_a_column_for_the_model_is_refused(tmp_path):
+    table = datasets.Dataset.from_dict({"text": ["a"] * 4, "label": [0] * 4})
+    arguments = TrainingArguments(str(tmp_path), **run_options())
+    with pytest.raises(TaskError, match="input_ids"):
+        Trainer(make_model("bert"), arguments, train_dataset=table).train()
+
+
+def test_a_stream_needs_max_steps(tmp_path):
+    with pytest.raises(ConfigError, match="max_steps"):
+        make_trainer(tmp_path, "bert", "stream").train()
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def texts() -> Any:
+    words = ["a b c", "d e", "f", "g h i j k", "a a", "b", "c d e f", "z y"]
+    return datasets.Dataset.from_dict({"text": words, "label": [0, 1, 2, 0, 1, 2, 0, 1]})
+
+
+def test_a_tokenizer_pads_and_is_saved_beside_the_model(tmp_path, texts):
+    tokenizer = make_tokenizer()
+    table = texts.map(lambda row: tokenizer(row["text"]))
+    shapes = []
+
+    class Watch(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            shapes.append(tuple(inputs["input_ids"].shape))
+            assert ((inputs["input_ids"] == 0) == (inputs["attention_mask"] == 0)).all()
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    arguments = TrainingArguments(
+        str(tmp_path), **run_options(max_steps=2, save_strategy="steps", save_steps=2, per_device_train_batch_size=8)
+    )
+    trainer = Watch(make_model("bert"), arguments, train_dataset=table, processing_class=tokenizer)
+    trainer.train()
+    assert shapes == [(8, 5), (8, 5)]
+    predictions = trainer.predict(table.remove_columns("label")).predictions
+    assert predictions.shape == (8, 3)
+
+    trainer.save_model(str(tmp_path / "saved"))
+    for folder in (tmp_path / "saved", tmp_path / "checkpoint-2"):
+        reloaded = transformers.AutoTokenizer.from_pretrained(folder)
+        assert reloaded("a z").input_ids == tokenizer("a z").input_ids
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+        assert same_weights(model, trainer.model)
+
+
+def test_predictions_of_different_lengths_are_padded(tmp_path, texts):
+    tokenizer = make_tokenizer()
+    table = texts.map(lambda row: tokenizer(row["text"])).remove_columns(["label", "text"])
+    arguments = TrainingArguments(str(tmp_path), **run_options(per_device_eval_batch_size=2))
+    trainer = Trainer(make_model("llama"), arguments, processing_class=tokenizer)
+    predictions = trainer.predict(table).predictions
+    assert predictions.shape == (8, 5, 28)
+    # The second batch holds "f" and "g h i j k", the third "a a" and "b": three positions are padding.
+    assert (predictions[4:6, 2:] == -100).all()
+    assert (predictions[2:4] != -100).all()

@@ -1,0 +1,172 @@
+"""The order of events is the one that `core/events.py` shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import Net, Task, make_arguments, make_rows
+
+from hftrain import ConfigError, TaskError, Trainer, TrainerCallback
+from hftrain.core.events import EVENTS
+
+
+class Diary(TrainerCallback):
+    """Write down every event."""
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []
+        self.seen: dict[str, set[str]] = {}
+
+
+def _writer(event: str) -> Any:
+    def write(self: Diary, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.entries.append(event.removeprefix("on_"))
+        self.seen.setdefault(event, set()).update(name for name, value in kwargs.items() if value is not None)
+
+    return write
+
+
+for _event in EVENTS:
+    setattr(Diary, _event, _writer(_event))
+
+
+def test_events_come_in_the_documented_order(tmp_path: Path) -> None:
+    diary = Diary()
+    arguments = make_arguments(
+        tmp_path, num_train_epochs=1, gradient_accumulation_steps=2, eval_strategy="epoch", save_strategy="epoch",
+        eval_on_start=True,
+    )  # fmt: skip
+    trainer = Trainer(Task(), arguments, train_dataset=make_rows(10), eval_dataset=make_rows(3), callbacks=[diary])
+    trainer.train()
+    trainer.predict(make_rows(3))
+    update = ["pre_optimizer_step", "optimizer_step", "step_end", "log"]
+    assert diary.entries == [
+        "init_end",
+        "train_begin",
+        *["prediction_step", "log", "evaluate"],
+        "epoch_begin",
+        *["step_begin", "substep_end", *update],
+        *["step_begin", *update],
+        "epoch_end",
+        *["prediction_step", "log", "evaluate", "save"],
+        "log",
+        "train_end",
+        *["prediction_step", "predict"],
+    ]
+
+
+def test_callbacks_receive_the_documented_keywords(tmp_path: Path) -> None:
+    diary = Diary()
+    arguments = make_arguments(tmp_path, num_train_epochs=1, eval_strategy="epoch")
+    Trainer(Net(), arguments, train_dataset=make_rows(5), eval_dataset=make_rows(3), callbacks=[diary]).train()
+    assert {"model", "optimizer", "lr_scheduler", "train_dataloader"} <= diary.seen["on_step_end"]
+    assert {"metrics", "eval_dataloader"} <= diary.seen["on_evaluate"]
+    assert "logs" in diary.seen["on_log"]
+
+
+def test_a_callback_stops_the_run_by_a_dict(tmp_path: Path) -> None:
+    class Early(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            return {"should_training_stop": True} if state.global_step >= 3 else {}
+
+    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(), callback=[Early()])
+    assert trainer.train().global_step == 3
+
+
+def test_a_callback_ends_an_epoch(tmp_path: Path) -> None:
+    class Skip(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = state.global_step == 2
+
+    diary = Diary()
+    trainer = Trainer(
+        Net(), make_arguments(tmp_path, max_steps=8), train_dataset=make_rows(22), callbacks=[Skip(), diary]
+    )
+    assert trainer.train().global_step == 8
+    assert diary.entries.count("epoch_begin") == 2
+
+
+def test_a_run_never_ends_early_or_late(tmp_path: Path) -> None:
+    for options, steps in (
+        ({"num_train_epochs": 1.5}, 9), ({"max_steps": 7}, 7), ({"max_steps": 13}, 13),
+        ({"num_train_epochs": 1, "gradient_accumulation_steps": 4}, 2),
+    ):  # fmt: skip
+        trainer = Trainer(Net(), make_arguments(tmp_path, **options), train_dataset=make_rows(22))
+        assert trainer.train().global_step == trainer.state.max_steps == steps
+
+
+def test_data_that_gives_no_batch_is_an_error(tmp_path: Path) -> None:
+    class Empty(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return iter(())
+
+    with pytest.raises(TaskError, match="gave no batch"):
+        Empty(Net(), make_arguments(tmp_path, max_steps=2)).train()
+
+
+def test_nan_is_counted_and_shown(tmp_path: Path) -> None:
+    rows = make_rows(12)
+    rows[5] = {**rows[5], "x": rows[5]["x"] * float("nan")}
+    arguments = make_arguments(tmp_path, num_train_epochs=1, learning_rate=0.0, max_grad_norm=0.0)
+    trainer = Trainer(Net(), arguments, train_dataset=rows)
+    with pytest.warns(UserWarning, match="nonfinite_losses"):
+        trainer.train()
+    assert [e["nonfinite_losses"] for e in trainer.state.log_history if "nonfinite_losses" in e][-1] == 1
+    assert all(entry["loss"] == entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+
+    arguments = make_arguments(
+        tmp_path, num_train_epochs=1, learning_rate=0.0, max_grad_norm=0.0, logging_nan_inf_filter=False
+    )
+    trainer = Trainer(Net(), arguments, train_dataset=rows)
+    trainer.train()
+    assert sum(entry["loss"] != entry["loss"] for entry in trainer.state.log_history if "loss" in entry) == 1
+
+
+def test_schedule_that_follows_a_metric_is_stepped_by_evaluations(tmp_path: Path) -> None:
+    arguments = make_arguments(
+        tmp_path, num_train_epochs=4, eval_strategy="epoch", lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"patience": 0, "threshold": 1e9, "threshold_mode": "abs"}, learning_rate=0.1,
+    )  # fmt: skip
+    trainer = Trainer(Net(), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(4))
+    trainer.train()
+    assert trainer.get_learning_rates() == pytest.approx([1e-4, 1e-4])
+
+
+def test_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    values = iter([0.1, 0.9, 0.3])
+    arguments = make_arguments(
+        tmp_path, num_train_epochs=3, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
+        metric_for_best_model="score", greater_is_better=True, save_total_limit=1,
+    )  # fmt: skip
+    states = {}
+
+    class Keep(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            states[state.global_step] = {k: v.clone() for k, v in model.state_dict().items()}
+
+    trainer = Trainer(
+        Net(),
+        arguments,
+        train_dataset=make_rows(8),
+        eval_dataset=make_rows(4),
+        compute_metrics=lambda prediction: {"score": 0.0} if not trainer.state.global_step else {"score": next(values)},
+        callbacks=[Keep()],
+    )
+    trainer.train()
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.9, 4)
+    assert all((trainer.model.state_dict()[k] == v).all() for k, v in states[4].items())
+    assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-4"]
+
+
+def test_metric_that_never_comes_is_found_before_the_first_step(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, eval_strategy="epoch", metric_for_best_model="f1", greater_is_better=True)
+    diary = Diary()
+    trainer = Trainer(
+        Net(), arguments, train_dataset=make_rows(), eval_dataset=make_rows(4),
+        compute_metrics=lambda prediction: {"accuracy": 1.0}, callbacks=[diary],
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="eval_accuracy"):
+        trainer.train()
+    assert "step_begin" not in diary.entries

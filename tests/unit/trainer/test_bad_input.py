@@ -1,0 +1,203 @@
+"""Mistakes get a clear error before any device or process group is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, Stream, Task, make_arguments, make_rows
+from torch import nn
+
+from hftrain import CheckpointError, ConfigError, TaskError, TaskModule, Trainer, TrainingArguments
+from hftrain.strategies.base import Strategy
+
+
+@pytest.fixture(autouse=True)
+def nothing_launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail if a strategy takes its device, except in tests that say a first forward pass is needed."""
+    launched = []
+    take = Strategy._take
+
+    def spy(self: Strategy, device: torch.device) -> None:
+        launched.append(device)
+        take(self, device)
+
+    monkeypatch.setattr(Strategy, "_take", spy)
+    yield
+    assert bool(launched) == ("forward" in request.node.name), "launched" if launched else "not launched"
+
+
+def train(folder: Path, model: Any = None, *, data: Any = None, trainer: dict[str, Any] | None = None, **options: Any) -> None:
+    rows = make_rows() if data is None else data
+    Trainer(model or Net(), make_arguments(folder, **options), train_dataset=rows, **(trainer or {})).train()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "options", "message"),
+    [
+        ({"strategy": "dpp"}, {}, "No strategy has that name.*Did you mean 'ddp'"),
+        ({"precision": "bf61"}, {}, "No precision has that name.*'bf16'"),
+        ({"strategy": "ddp"}, {"deepspeed": {"zero": 3}}, "strategy='ddp'.*deepspeed"),
+        ({"strategy": "single"}, {"fsdp": "full_shard"}, "strategy='single'.*fsdp"),
+        ({"precision": "bf16"}, {"fp16": True}, "precision='bf16'.*fp16=True"),
+        ({"precision": "tf32"}, {}, "TF32"),
+        ({}, {"deepspeed": {"zero": 3}}, "Not wired in this version: deepspeed"),
+        ({}, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+        ({}, {"eval_strategy": "epoch"}, "no eval_dataset"),
+        ({"data_collator": 3}, {}, "data_collator"),
+        ({"optimizers": (None, object()), "model_init": Net}, {}, "optimizers.*model_init"),
+        ({"tokenizer": object(), "processing_class": object()}, {}, "processing_class and tokenizer"),
+    ],
+)  # fmt: skip
+def test_contradictory_or_unknown_setting_is_refused(
+    tmp_path: Path, keywords: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(tmp_path, trainer=keywords, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optim": "adamw_tosh"}, "adamw_torch"),
+        ({"lr_scheduler_type": "liner"}, "linear"),
+        ({"learning_rat": 1.0}, "Did you mean 'learning_rate'"),
+        ({"fp16": True, "bf16": True}, "fp16.*bf16"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "steps"},
+            "load_best_model_at_end",
+        ),
+        ({"optim": "lion_8bit"}, "bitsandbytes"),
+    ],
+)
+def test_argument_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(tmp_path, **options)
+
+
+def test_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="without model and without model_init"):
+        Trainer(args=make_arguments(tmp_path))
+
+
+def test_model_init_that_returns_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="It returned None"):
+        Trainer(args=make_arguments(tmp_path), model_init=lambda: None)  # type: ignore[arg-type, return-value]
+
+
+class NoLoss(nn.Module):
+    """Give back whatever it was made with."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.answer = answer
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        ({"logits": torch.zeros(4, 3)}, "a mapping with the keys logits"),
+        ((torch.zeros(4, 3),), r"a tuple of \['a tensor of shape \(4, 3\)'\]"),
+        (None, "It returned None"),
+        (torch.zeros(4), r"a tensor of shape \(4,\)"),
+    ],
+)
+def test_model_without_a_loss_is_named_at_the_first_forward(tmp_path: Path, answer: Any, named: str) -> None:
+    with pytest.raises(TaskError, match=f"NoLoss was asked for its loss.*{named}"):
+        train(tmp_path, NoLoss(answer))
+
+
+def test_task_step_without_a_loss_is_named_at_the_first_forward(tmp_path: Path) -> None:
+    class Forgetful(Task):
+        def training_step(self, batch: Any) -> Any:
+            return {"los": 1.0}
+
+    with pytest.raises(TaskError, match="a dict with the keys \\['los'\\]"):
+        train(tmp_path, Forgetful())
+
+
+def test_stream_without_max_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="without __len__.*max_steps"):
+        train(tmp_path, data=Stream(make_rows()))
+
+
+def test_empty_dataset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train_dataset is empty"):
+        train(tmp_path, data=[])
+
+
+def test_missing_dataset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no train_dataset"):
+        Trainer(Net(), make_arguments(tmp_path)).train()
+
+
+def test_data_without_usable_columns_is_refused(tmp_path: Path) -> None:
+    rows = [{"text": "a", "label": 1}] * 4
+    with pytest.raises(TaskError, match=r"\(text, label\) include none that Net.forward takes \(x\)"):
+        train(tmp_path, data=rows)
+
+
+def test_best_metric_that_cannot_come_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="metric_for_best_model='f1'.*loss alone"):
+        train(
+            tmp_path, eval_strategy="epoch", metric_for_best_model="f1", trainer={"eval_dataset": make_rows(4)}
+        )
+
+
+@pytest.mark.parametrize("content", ["nothing", "an empty folder", "other files", "a file"])
+def test_resume_from_what_is_no_checkpoint_is_refused(tmp_path: Path, content: str) -> None:
+    folder = tmp_path / "elsewhere"
+    if content == "a file":
+        folder.write_text("x")
+    elif content != "nothing":
+        folder.mkdir()
+    if content == "other files":
+        (folder / "notes.txt").write_text("x")
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows()).train(resume_from_checkpoint=str(folder))
+
+
+def test_resume_without_any_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no valid checkpoint"):
+        Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows()).train(resume_from_checkpoint=True)
+
+
+def test_output_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match="Writing to"):
+        train(tmp_path / "file" / "run", save_strategy="epoch")
+    with pytest.raises(ConfigError, match="Writing to"):
+        Trainer(
+            Net(), TrainingArguments("s3://bucket/run", use_cpu=True, disable_tqdm=True), train_dataset=make_rows()
+        ).train()
+
+
+class Outside(TaskModule):
+    """Has a trainable parameter that no strategy would synchronise."""
+
+    def __init__(self) -> None:
+        super().__init__(Net())
+        self.temperature = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("task", "message"), [(Outside, "outside its model \\(temperature\\)"), (TaskModule, "no child called 'model'")]
+)
+def test_task_that_breaks_its_contract_is_refused(tmp_path: Path, task: Any, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        train(tmp_path, task())
+
+
+def test_unknown_keyword_of_train_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows())
+    with pytest.raises(TypeError, match="resume_from"):
+        trainer.train(resume_from="x")
+    with pytest.raises(ConfigError, match="trial"):
+        trainer.train(trial={"learning_rate": 1.0})
