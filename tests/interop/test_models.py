@@ -65,10 +65,12 @@ def test_models_learn_from_every_form_of_data(tmp_path, name, form):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tables_and_lists_train_alike(tmp_path, name):
-    trainers = [make_trainer(tmp_path, name, form, dropout=0.1, num_train_epochs=1) for form in ("table", "list")]
-    for trainer in trainers:
+    models = []
+    for form in ("table", "list"):
+        trainer = make_trainer(tmp_path, name, form, dropout=0.1, num_train_epochs=1)
         trainer.train()
-    assert same_weights(*(trainer.model for trainer in trainers))
+        models.append(trainer.model)
+    assert same_weights(*models)
 
 
 @pytest.mark.parametrize("name", NAMES)

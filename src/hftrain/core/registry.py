@@ -43,7 +43,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, _Entry] = {}
         self._has_entry_points = False
 
-    def register(self, name: str, target: str | Callable[..., T], *, summary: str = "", **preset: Any) -> None:
+    def register(self, name: str, target: str | Callable[..., T], /, *, summary: str = "", **preset: Any) -> None:
         """Add or replace a name; mutates the registry."""
         self._entries[name] = _Entry(target=target, preset=preset, summary=summary)
 
@@ -69,7 +69,7 @@ class Registry(Generic[T]):
             target = getattr(importlib.import_module(module), attribute)
         return target, dict(entry.preset)
 
-    def create(self, name: str, **kwargs: Any) -> T:
+    def create(self, name: str, /, **kwargs: Any) -> T:
         """Build the object behind a name; `kwargs` win over the preset.
 
         Raises:

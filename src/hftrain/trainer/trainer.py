@@ -956,8 +956,9 @@ class Trainer:
         """Build the model with `model_init`, the random number generators freshly seeded."""
         assert self.model_init is not None
         set_seed(self.args.seed)
-        parameters = inspect.signature(self.model_init).parameters
-        model = self.model_init(trial) if parameters else self.model_init()
+        parameters = inspect.signature(self.model_init).parameters.values()
+        takes_trial = any(p.name == "trial" or (p.default is p.empty and p.kind < p.VAR_POSITIONAL) for p in parameters)
+        model = self.model_init(trial) if takes_trial else self.model_init()
         if model is None:
             raise ConfigError(
                 explain("model_init() was called.", "It returned None.", "Return the model from model_init.")

@@ -1,0 +1,305 @@
+"""Losses, gradient norms and learning rates of each step equal those of transformers' own Trainer.
+
+They differ on purpose in one thing: here a step's gradient is that of the mean over all its items, however they are
+split. transformers takes the mean of the micro-batches' means where the model takes no item count; and where the model
+takes the count and ignores it (most classifiers and encoder-decoders), it adds the means up. There the reference is the
+gradient of the whole step in one batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from support.hub_models import Rows, collate, make_model, make_rows, run_options, without_times  # noqa: E402
+from torch import nn  # noqa: E402
+
+import hftrain  # noqa: E402
+
+pytestmark = pytest.mark.interop
+
+STEPS = ("loss", "grad_norm", "learning_rate", "epoch", "step")
+LIBRARIES = (hftrain, transformers)
+
+
+@pytest.fixture(autouse=True)
+def environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Keep what transformers' Trainer sets for the whole process, once it has run, from outliving a test."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    level = transformers.logging.get_verbosity()
+    yield
+    transformers.logging.set_verbosity(level)
+
+
+def make_trainer(library: Any, folder: Path, model: nn.Module, rows: Rows, *, kind: Any = None, **options: Any) -> Any:
+    """Build either library's Trainer (or `kind`, a function from that to a subclass) from the same settings."""
+    parts = {key: options.pop(key) for key in ("compute_loss_func", "compute_metrics", "eval_dataset") if key in options}
+    arguments = library.TrainingArguments(str(folder), **run_options(**options))
+    trainer = library.Trainer if kind is None else kind(library.Trainer)
+    return trainer(model, arguments, train_dataset=rows, **parts)
+
+
+def both(folder: Path, name: str, rows: Rows, **options: Any) -> list[Any]:
+    """Train the same model with both libraries."""
+    trainers = [make_trainer(library, folder, make_model(name), rows, **options) for library in LIBRARIES]
+    for trainer in trainers:
+        trainer.train()
+    return trainers
+
+
+def steps_of(trainer: Any) -> list[dict[str, Any]]:
+    return [{name: entry[name] for name in STEPS} for entry in trainer.state.log_history if "loss" in entry]
+
+
+def assert_steps_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], *, rel: float = 1e-6) -> None:
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx({name: other[name] for name in mine}, rel=rel, abs=1e-12)
+
+
+def assert_parity(trainers: list[Any]) -> None:
+    ours, theirs = trainers
+    assert_steps_equal(steps_of(ours), steps_of(theirs))
+    # Adam turns a last-bit difference of a small gradient into one of the update, hence the absolute tolerance.
+    for name, value in ours.model.state_dict().items():
+        torch.testing.assert_close(value, theirs.model.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def in_one_batch(
+    name: str, rows: Rows, *, accumulation: int, num_epochs: int, max_norm: float, weights: Any = None, **options: Any
+) -> list[dict[str, float]]:
+    """Train with each step's samples in one batch, by hand."""
+    model = make_model(name)
+    loader = hftrain.Trainer(
+        model, hftrain.TrainingArguments("unused", **run_options(seed=42, **options)), train_dataset=rows
+    )
+    loader.create_optimizer()
+    optimizer = loader.optimizer
+    history = []
+    for epoch in range(num_epochs):
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(42 + epoch)).tolist()
+        for start in range(0, len(rows), 4 * accumulation):
+            batch = collate([rows[index] for index in order[start : start + 4 * accumulation]])
+            loss = model(**batch).loss if weights is None else weighted_loss(model, batch, weights)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            history.append({"loss": loss.item(), "grad_norm": norm.item()})
+    return history
+
+
+# -- the same to the last digits ---------------------------------------------------------------------------------------
+
+
+# 22 samples: the last batch of a pass holds 2; with 3 batches a step there is no short window, with 4 there is.
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("accumulation", [1, 3, 4])
+def test_models_that_divide_by_the_item_count(tmp_path, accumulation, schedule):
+    options = {"num_train_epochs": 3, "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+    options |= {"gradient_accumulation_steps": accumulation, "lr_scheduler_type": schedule, "learning_rate": 1e-3}
+    trainers = both(tmp_path, "llama", make_rows("llama"), **options)
+    assert len(steps_of(trainers[0])) == 3 * math.ceil(6 / accumulation)
+    assert_parity(trainers)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_models_without_accumulation(tmp_path, name, schedule):
+    options = {"num_train_epochs": 3, "warmup_steps": 4, "weight_decay": 0.1, "max_grad_norm": 0.5}
+    options |= {"lr_scheduler_type": schedule, "learning_rate": 1e-3}
+    assert_parity(both(tmp_path, name, make_rows(name), **options))
+
+
+def test_weight_decay_has_the_same_two_groups(tmp_path):
+    for name in ("bert", "llama", "t5"):
+        ours, theirs = both(tmp_path, name, make_rows(name, 4), weight_decay=0.1, max_steps=1)
+        groups = [
+            [(group["weight_decay"], [tuple(p.shape) for p in group["params"]]) for group in optimizer.param_groups]
+            for optimizer in (ours.optimizer, theirs.optimizer.optimizer)
+        ]
+        assert groups[0] == groups[1]
+        assert [decay for decay, _ in groups[0]] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_label_smoothing_of_a_language_model(tmp_path, accumulation):
+    options = {"label_smoothing_factor": 0.1, "learning_rate": 1e-3, "gradient_accumulation_steps": accumulation}
+    assert_parity(both(tmp_path, "llama", make_rows("llama"), **options))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_label_smoothing_of_a_classifier(tmp_path, accumulation):
+    # Its loss is the Trainer's, which divides by the item count: no difference here.
+    options = {"label_smoothing_factor": 0.1, "learning_rate": 1e-3, "gradient_accumulation_steps": accumulation}
+    assert_parity(both(tmp_path, "bert", make_rows("bert"), **options))
+
+
+def summed_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits = outputs["logits"][..., :-1, :].flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, labels[..., 1:].flatten(), reduction="sum")
+    return total / ((labels[..., 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_loss_function(tmp_path, accumulation):
+    options = {"compute_loss_func": summed_loss, "gradient_accumulation_steps": accumulation, "learning_rate": 1e-3}
+    assert_parity(both(tmp_path, "llama", make_rows("llama"), **options))
+
+
+@pytest.mark.parametrize("unit", ["steps", "epoch"])
+def test_what_is_logged_and_when(tmp_path, unit):
+    options = {"logging_strategy": unit, "logging_steps": 4, "eval_strategy": unit, "eval_steps": 3, "max_steps": 10}
+    trainers = both(tmp_path, "llama", make_rows("llama"), eval_dataset=make_rows("llama", 8, seed=2), **options)
+    histories = [without_times(trainer.state.log_history) for trainer in trainers]
+    for entry in histories[1]:
+        entry.pop("total_flos", None)  # not counted here
+    assert [entry.keys() for entry in histories[0]] == [entry.keys() for entry in histories[1]]
+    # Losses of an evaluation: the next section.
+    for ours, theirs in zip(*histories, strict=True):
+        for name in ours.keys() - {"eval_loss"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
+
+
+# -- different on purpose ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [3, 4])
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_models_that_ignore_the_item_count_get_the_gradient_of_one_big_batch(tmp_path, name, accumulation):
+    rows = make_rows(name)
+    options = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "weight_decay": 0.1, "max_grad_norm": 0.5}
+    expected = in_one_batch(name, rows, accumulation=accumulation, num_epochs=2, max_norm=0.5, **{
+        key: options[key] for key in ("learning_rate", "weight_decay")
+    })  # fmt: skip
+    ours, theirs = both(tmp_path, name, rows, gradient_accumulation_steps=accumulation, **options)
+    assert ours.model_accepts_loss_kwargs
+    assert_steps_equal([{key: step[key] for key in ("loss", "grad_norm")} for step in steps_of(ours)], expected, rel=2e-6)
+    # transformers adds up the means of the micro-batches. The day this fails, compare with it instead.
+    assert steps_of(theirs)[0]["loss"] == pytest.approx(accumulation * expected[0]["loss"], rel=0.05)
+
+
+def weighted_loss(model: nn.Module, inputs: Any, weights: torch.Tensor) -> torch.Tensor:
+    labels = inputs["labels"]
+    logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+    return (nn.functional.cross_entropy(logits, labels, reduction="none") * weights[labels]).mean()
+
+
+def weighted(trainer: Any) -> Any:
+    """Return the older guide's Trainer with a weighted loss, whose `compute_loss` knows no item count."""
+
+    class WeightedTrainer(trainer):
+        def compute_loss(self, model, inputs, return_outputs=False):
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            logits = outputs.get("logits")
+            loss = (nn.functional.cross_entropy(logits, labels, reduction="none") * WEIGHTS[labels]).mean()
+            return (loss, outputs) if return_outputs else loss
+
+    return WeightedTrainer
+
+
+def weighted_with_count(trainer: Any) -> Any:
+    """Return the same Trainer, its signature brought up to date and the count left unused, as most people do it."""
+
+    class WeightedTrainer(weighted(trainer)):
+        loss_is_scaled_for_ga = False
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return super().compute_loss(model, inputs, return_outputs)
+
+    return WeightedTrainer
+
+
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("kind", [weighted, weighted_with_count])
+def test_a_subclass_with_a_weighted_loss(tmp_path, kind, accumulation):
+    rows = make_rows("bert")  # 22: the last batch of a pass is ragged
+    options = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "gradient_accumulation_steps": accumulation}
+    ours = make_trainer(hftrain, tmp_path, make_model("bert"), rows, kind=kind, **options)
+    ours.train()
+    expected = in_one_batch(
+        "bert", rows, accumulation=accumulation, num_epochs=2, max_norm=1.0, weights=WEIGHTS, learning_rate=1e-3
+    )
+    assert_steps_equal([{key: step[key] for key in ("loss", "grad_norm")} for step in steps_of(ours)], expected, rel=2e-6)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_subclass_with_a_weighted_loss_and_even_batches(tmp_path, accumulation):
+    # Here the mean of means is the mean, so both agree. transformers 5 passes the count, which the old form refuses.
+    options = {"learning_rate": 1e-3, "gradient_accumulation_steps": accumulation}
+    rows = make_rows("bert", 24)
+    ours, theirs = (
+        make_trainer(library, tmp_path, make_model("bert"), rows, kind=kind, **options)
+        for library, kind in zip(LIBRARIES, (weighted, weighted_with_count), strict=True)
+    )
+    ours.train()
+    theirs.train()
+    assert_parity([ours, theirs])
+
+
+def mean_of_own(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return outputs["logits"].square().mean() if labels is None else outputs["logits"].sum()
+
+
+def test_a_loss_function_is_called_without_labels_too(tmp_path):
+    rows = [{name: value for name, value in row.items() if name != "label"} for row in make_rows("bert", 24)]
+    options = {"compute_loss_func": mean_of_own, "learning_rate": 1e-3}
+    assert_parity(both(tmp_path, "bert", rows, **options))
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def count_right(prediction: Any) -> dict[str, float]:
+    predictions, labels = prediction
+    logits = predictions[0] if isinstance(predictions, tuple) else predictions
+    return {"right": float((logits.argmax(-1) == labels).mean()), "spread": float(logits.std())}
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "llama"])
+def test_metrics_and_predictions(tmp_path, name):
+    rows = make_rows(name, 10)  # the last batch is ragged
+    trainers = [
+        make_trainer(library, tmp_path, make_model(name), rows, eval_dataset=rows, compute_metrics=count_right)
+        for library in LIBRARIES
+    ]
+    ours, theirs = ([trainer.evaluate(), trainer.predict(rows)] for trainer in trainers)
+    names = {"eval_right", "eval_spread", "eval_loss", "eval_runtime"}
+    names |= {"eval_samples_per_second", "eval_steps_per_second"}
+    assert ours[0].keys() == names
+    assert theirs[0].keys() - names == {"eval_model_preparation_time"}
+    for metric in ("eval_right", "eval_spread"):
+        assert ours[0][metric] == pytest.approx(theirs[0][metric], rel=1e-6)
+    torch.testing.assert_close(ours[1].predictions, theirs[1].predictions)
+    assert (ours[1].label_ids == theirs[1].label_ids).all()
+
+
+def test_evaluation_loss_where_batches_hold_equally_many_items(tmp_path):
+    rows = make_rows("bert", 12)
+    ours, theirs = (
+        make_trainer(library, tmp_path, make_model("bert"), rows, eval_dataset=rows).evaluate() for library in LIBRARIES
+    )
+    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 3, 10])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_evaluation_loss_is_the_mean_over_items_whatever_the_batch_size(tmp_path, name, size):
+    # transformers weighs the batches' means by their samples: where batches differ in size or in ignored labels, it says something else.
+    rows = make_rows(name, 10)
+    model = make_model(name)
+    trainer = make_trainer(hftrain, tmp_path, model, rows, eval_dataset=rows, per_device_eval_batch_size=size)
+    with torch.no_grad():
+        expected = model.eval()(**collate(rows)).loss.item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,350 @@
+"""What each verb returns and leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from support.tiny import Net, Stream, Task, make_arguments, make_rows
+from torch import nn
+
+from hftrain import (
+    CheckpointError,
+    ConfigError,
+    EvalPrediction,
+    StepOutput,
+    TaskModule,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+
+def share(prediction: EvalPrediction) -> dict[str, float]:
+    return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def test_train_returns_steps_loss_and_speed(tmp_path: Path) -> None:
+    output = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(22)).train()
+    assert output.global_step == 12
+    assert {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss"} <= output.metrics.keys()
+    assert output.training_loss == output.metrics["train_loss"]
+
+
+def test_train_twice_goes_on_with_the_same_model(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(22))
+    first = trainer.train().training_loss
+    optimizer = trainer.optimizer
+    assert trainer.train().training_loss < first
+    assert trainer.optimizer is optimizer
+    assert trainer.state.global_step == 12
+
+
+def test_train_again_after_an_interrupt(tmp_path: Path) -> None:
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(22), callbacks=[Interrupt])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert not trainer.is_in_train
+    trainer.remove_callback(Interrupt)
+    assert trainer.train().global_step == 12
+
+
+def test_model_init_gives_the_same_run_each_time(tmp_path: Path) -> None:
+    trainer = Trainer(args=make_arguments(tmp_path), model_init=Net, train_dataset=make_rows(22))
+    first = trainer.train().training_loss
+    model = trainer.model
+    assert trainer.train().training_loss == first
+    assert trainer.model is not model
+
+
+def test_evaluate_before_training(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path), eval_dataset=make_rows(9), compute_metrics=share)
+    metrics = trainer.evaluate()
+    assert {"eval_loss", "eval_share", "eval_runtime", "eval_samples_per_second"} <= metrics.keys()
+    json.dumps(metrics)
+    assert trainer.state.log_history[-1]["eval_loss"] == metrics["eval_loss"]
+    assert trainer.model.training
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 9])
+def test_evaluation_loss_does_not_depend_on_the_batch_size(tmp_path: Path, size: int) -> None:
+    set_seed(0)
+    model = Net()
+    rows = make_rows(9)
+    x, labels = torch.stack([r["x"] for r in rows]), torch.stack([r["labels"] for r in rows])
+    expected = model(x, labels)[0].item()
+    for data in (rows, Stream(rows)):
+        trainer = Trainer(model, make_arguments(tmp_path, per_device_eval_batch_size=size), eval_dataset=data)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_evaluate_several_sets_by_name(tmp_path: Path) -> None:
+    trainer = Trainer(
+        Net(),
+        make_arguments(tmp_path, eval_strategy="epoch", metric_for_best_model="eval_data1_loss", num_train_epochs=1),
+        train_dataset=make_rows(8),
+        eval_dataset={"data1": make_rows(5), "data2": make_rows(6)},
+    )
+    trainer.train()
+    assert trainer.state.best_metric is not None
+    assert {"eval_data1_loss", "eval_data2_loss"} <= trainer.evaluate().keys()
+    assert "mine_a_loss" in trainer.evaluate({"a": make_rows(3)}, metric_key_prefix="mine")
+    assert len(trainer.get_eval_dataloader("data2").dataset) == 6
+
+
+def test_predict_with_and_without_labels(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path), compute_metrics=share)
+    rows = make_rows(9)
+    output = trainer.predict(rows)
+    assert output.predictions.shape == (9, 3)
+    assert output.label_ids.tolist() == [int(row["labels"]) for row in rows]
+    assert "test_share" in output.metrics
+    blind = trainer.predict([{"x": row["x"]} for row in rows], metric_key_prefix="blind")
+    assert blind.label_ids is None
+    numpy.testing.assert_allclose(blind.predictions, output.predictions, rtol=1e-6)
+    assert "blind_loss" not in blind.metrics
+
+
+def test_predictions_of_different_lengths_are_padded(tmp_path: Path) -> None:
+    class Echo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"logits": x * self.scale, "pair": (x * 2).sum(-1)}
+
+    rows = [{"x": torch.ones(length)} for length in (2, 3, 1)]
+    arguments = make_arguments(tmp_path, per_device_eval_batch_size=1, eval_accumulation_steps=2)
+    logits, pair = Trainer(Echo(), arguments).predict(rows).predictions
+    assert logits.tolist() == [[1, 1, -100], [1, 1, 1], [1, -100, -100]]
+    assert pair.tolist() == [4, 6, 2]
+    assert Trainer(Echo(), arguments).predict(rows, ignore_keys=["logits"]).predictions.tolist() == [4, 6, 2]
+
+
+def test_compute_metrics_gets_what_it_asks_for(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def look(prediction: EvalPrediction) -> dict[str, float]:
+        seen["parts"] = len(tuple(prediction))
+        seen["inputs"], seen["losses"] = prediction.inputs, prediction.losses
+        seen["predictions"] = prediction.predictions
+        return {}
+
+    class Named(Net):
+        main_input_name = "x"
+
+    arguments = make_arguments(tmp_path, include_for_metrics=["inputs", "loss"])
+    Trainer(
+        Named(), arguments, compute_metrics=look, preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)
+    ).evaluate(make_rows(6))
+    assert seen["parts"] == 4
+    assert seen["inputs"].shape == (6, 4)
+    assert seen["losses"].shape == (6,)
+    assert seen["predictions"].shape == (6,)
+
+
+def test_metrics_batch_by_batch(tmp_path: Path) -> None:
+    calls = []
+
+    def count(prediction: EvalPrediction, compute_result: bool) -> dict[str, float]:
+        calls.append((len(prediction.label_ids), compute_result))
+        return {"seen": float(sum(size for size, _ in calls))} if compute_result else {}
+
+    trainer = Trainer(Net(), make_arguments(tmp_path, batch_eval_metrics=True), compute_metrics=count)
+    assert trainer.evaluate(make_rows(9))["eval_seen"] == 9
+    assert calls == [(4, False), (4, False), (1, True)]
+
+
+def test_batches_are_handed_out_unjoined(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path, eval_do_concat_batches=False))
+    output = trainer.predict(make_rows(9))
+    assert [len(batch) for batch in output.predictions] == [4, 4, 1]
+
+
+def test_evaluation_changes_no_later_training_number(tmp_path: Path) -> None:
+    histories = []
+    for options in ({}, {"eval_strategy": "steps", "eval_steps": 2}):
+        set_seed(0)
+        trainer = Trainer(
+            Net(dropout=0.3), make_arguments(tmp_path, **options), train_dataset=make_rows(22), eval_dataset=make_rows(5)
+        )
+        trainer.train()
+        histories.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert histories[0] == histories[1]
+
+
+def test_frozen_modes_come_back_after_an_evaluation(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path), eval_dataset=make_rows(5))
+    trainer.model.layers[1].eval()
+    trainer.evaluate()
+    assert [module.training for module in (trainer.model, trainer.model.layers[1])] == [True, False]
+
+
+def test_task_logs_are_averaged(tmp_path: Path) -> None:
+    class Talking(Task):
+        def training_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
+            output = super().training_step(batch)
+            output.logs = {"size": len(batch["labels"]), "twice": output.loss * 2}
+            return output
+
+    trainer = Trainer(Talking(), make_arguments(tmp_path, logging_steps=6), train_dataset=make_rows(22))
+    trainer.train()
+    entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert entry["size"] == pytest.approx(22 / 6)
+    assert entry["twice"] == pytest.approx(2 * entry["loss"])
+
+
+def test_task_brings_its_own_optimizer_and_schedule(tmp_path: Path) -> None:
+    class Own(Task):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+            return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    trainer = Trainer(Own(), make_arguments(tmp_path, max_steps=3), train_dataset=make_rows(22))
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert rates == [0.5, 0.25, 0.125]
+
+
+def test_task_on_plain_tuples_and_without_prediction(tmp_path: Path) -> None:
+    class Regression(TaskModule):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            inputs, targets = batch
+            return nn.functional.mse_loss(self.model(inputs), targets)
+
+    data = torch.utils.data.TensorDataset(torch.randn(20, 2), torch.randn(20, 1))
+    trainer = Trainer(Regression(nn.Linear(2, 1)), make_arguments(tmp_path), train_dataset=data, eval_dataset=data)
+    trainer.train()
+    assert "eval_loss" in trainer.evaluate()
+    with pytest.raises(TypeError, match="defines no prediction_step"):
+        trainer.predict(data)
+
+
+def test_given_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    trainer = Trainer(
+        model, make_arguments(tmp_path, max_steps=2), train_dataset=make_rows(), optimizers=(optimizer, schedule)
+    )
+    trainer.train()
+    assert trainer.optimizer is optimizer
+    assert trainer.lr_scheduler is schedule
+    assert trainer.get_learning_rates() == [0.3]
+
+
+def test_optimizer_class_and_arguments_are_used(tmp_path: Path) -> None:
+    trainer = Trainer(
+        Net(), make_arguments(tmp_path, max_steps=1), train_dataset=make_rows(),
+        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.2, "momentum": 0.9}),
+    )  # fmt: skip
+    trainer.train()
+    assert isinstance(trainer.optimizer, torch.optim.SGD)
+    assert trainer.optimizer.param_groups[0]["momentum"] == 0.9
+
+
+def test_save_model_and_state(tmp_path: Path) -> None:
+    class Tool:
+        def save_pretrained(self, folder: str) -> None:
+            (Path(folder) / "tool.json").write_text("{}")
+
+    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(), processing_class=Tool())
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    trainer.save_state()
+    assert {path.name for path in (tmp_path / "final").iterdir()} == {
+        "model.safetensors", "training_args.bin", "tool.json"
+    }  # fmt: skip
+    saved = torch.load(tmp_path / "final" / "training_args.bin", weights_only=True)
+    assert saved["learning_rate"] == 1e-2
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 12
+
+
+def test_save_only_model_cannot_be_resumed(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, save_strategy="epoch", save_only_model=True)
+    Trainer(Net(), arguments, train_dataset=make_rows()).train()
+    assert not list(tmp_path.glob("checkpoint-*/optimizer.pt"))
+    with pytest.raises(CheckpointError, match="save_only_model"):
+        Trainer(Net(), arguments, train_dataset=make_rows()).train(resume_from_checkpoint=True)
+
+
+def test_save_strategy_best_saves_on_a_new_best_only(tmp_path: Path) -> None:
+    values = iter([0.0, 0.5, 0.9, 0.3, 0.95])
+    arguments = make_arguments(
+        tmp_path, num_train_epochs=4, eval_strategy="epoch", save_strategy="best", metric_for_best_model="score",
+        greater_is_better=True,
+    )  # fmt: skip
+    trainer = Trainer(
+        Net(), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(4),
+        compute_metrics=lambda prediction: {"score": next(values)},
+    )  # fmt: skip
+    trainer.train()
+    assert sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*")) == [2, 4, 8]
+
+
+def test_metrics_are_formatted_and_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path))
+    metrics = {"eval_loss": 0.123456, "eval_runtime": 75.5, "eval_mem_cpu_alloc_delta": 3 << 20, "epoch": 1.0}
+    trainer.log_metrics("eval", metrics)
+    shown = capsys.readouterr().out
+    assert "***** eval metrics *****" in shown
+    assert "0:01:15.50" in shown
+    assert "3MB" in shown
+    trainer.save_metrics("eval", metrics)
+    assert json.loads((tmp_path / "all_results.json").read_text())["eval_loss"] == 0.123456
+
+
+def test_arguments_default_to_a_folder_in_the_working_directory(tmp_cwd: Path) -> None:
+    assert Trainer(Net()).args.output_dir == "tmp_trainer"
+    assert not (tmp_cwd / "tmp_trainer").exists()
+
+
+def test_older_names_work_with_a_warning(tmp_path: Path) -> None:
+    tool = object()
+    with pytest.warns(FutureWarning, match="processing_class"):
+        trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(), tokenizer=tool)
+    assert trainer.tokenizer is trainer.processing_class is tool
+    with pytest.warns(FutureWarning, match="resume_from_checkpoint"), pytest.raises(CheckpointError):
+        trainer.train(model_path=str(tmp_path / "nowhere"))
+
+
+def test_settings_without_a_process_group_are_said_to_change_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Trainer(Net(), make_arguments(tmp_path, ddp_bucket_cap_mb=10))
+    assert "bucket_cap_mb=10" in caplog.text
+
+
+def test_gradient_checkpointing_needs_a_model_that_can(tmp_path: Path) -> None:
+    class Can(Net):
+        calls: list[Any] = []  # noqa: RUF012
+
+        def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
+            self.calls.append(gradient_checkpointing_kwargs)
+
+    arguments = make_arguments(
+        tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}, max_steps=1
+    )
+    Trainer(Can(), arguments, train_dataset=make_rows()).train()
+    assert Can.calls == [{"use_reentrant": False}]
+    with pytest.raises(ConfigError, match="gradient_checkpointing_enable"):
+        Trainer(Net(), arguments, train_dataset=make_rows()).train()
+
+
+def test_trainer_leaves_the_arguments_alone(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path)
+    before = arguments.to_dict()
+    Trainer(Net(), arguments, train_dataset=make_rows()).train()
+    assert arguments.to_dict() == before
+    assert isinstance(arguments, TrainingArguments)
