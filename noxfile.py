@@ -1,7 +1,7 @@
 """Every command of the project: `nox -l` lists them, plain `nox` runs the CPU tests.
 
 A session keeps its environment in `.nox/` and reuses it; `nox --no-reuse-existing-virtualenvs` builds it anew.
-What follows `--` is handed to pytest: `nox -s tests -- tests/unit/core -k seed`.
+What follows `--` is handed on, to pytest or to the benchmarks: `nox -s tests -- tests/unit/core -k seed`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["tests"]
 nox.options.reuse_venv = "yes"
 
+ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", "constraints.txt")
 
 # Tests with one of these marks have a session of their own.
@@ -36,9 +37,12 @@ QUICKSTART = (
     ("... and carry on from the checkpoint.", ("python", DIGITS, "--output-dir", f"{RUNS}/resumed", "--resume")),
     (
         "The same script on two processes, in bfloat16.",
-        (*TORCHRUN, DIGITS, "--output-dir", f"{RUNS}/ddp", "--strategy", "ddp", "--precision", "bf16"),
+        (*TORCHRUN, DIGITS, "--output-dir", f"{RUNS}/ddp", "--strategy", "ddp", "--precision", "bf16", "--epochs", "5"),
     ),
 )
+
+# Arguments that keep an example short; the others run as they are.
+SHORTENED = {"char_language_model": ("--steps", "20"), "digits": ("--epochs", "1")}
 
 
 def install(session: nox.Session, *extras: str) -> None:
@@ -169,24 +173,22 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def examples(session: nox.Session) -> None:
-    """Run every script in examples/ for one epoch."""
+    """Run every script in examples/, shortened where it takes long."""
     scripts = sorted(Path("examples").glob("*.py"))
     if not scripts:
         session.error("examples/ holds no script.")
     install(session, "examples")
-    for script in scripts:
-        output_dir = Path(session.create_tmp()) / script.stem
-        session.run("python", str(script), "--output-dir", str(output_dir), "--epochs", "1", env=ENV)
+    with session.chdir(session.create_tmp()):
+        for script in scripts:
+            session.run("python", str(ROOT / script), *SHORTENED.get(script.stem, ()), env=ENV)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the tests that measure and every script in benchmarks/; wants a quiet machine."""
-    scripts = sorted(Path("benchmarks").glob("[!_]*.py"))
-    if not scripts and not has_tests_marked("bench"):
-        session.skip("benchmarks/ holds no script yet, and no test is marked 'bench'")
-    install(session, "test")
+    """Run the tests that measure, then every script in benchmarks/ next to its peers; wants a quiet machine."""
+    install(session, "test", "transformers")
+    session.install(*CONSTRAINTS, "lightning")
     if has_tests_marked("bench"):
-        pytest(session, "bench")
-    for script in scripts:
-        session.run("python", str(script), env=ENV)
+        session.run("python", "-m", "pytest", "-m", "bench", env=ENV)
+    for script in sorted(Path("benchmarks").glob("[!_]*.py")):
+        session.run("python", str(script), *session.posargs, env=ENV)

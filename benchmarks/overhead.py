@@ -26,257 +26,33 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import io
 import json
-import logging
+import platform
 import statistics
 import sys
-import tempfile
 import threading
 import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
 
-from hftrain import TaskModule, Trainer, TrainingArguments
+from _contenders import CONTENDERS, SIZES, Size, is_installed, make_job
 
 NUM_WARMUP = 10
-NUM_WARMUP_TURNS = 2
-NUM_FEATURES = 64
-NUM_CLASSES = 10
-LEARNING_RATE = 1e-3
-WEIGHT_DECAY = 0.01
+NUM_WARMUP_TURNS = 3
 
-ARGUMENTS: dict[str, Any] = {
-    "learning_rate": LEARNING_RATE,
-    "weight_decay": WEIGHT_DECAY,
-    "max_grad_norm": 1.0,
-    "optim": "adamw_torch",
-    "lr_scheduler_type": "linear",
-    "dataloader_pin_memory": False,
-    "use_cpu": True,
-    "logging_strategy": "no",
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """A model whose plain step takes about as long as its name says, and how many steps make a turn."""
-
-    name: str
-    width: int
-    depth: int
-    batch_size: int
-    steps_per_turn: int
-    num_turns: int
-    budget: float | None = None
-
-
-SIZES = {
-    size.name: size
-    for size in (
-        Size(name="1ms", width=96, depth=2, batch_size=16, steps_per_turn=10, num_turns=80, budget=1.10),
-        Size(name="5ms", width=448, depth=3, batch_size=32, steps_per_turn=5, num_turns=50),
-        Size(name="20ms", width=800, depth=4, batch_size=32, steps_per_turn=3, num_turns=25, budget=1.02),
-    )
-}
-
-
-class Net(nn.Module):
-    """A multilayer perceptron that returns its loss, and tells a probe whenever it is entered."""
-
-    def __init__(self, size: Size, probe: Callable[[], None]) -> None:
-        super().__init__()
-        widths = [NUM_FEATURES, *[size.width] * size.depth]
-        hidden = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
-        self.layers = nn.Sequential(*hidden, nn.Linear(size.width, NUM_CLASSES))
-        self.probe = probe
-
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.probe()
-        logits = self.layers(inputs)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-class Task(TaskModule):
-    """The same model as a task."""
-
-    def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.model(**batch)["loss"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What each contender trains: one epoch of `max_steps` full batches."""
-
-    net: Net
-    samples: list[dict[str, torch.Tensor]]
-    batch_size: int
-    max_steps: int
-
-    def loader(self) -> torch.utils.data.DataLoader[Any]:
-        return torch.utils.data.DataLoader(self.samples, batch_size=self.batch_size, collate_fn=collate)  # type: ignore[arg-type]
-
-    def optimizer(self) -> torch.optim.Optimizer:
-        parameters = list(self.net.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
-            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=LEARNING_RATE)
-
-    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / self.max_steps))
-
-
-def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-
-
-def make_job(size: Size, probe: Callable[[], None], *, num_steps: int) -> Job:
-    """Prepare `num_steps` whole steps, from `forward` to `forward`."""
-    torch.manual_seed(0)
-    max_steps = num_steps + 1
-    distinct = [
-        {"inputs": torch.randn(NUM_FEATURES), "labels": torch.randint(NUM_CLASSES, ())}
-        for _ in range(8 * size.batch_size)
-    ]
-    samples = (distinct * (max_steps // 8 + 1))[: max_steps * size.batch_size]
-    return Job(net=Net(size, probe), samples=samples, batch_size=size.batch_size, max_steps=max_steps)
-
-
-# -- contenders ------------------------------------------------------------------------------------------------------
-
-
-class InOrder:
-    """Make a Trainer, hftrain's or transformers', read its training data in order."""
-
-    train_dataset: Any
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler[int]:
-        return torch.utils.data.SequentialSampler(self.train_dataset)
-
-
-class InOrderTrainer(InOrder, Trainer):
-    """The Trainer measured here."""
-
-
-def run_plain(job: Job) -> None:
-    device = torch.device("cpu")
-    model = job.net.to(device).train()
-    # Listed once: a walk through the modules at each step would flatter everybody else.
-    parameters = list(model.parameters())
-    optimizer = job.optimizer()
-    schedule = job.schedule(optimizer)
-    for batch in job.loader():
-        batch = {name: value.to(device) for name, value in batch.items()}
-        loss = model(**batch)["loss"]
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-
-
-def run_hftrain_task(job: Job) -> None:
-    _run_hftrain(job, Task(job.net))
-
-
-def run_hftrain_module(job: Job) -> None:
-    _run_hftrain(job, job.net)
-
-
-def _run_hftrain(job: Job, model: nn.Module) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder, max_steps=job.max_steps, per_device_train_batch_size=job.batch_size, **ARGUMENTS
-        )
-        InOrderTrainer(model, arguments, data_collator=collate, train_dataset=job.samples).train()
-
-
-def run_accelerate(job: Job) -> None:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    optimizer = job.optimizer()
-    model, optimizer, loader, schedule = accelerator.prepare(job.net, optimizer, job.loader(), job.schedule(optimizer))
-    model.train()
-    for batch in loader:
-        loss = model(**batch)["loss"]
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-
-
-def run_transformers(job: Job) -> None:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-
-    class InOrderTrainer(InOrder, transformers.Trainer):
-        pass
-
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = transformers.TrainingArguments(
-            folder, max_steps=job.max_steps, per_device_train_batch_size=job.batch_size, **ARGUMENTS
-        )
-        InOrderTrainer(job.net, arguments, data_collator=collate, train_dataset=job.samples).train()
-
-
-def run_lightning(job: Job) -> None:
-    import lightning
-
-    logging.getLogger("lightning").setLevel(logging.ERROR)
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = job.net
-
-        def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-            return self.model(**batch)["loss"]
-
-        def configure_optimizers(self) -> Any:
-            optimizer = job.optimizer()
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": job.schedule(optimizer), "interval": "step"},
-            }
-
-    trainer = lightning.Trainer(
-        barebones=True, accelerator="cpu", devices=1, max_steps=job.max_steps, gradient_clip_val=1.0
-    )
-    trainer.fit(Module(), job.loader())
-
-
-CONTENDERS: dict[str, Callable[[Job], None]] = {
-    "plain": run_plain,
-    "plain-again": run_plain,
-    "hftrain-task": run_hftrain_task,
-    "hftrain-module": run_hftrain_module,
-    "accelerate": run_accelerate,
-    "transformers": run_transformers,
-    "lightning": run_lightning,
-}
-
-
-# -- measuring -------------------------------------------------------------------------------------------------------
+# From malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 CLOCKS = {"cpu": time.thread_time, "wall": time.perf_counter}
 
@@ -348,6 +124,19 @@ def _quiet() -> Iterator[None]:
     with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def keep_memory() -> None:
+    """Make malloc keep what it is given back, for the rest of the process.
+
+    Whether it hands a freed gradient to the system, and takes it back page by page in the next step, depends on what
+    lies beside it in memory: up to a third of a large step's time, by luck.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        malloc = ctypes.CDLL(None)
+        for option, value in ((_M_ARENA_MAX, 1), (_M_MMAP_THRESHOLD, 2**25), (_M_TRIM_THRESHOLD, 2**31 - 1)):
+            if not malloc.mallopt(option, value):
+                raise OSError(f"mallopt refused option {option}.")
 
 
 def take_turns(names: Sequence[str], size: Size, *, clock: Callable[[], float]) -> dict[str, list[float]]:
@@ -478,11 +267,6 @@ def frames(name: str, size: Size) -> str:
     return "\n".join([*lines, f"| {sum(total.values()):+g} | in all | |"])
 
 
-def is_installed(name: str) -> bool:
-    """Tell whether a contender's package is here (hftrain and torch are)."""
-    return name not in ("accelerate", "transformers", "lightning") or find_spec(name) is not None
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -494,6 +278,7 @@ def main() -> None:
     parser.add_argument("--frames", choices=CONTENDERS, help="list functions instead of measuring time")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()
     if options.frames:
         print(frames(options.frames, SIZES[options.sizes[0]]))
         return
@@ -505,9 +290,7 @@ def main() -> None:
     for size in options.sizes:
         results += measure(SIZES[size], names, num_repeats=options.repeats, clock=CLOCKS[options.clock])
         print(f"{size}: done", file=sys.stderr)
-    print(
-        f"Python {sys.version.split()[0]}, torch {torch.__version__}, {options.clock} clock, repeats: {options.repeats}\n"
-    )
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, clock: {options.clock}\n")
     print(table(results))
     print("\n" + "\n".join(verdicts(results)))
     if options.json:

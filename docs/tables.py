@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import hftrain
-from hftrain import Trainer, TrainingArguments, precisions, strategies
+from hftrain import Precision, Strategy, Trainer, TrainingArguments, precisions, strategies
 from hftrain.adapter.unwired import UNWIRED
 from hftrain.core import events
 from hftrain.optim.optimizers import not_wired, optimizers
@@ -173,15 +173,28 @@ def renames_table() -> str:
     return table(("older form", "today"), rows)
 
 
+def describe(function: Callable[..., object]) -> tuple[str, str]:
+    """Return a method's arguments and the first paragraph of its docstring, without the source."""
+    arguments = code(name for name in inspect.signature(function).parameters if name != "self")
+    paragraph = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+    return arguments, paragraph.partition(" Source:")[0]
+
+
 def hooks_table() -> str:
-    """List the Trainer's methods that a verb calls through the instance, so that an override takes effect."""
-    rows = []
-    for name in HOOKS:
-        signature = inspect.signature(getattr(Trainer, name))
-        parameters = code(parameter for parameter in signature.parameters if parameter != "self")
-        first = (inspect.getdoc(getattr(Trainer, name)) or "").partition("\n")[0]
-        rows.append((f"`{name}`", parameters, first.partition(" Source:")[0]))
+    """List the Trainer's methods that its verbs call through the instance, so that an override takes effect."""
+    rows = [(f"`{name}`", *describe(getattr(Trainer, name))) for name in HOOKS]
     return table(("method", "arguments", "what it does"), rows)
+
+
+def contract_table(base: type) -> str:
+    """List the public members of a base class, in the order they are written."""
+    rows = []
+    for name, member in vars(base).items():
+        if not name.startswith("_") and isinstance(member, property):
+            rows.append((f"`{name}`", "(property)", describe(member.fget)[1]))
+        elif not name.startswith("_") and inspect.isroutine(getattr(base, name)):
+            rows.append((f"`{name}`", *describe(getattr(base, name))))
+    return table(("member", "arguments", "what it does"), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -190,6 +203,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "strategies": strategies_table,
     "precisions": precisions_table,
     "pairs": pairs_table,
+    "strategy-contract": lambda: contract_table(Strategy),
+    "precision-contract": lambda: contract_table(Precision),
     "refused": refused_table,
     "optimizers": optimizers_table,
     "missing": missing_table,

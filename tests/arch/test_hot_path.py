@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +87,7 @@ def count_calls_between_backwards(run: Callable[[], Any], monkeypatch: pytest.Mo
             run()
         finally:
             sys.setprofile(None)
-    return min(later - earlier for earlier, later in zip(counts[2:], counts[3:], strict=False))
+    return min(later - earlier for earlier, later in itertools.pairwise(counts[2:]))
 
 
 def plain_loop(rows: Rows, num_steps: int) -> None:

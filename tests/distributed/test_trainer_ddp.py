@@ -202,3 +202,30 @@ def test_gradient_is_that_of_the_global_mean_over_ranks(tmp_path: Path, run_dist
     both = run_distributed(sum_over_tokens, folder=str(tmp_path), size=2, averages=True)
     alone = sum_over_tokens(str(tmp_path), size=4, averages=False)
     assert both[0] == pytest.approx(alone, rel=1e-9)
+
+
+def normalise(folder: str) -> list[float]:
+    """Train a model with running statistics, and return its evaluation's loss and its statistics."""
+
+    class Normal(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[1] = torch.nn.BatchNorm1d(8)
+
+    set_seed(0)
+    trainer = Trainer(
+        Normal(), make_arguments(Path(folder), max_steps=3, eval_strategy="steps", eval_steps=3),
+        train_dataset=make_rows(24), eval_dataset=make_rows(5, seed=2),
+    )  # fmt: skip
+    trainer.train()
+    during = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
+    whole = make_rows(5, seed=2)
+    model = trainer.model.eval()
+    after = model(torch.stack([r["x"] for r in whole]), torch.stack([r["labels"] for r in whole]))[0].item()
+    return [during, after, *trainer.model.layers[1].running_mean.tolist()]
+
+
+def test_running_statistics_are_the_same_on_all_ranks_in_an_evaluation(tmp_path: Path, run_distributed: Any) -> None:
+    both = run_distributed(normalise, folder=str(tmp_path))
+    assert both[0] == both[1]
+    assert both[0][0] == pytest.approx(both[0][1], rel=1e-5)

@@ -40,7 +40,9 @@ def environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
 
 def make_trainer(library: Any, folder: Path, model: nn.Module, rows: Rows, *, kind: Any = None, **options: Any) -> Any:
     """Build either library's Trainer (or `kind`, a function from that to a subclass) from the same settings."""
-    parts = {key: options.pop(key) for key in ("compute_loss_func", "compute_metrics", "eval_dataset") if key in options}
+    parts = {
+        key: options.pop(key) for key in ("compute_loss_func", "compute_metrics", "eval_dataset") if key in options
+    }
     arguments = library.TrainingArguments(str(folder), **run_options(**options))
     trainer = library.Trainer if kind is None else kind(library.Trainer)
     return trainer(model, arguments, train_dataset=rows, **parts)
@@ -156,7 +158,8 @@ def test_a_loss_function(tmp_path, accumulation):
 
 @pytest.mark.parametrize("unit", ["steps", "epoch"])
 def test_what_is_logged_and_when(tmp_path, unit):
-    options = {"logging_strategy": unit, "logging_steps": 4, "eval_strategy": unit, "eval_steps": 3, "max_steps": 10}
+    # transformers 5 adds an evaluation at the end where none is due (4.x did not): 9 steps, so that one is.
+    options = {"logging_strategy": unit, "logging_steps": 4, "eval_strategy": unit, "eval_steps": 3, "max_steps": 9}
     trainers = both(tmp_path, "llama", make_rows("llama"), eval_dataset=make_rows("llama", 8, seed=2), **options)
     histories = [without_times(trainer.state.log_history) for trainer in trainers]
     for entry in histories[1]:
@@ -181,7 +184,9 @@ def test_models_that_ignore_the_item_count_get_the_gradient_of_one_big_batch(tmp
     })  # fmt: skip
     ours, theirs = both(tmp_path, name, rows, gradient_accumulation_steps=accumulation, **options)
     assert ours.model_accepts_loss_kwargs
-    assert_steps_equal([{key: step[key] for key in ("loss", "grad_norm")} for step in steps_of(ours)], expected, rel=2e-6)
+    assert_steps_equal(
+        [{key: step[key] for key in ("loss", "grad_norm")} for step in steps_of(ours)], expected, rel=2e-6
+    )
     # transformers adds up the means of the micro-batches. The day this fails, compare with it instead.
     assert steps_of(theirs)[0]["loss"] == pytest.approx(accumulation * expected[0]["loss"], rel=0.05)
 
@@ -231,7 +236,9 @@ def test_a_subclass_with_a_weighted_loss(tmp_path, kind, accumulation):
     expected = in_one_batch(
         "bert", rows, accumulation=accumulation, num_epochs=2, max_norm=1.0, weights=WEIGHTS, learning_rate=1e-3
     )
-    assert_steps_equal([{key: step[key] for key in ("loss", "grad_norm")} for step in steps_of(ours)], expected, rel=2e-6)
+    assert_steps_equal(
+        [{key: step[key] for key in ("loss", "grad_norm")} for step in steps_of(ours)], expected, rel=2e-6
+    )
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -278,7 +285,8 @@ def test_metrics_and_predictions(tmp_path, name):
     names = {"eval_right", "eval_spread", "eval_loss", "eval_runtime"}
     names |= {"eval_samples_per_second", "eval_steps_per_second"}
     assert ours[0].keys() == names
-    assert theirs[0].keys() - names == {"eval_model_preparation_time"}
+    # Before training there is no epoch here, as in 4.x; transformers 5 says 0.
+    assert theirs[0].keys() - names == {"eval_model_preparation_time", "epoch"}
     for metric in ("eval_right", "eval_spread"):
         assert ours[0][metric] == pytest.approx(theirs[0][metric], rel=1e-6)
     torch.testing.assert_close(ours[1].predictions, theirs[1].predictions)

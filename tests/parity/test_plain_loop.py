@@ -20,13 +20,22 @@ TOLERANCE = {"rel": 1e-6, "abs": 1e-7}
 def batches_of(rows: Rows, epoch: int, size: int, seed: int = 42) -> list[dict[str, torch.Tensor]]:
     """Return an epoch's batches in the documented order."""
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
-    return [default_data_collator([rows[i] for i in order[start : start + size]]) for start in range(0, len(rows), size)]
+    return [
+        default_data_collator([rows[i] for i in order[start : start + size]]) for start in range(0, len(rows), size)
+    ]
 
 
 def plain_loop(
-    model: nn.Module, rows: Rows, *, accumulation: int, num_epochs: int, warmup: int, weight_decay: float, max_norm: float
+    model: nn.Module,
+    rows: Rows,
+    *,
+    accumulation: int,
+    num_epochs: int,
+    warmup: int,
+    weight_decay: float,
+    max_norm: float,
 ) -> list[dict[str, float]]:
-    """Train with AdamW on the documented groups, linear schedule with warm-up, clipping; gradients of the global mean."""
+    """Train with AdamW on the documented groups, a linear schedule with warm-up, and clipping."""
     decaying = set(decay_parameter_names(model))
     named = list(model.named_parameters())
     optimizer = torch.optim.AdamW(

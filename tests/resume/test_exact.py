@@ -102,9 +102,7 @@ def test_resume_equals_an_undisturbed_run(tmp_path: Path, data: str, accumulatio
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_resume_of_a_stream_equals_an_undisturbed_run(tmp_path: Path, accumulation: int) -> None:
     # 6 batches a pass: with accumulation 4 each pass ends in a short window; step 5 lies past the stream's first end.
-    check_resume(
-        tmp_path, Stream(make_rows(22)), (2, 5), gradient_accumulation_steps=accumulation, max_steps=12
-    )
+    check_resume(tmp_path, Stream(make_rows(22)), (2, 5), gradient_accumulation_steps=accumulation, max_steps=12)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -129,6 +129,12 @@ class Strategy:
             else:
                 return model
 
+    def for_evaluation(self, model: nn.Module) -> nn.Module:
+        """Return the module to evaluate: one whose forward talks to no other process, for each holds its own number
+        of batches. Collective.
+        """
+        return self.unwrap(model)
+
     def to_device(self, tree: Any) -> Any:
         """Return a nested batch with its tensors on the device; other leaves are kept.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -97,6 +98,17 @@ class DDPStrategy(DistributedStrategy):
         device_ids = [self.device.index] if self.place_model and self.device_type != "cpu" else None
         wrapped = DistributedDataParallel(self.place(model), device_ids=device_ids, **self._options)
         return wrapped, make_optimizer(self.unwrap(wrapped))
+
+    def for_evaluation(self, model: nn.Module) -> nn.Module:
+        """Return the unwrapped model, with rank 0's buffers in every process: those that it would save.
+
+        Between two forward passes the copies' running statistics drift apart. Collective; mutates the buffers.
+        """
+        bare = self.unwrap(model)
+        if bare is not model and self.world_size > 1:
+            for buffer in bare.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+        return bare
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return model.no_sync()  # type: ignore[operator, no-any-return]

@@ -392,8 +392,9 @@ class TrainSession:
         metrics["train_loss"] = training_loss
         trainer.is_in_train = False
         trainer._log(metrics)
-        if trainer.args.save_total_limit == 1 and trainer.state.best_model_checkpoint is not None:
-            self.manager.keep_only(_path(trainer.state.best_model_checkpoint))
+        best = _path(trainer.state.best_model_checkpoint)
+        if trainer.args.save_total_limit == 1 and trainer.args.load_best_model_at_end and best is not None:
+            self.manager.keep_only(best)
         trainer.callback_handler.fire("on_train_end")
         return TrainOutput(trainer.state.global_step, training_loss, metrics)
 

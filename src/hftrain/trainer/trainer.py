@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from hftrain.adapter.data import eval_loader_config, train_loader_config
 from hftrain.adapter.evaluate import evaluate_config
@@ -304,6 +305,10 @@ class Trainer:
         if not self._is_overridden("get_train_dataloader"):
             check_train_data(self.args, self.train_dataset)
             self._check_columns(self.train_dataset)
+        if self.args.eval_strategy != "no" and self.eval_dataset is not None:
+            is_dict = isinstance(self.eval_dataset, Mapping)
+            for dataset in self.eval_dataset.values() if is_dict else [self.eval_dataset]:
+                self._check_columns(dataset)
         if self.args.save_strategy != "no":
             check_writable(self.output_dir)
         self._check_optimizer()
@@ -411,14 +416,15 @@ class Trainer:
         logger.info("***** Running %s *****", description)
         self.callback_handler.refresh(eval_dataloader=dataloader)
         loop = self._evaluate_loop(loss_only=loss_only, ignore_keys=ignore_keys, events=self.callback_handler)
-        output = loop.run(dataloader, is_interleaved=not has_length(getattr(dataloader, "dataset", dataloader)))
+        is_stream = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
+        output = loop.run(dataloader, is_interleaved=is_stream)
         return output._replace(metrics=to_plain(with_prefix(output.metrics, metric_key_prefix)))
 
     def _evaluate_loop(self, *, loss_only: bool, ignore_keys: list[str] | None, events: Any) -> EvaluateLoop:
         is_prediction = self._stage == "predict"
 
         def evaluate_batch(batch: Any) -> StepOutput:
-            loss, outputs, labels = self.prediction_step(self.model, batch, loss_only, ignore_keys)
+            loss, outputs, labels = self.prediction_step(self.task.model, batch, loss_only, ignore_keys)
             return StepOutput(loss=loss, outputs=outputs, labels=labels, logs=self._eval_logs)
 
         config = evaluate_config(
@@ -722,6 +728,7 @@ class Trainer:
 
     def get_train_dataloader(self) -> Any:
         """Return this rank's training batches. Source: the documented `Trainer.get_train_dataloader`."""
+        check_train_data(self.args, self.train_dataset)
         dataset, collate = self._without_unused_columns(self.train_dataset, description="training")
         return build_train_loader(
             dataset,
@@ -990,8 +997,7 @@ class Trainer:
             if self._session is None:
                 place_task(self.task, self.strategy)
             wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
-            # The wrapper may talk to other ranks in each forward, and ranks may hold different numbers of batches.
-            self.task.model = self.model
+            self.task.model = self.strategy.for_evaluation(wrapped)
             self.task.eval()
             for metric in self.task.metrics("eval").values():
                 metric.reset()

@@ -30,7 +30,9 @@ def nothing_launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReq
     assert bool(launched) == ("forward" in request.node.name), "launched" if launched else "not launched"
 
 
-def train(folder: Path, model: Any = None, *, data: Any = None, trainer: dict[str, Any] | None = None, **options: Any) -> None:
+def train(
+    folder: Path, model: Any = None, *, data: Any = None, trainer: dict[str, Any] | None = None, **options: Any
+) -> None:
     rows = make_rows() if data is None else data
     Trainer(model or Net(), make_arguments(folder, **options), train_dataset=rows, **(trainer or {})).train()
 
@@ -124,7 +126,7 @@ def test_task_step_without_a_loss_is_named_at_the_first_forward(tmp_path: Path) 
 
 
 def test_stream_without_max_steps_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="without __len__.*max_steps"):
+    with pytest.raises(ConfigError, match=r"without __len__.*max_steps"):
         train(tmp_path, data=Stream(make_rows()))
 
 
@@ -145,10 +147,8 @@ def test_data_without_usable_columns_is_refused(tmp_path: Path) -> None:
 
 
 def test_best_metric_that_cannot_come_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="metric_for_best_model='f1'.*loss alone"):
-        train(
-            tmp_path, eval_strategy="epoch", metric_for_best_model="f1", trainer={"eval_dataset": make_rows(4)}
-        )
+    with pytest.raises(ConfigError, match=r"metric_for_best_model='f1'.*loss alone"):
+        train(tmp_path, eval_strategy="epoch", metric_for_best_model="f1", trainer={"eval_dataset": make_rows(4)})
 
 
 @pytest.mark.parametrize("content", ["nothing", "an empty folder", "other files", "a file"])

@@ -32,7 +32,12 @@ def share(prediction: EvalPrediction) -> dict[str, float]:
 def test_train_returns_steps_loss_and_speed(tmp_path: Path) -> None:
     output = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(22)).train()
     assert output.global_step == 12
-    assert {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss"} <= output.metrics.keys()
+    assert {
+        "train_runtime",
+        "train_samples_per_second",
+        "train_steps_per_second",
+        "train_loss",
+    } <= output.metrics.keys()
     assert output.training_loss == output.metrics["train_loss"]
 
 
@@ -177,7 +182,10 @@ def test_evaluation_changes_no_later_training_number(tmp_path: Path) -> None:
     for options in ({}, {"eval_strategy": "steps", "eval_steps": 2}):
         set_seed(0)
         trainer = Trainer(
-            Net(dropout=0.3), make_arguments(tmp_path, **options), train_dataset=make_rows(22), eval_dataset=make_rows(5)
+            Net(dropout=0.3),
+            make_arguments(tmp_path, **options),
+            train_dataset=make_rows(22),
+            eval_dataset=make_rows(5),
         )
         trainer.train()
         histories.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
