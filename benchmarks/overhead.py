@@ -45,7 +45,6 @@ from types import CodeType
 from typing import Any
 
 import torch
-
 from _contenders import CONTENDERS, SIZES, Size, is_installed, make_job
 
 NUM_WARMUP = 10

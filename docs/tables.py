@@ -110,27 +110,37 @@ def precisions_table() -> str:
     return table(columns, rows)
 
 
-def own_rows() -> list[LegalityRow]:
-    """Return the legality table of hftrain's own strategies and precisions."""
-    return [
-        row
+def legality(find: Callable[[LegalityRow], tuple[str, ...] | None]) -> str:
+    """Lay out the legality table, devices as columns; reasons follow, numbered.
+
+    Args:
+        find: Gives a row's first cells, None to leave it out.
+    """
+    rows = [
+        (cells, row)
         for row in legality_table()
         if is_ours(strategies.resolve(row.strategy)[0]) and is_ours(precisions.resolve(row.precision)[0])
+        if (cells := find(row)) is not None
     ]
+    devices = list(dict.fromkeys(row.device for _, row in rows))
+    reasons = list(dict.fromkeys(row.reason for _, row in rows if row.reason))
+    body: dict[tuple[str, ...], list[str]] = {}
+    for cells, row in rows:
+        verdict = "yes" if row.reason is None else f"no ({reasons.index(row.reason) + 1})"
+        body.setdefault(cells, []).append(verdict)
+    columns = ("strategy", "precision")[-len(rows[0][0]) :]
+    notes = "\n".join(f"{number}. {reason}." for number, reason in enumerate(reasons, 1))
+    return f"{table((*columns, *devices), ([*cells, *found] for cells, found in body.items()))}\n{notes}\n"
 
 
 def pairs_table() -> str:
-    """Show which strategy works with which precision on which device; reasons follow, numbered."""
-    rows = own_rows()
-    devices = list(dict.fromkeys(row.device for row in rows))
-    reasons = list(dict.fromkeys(row.reason for row in rows if row.reason))
-    cells: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        cell = "yes" if row.reason is None else f"no ({reasons.index(row.reason) + 1})"
-        cells.setdefault((row.strategy, row.precision), []).append(cell)
-    body = [(f"`{strategy}`", f"`{precision}`", *found) for (strategy, precision), found in cells.items()]
-    notes = "\n".join(f"{number}. {reason}." for number, reason in enumerate(reasons, 1))
-    return f"{table(('strategy', 'precision', *devices), body)}\n{notes}\n"
+    """Show which strategy works with which precision on which device."""
+    return legality(lambda row: (f"`{row.strategy}`", f"`{row.precision}`"))
+
+
+def devices_table() -> str:
+    """Show which precision works on which device, where no strategy has a say."""
+    return legality(lambda row: (f"`{row.precision}`",) if row.strategy == "single" else None)
 
 
 def refused_table() -> str:
@@ -177,7 +187,7 @@ def describe(function: Callable[..., object]) -> tuple[str, str]:
     """Return a method's arguments and the first paragraph of its docstring, without the source."""
     arguments = code(name for name in inspect.signature(function).parameters if name != "self")
     paragraph = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
-    return arguments, paragraph.partition(" Source:")[0]
+    return arguments, paragraph.partition(" Source:")[0].replace("``", "`")
 
 
 def hooks_table() -> str:
@@ -203,6 +213,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "strategies": strategies_table,
     "precisions": precisions_table,
     "pairs": pairs_table,
+    "devices": devices_table,
     "strategy-contract": lambda: contract_table(Strategy),
     "precision-contract": lambda: contract_table(Precision),
     "refused": refused_table,

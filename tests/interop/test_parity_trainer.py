@@ -255,6 +255,14 @@ def test_a_subclass_with_a_weighted_loss_and_even_batches(tmp_path, accumulation
     assert_parity([ours, theirs])
 
 
+def test_label_smoothing_of_labels_that_are_no_classes_is_refused(tmp_path):
+    # transformers switches the smoothing off here, with a warning.
+    model = make_model("bert", problem_type="multi_label_classification")
+    rows = [{"input_ids": [2, 3], "labels": [0.0, 1.0, 1.0]}] * 4
+    with pytest.raises(hftrain.TaskError, match="label_smoothing_factor=0"):
+        make_trainer(hftrain, tmp_path, model, rows, label_smoothing_factor=0.1).train()
+
+
 def mean_of_own(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     return outputs["logits"].square().mean() if labels is None else outputs["logits"].sum()
 
@@ -311,3 +319,28 @@ def test_evaluation_loss_is_the_mean_over_items_whatever_the_batch_size(tmp_path
     with torch.no_grad():
         expected = model.eval()(**collate(rows)).loss.item()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+SHARED = {"gradient_accumulation_steps": 3, "average_tokens_across_devices": True, "learning_rate": 1e-3}
+
+
+def train(names: list[str], folder: str, options: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Train each model, and answer with what was logged."""
+    logged = {}
+    for name in names:
+        trainer = make_trainer(hftrain, Path(folder), make_model(name), make_rows(name, 24), **SHARED, **options)
+        trainer.train()
+        logged[name] = steps_of(trainer)
+    return logged
+
+
+@pytest.mark.distributed
+def test_two_ranks_take_the_step_of_one(tmp_path, run_distributed):
+    names = ["bert", "llama"]
+    alone = train(names, str(tmp_path), {"per_device_train_batch_size": 4})
+    for logged in run_distributed(train, names=names, folder="out", options={"per_device_train_batch_size": 2}):
+        for name in names:
+            assert_steps_equal(logged[name], alone[name], rel=1e-5)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hftrain.core.log import warn_once
+from hftrain.core.tree import map_tensors
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -97,6 +98,15 @@ class LogWindow:
             value = value.detach() if isinstance(value, torch.Tensor) else value
             self._sums[name] = self._sums[name] + value if name in self._sums else value
             self._counts[name] = self._counts.get(name, 0) + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is summed up since the last reading, as tensors and plain numbers."""
+        return {"sums": dict(self._sums), "counts": dict(self._counts)}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, device: torch.device) -> None:
+        """Go on from what `state_dict` returned; mutates the object."""
+        self._sums = map_tensors(dict(state.get("sums", {})), lambda tensor: tensor.to(device))
+        self._counts = dict(state.get("counts", {}))
 
     def read(self) -> dict[str, float]:
         """Return the means over steps and ranks and forget them; synchronises, collective."""

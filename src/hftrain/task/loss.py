@@ -63,6 +63,9 @@ def smoothed_loss(
         shift: Compare position t's logits with label t + 1 (causal language models).
         num_items: Divide by this count instead of the number of labels that are not ignored.
 
+    Raises:
+        TaskError: The labels are no whole numbers, as those of several classes at once or of a regression.
+
     Shapes:
         B: batch. x: any further dimensions. C: classes.
 
@@ -70,6 +73,14 @@ def smoothed_loss(
         Szegedy et al. 2016, "Rethinking the Inception Architecture", section 7; the documented
         `label_smoothing_factor`.
     """
+    if labels_Bx.is_floating_point():
+        raise TaskError(
+            explain(
+                "Label smoothing was asked for.",
+                f"The labels are no class numbers but {labels_Bx.dtype}, of shape {tuple(labels_Bx.shape)}.",
+                "Set label_smoothing_factor=0, or smooth them in a compute_loss_func.",
+            )
+        )
     if shift:
         logits_BxC, labels_Bx = logits_BxC[..., :-1, :], labels_Bx[..., 1:]
     total = torch.nn.functional.cross_entropy(

@@ -6,10 +6,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hftrain.adapter.plan import require_max_steps
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
 from hftrain.data.sizes import has_length
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
+
+
+def check_arguments(args: Any) -> None:
+    """Raise unless the arguments are hftrain's: another library's have other fields and defaults."""
+    if not isinstance(args, TrainingArguments):
+        kind = type(args)
+        raise ConfigError(
+            explain(
+                f"{kind.__module__}.{kind.__qualname__} was given as args.",
+                "Only hftrain's own TrainingArguments are read.",
+                "Import TrainingArguments from hftrain; the names of its settings are the documented ones.",
+            )
+        )
 
 
 def check_model(model: Any, model_init: Any) -> None:

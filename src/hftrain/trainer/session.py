@@ -11,29 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hftrain.adapter.checkpoint import checkpoint_config
 from hftrain.adapter.data import data_seed
 from hftrain.adapter.plan import fit_config
-from hftrain.checkpoint.layout import MANIFEST, checkpoint_name
-from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.manifest import Manifest, check_geometry, read_manifest
-from hftrain.checkpoint.parts import (
-    load_optimizer,
-    load_rng,
-    load_scaler,
-    load_scheduler,
-    load_trainer_state,
-    save_optimizer,
-    save_rng,
-    save_scaler,
-    save_scheduler,
-    save_trainer_state,
-)
-from hftrain.checkpoint.weights import load_task_state, load_weights
-from hftrain.core.errors import CheckpointError, ConfigError, explain, suggest
+from hftrain.checkpoint.parts import load_trainer_state
+from hftrain.core.errors import ConfigError, explain, suggest
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
-from hftrain.core.seed import capture_rng, restore_rng, set_seed
+from hftrain.core.seed import restore_rng, set_seed
 from hftrain.core.types import TrainOutput
 from hftrain.data.feed import TrainFeed
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
@@ -44,6 +28,7 @@ from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
 from hftrain.trainer.checks import best_metric_key
 from hftrain.trainer.reports import speed_metrics
+from hftrain.trainer.saving import RunCheckpoints, best_checkpoint, manifest_of
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -74,7 +59,6 @@ class TrainSession:
         self.resume = resume
         self.ignore_keys = ignore_keys
         self.progress = Progress()
-        self.manager = make_manager(trainer)
         strategy = trainer.strategy
         self.logs = LogWindow(gather_object=strategy.gather_object)
         self.losses = LossWindow(
@@ -82,15 +66,15 @@ class TrainSession:
             reduce=lambda loss: strategy.reduce(loss, op="mean"),
         )
         self._rng: Mapping[str, Any] | None = None
-        self._saved_step: int | None = None
+        self.checkpoints = RunCheckpoints(trainer, progress=self.progress, losses=self.losses, logs=self.logs)
         self.optimizer: torch.optim.Optimizer
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
         trainer, args = self.trainer, self.trainer.args
         trainer.is_in_train = True
-        self.resume = _path(trainer.strategy.broadcast_object(None if self.resume is None else str(self.resume)))
-        manifest = _manifest(self.resume)
+        resume = trainer.strategy.broadcast_object(None if self.resume is None else str(self.resume))
+        self.resume = None if resume is None else Path(resume)
         if trainer.model_init is not None:
             set_seed(args.seed)
             trainer._adopt_model(trainer.call_model_init())
@@ -99,10 +83,13 @@ class TrainSession:
         batch_size = trainer.get_total_train_batch_size(args)
         plan = trainer.set_initial_training_values(args, loader, batch_size)
         num_epochs, max_steps = plan[0], plan[6]
-        self._start_state(max_steps=max_steps, num_epochs=num_epochs, manifest=manifest)
+        self._start_state(max_steps=max_steps, num_epochs=num_epochs)
         stepper = self._set_up(max_steps)
         if self.resume is not None:
-            self._load_parts(self.resume)
+            self._rng = self.checkpoints.load_rest(self.resume, self.optimizer)
+            if args.ignore_data_skip:
+                # Documented: start the epoch's data over, with random numbers as they come.
+                self._rng, self.progress.micro_steps_in_epoch = None, 0
         trainer.callback_handler.refresh(
             model=trainer.model,
             optimizer=trainer.optimizer,
@@ -117,7 +104,7 @@ class TrainSession:
         config = fit_config(args, max_steps=max_steps, num_batches=plan[5], world_size=trainer.strategy.world_size)
         self._loop(config, loader, stepper).run()
         has_trained = self.progress.step > first_step
-        if args.save_strategy == "steps" and has_trained and self._saved_step != self.progress.step:
+        if args.save_strategy == "steps" and has_trained and self.checkpoints.saved_step != self.progress.step:
             # Stopped by the evaluation of the last epoch's end, after which no event follows.
             self._save()
         return self._finish(start_s=start_s, num_samples=plan[3], num_steps=self.progress.step - first_step)
@@ -131,7 +118,7 @@ class TrainSession:
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
-    def _start_state(self, *, max_steps: int, num_epochs: int, manifest: Manifest | None) -> None:
+    def _start_state(self, *, max_steps: int, num_epochs: int) -> None:
         """Reset the documented state in place (callbacks hold it), or load it from the checkpoint."""
         trainer = self.trainer
         fresh = trainer._new_state() if self.resume is None else load_trainer_state(self.resume)
@@ -147,33 +134,14 @@ class TrainSession:
         state.compute_steps(trainer.args, max_steps)
         for flag in vars(trainer.control):
             setattr(trainer.control, flag, False)
-        if self.resume is None:
-            return
-        if manifest is None:
-            raise CheckpointError(
-                explain(
-                    f"Resuming from {str(self.resume)!r} was asked for.",
-                    "It was not written by hftrain (it has no manifest), and this version resumes only its own.",
-                    "Load its weights into the model and start a new run.",
-                )
-            )
-        check_geometry(manifest, **self._geometry())
-        self.progress.load_state_dict(manifest.facts["progress"])
-
-    def _geometry(self) -> dict[str, int]:
-        args = self.trainer.args
-        return {
-            "world_size": self.trainer.strategy.world_size,
-            "batch_size": args.train_batch_size,
-            "accumulation": args.gradient_accumulation_steps,
-        }
+        if self.resume is not None:
+            self.checkpoints.check(manifest_of(self.resume), self.resume)
 
     def _set_up(self, max_steps: int) -> Any:
         """Place and wrap the model, make optimizer and schedule, assemble the step."""
         trainer, strategy, precision = self.trainer, self.trainer.strategy, self.trainer.precision
         if self.resume is not None:
-            load_weights(trainer.model, self.resume)
-            self._load_task_state(self.resume)
+            self.checkpoints.load_model(self.resume)
         place_task(trainer.task, strategy, is_model_placed=True)
         self._enable_checkpointing(trainer.model)
         trainer.model = precision.convert(trainer.model)
@@ -323,60 +291,8 @@ class TrainSession:
                 found.update({key if key.startswith(prefix) else f"{prefix}_{key}": v for key, v in metrics.items()})
         self._metric(found, wanted)
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
     def _save(self) -> None:
         self.trainer._save_checkpoint(self.trainer.model_wrapped, None)
-
-    def save_checkpoint(self) -> None:
-        """Commit a checkpoint of everything a resume needs, then rotate; collective."""
-        trainer, args, state, strategy = self.trainer, self.trainer.args, self.trainer.state, self.trainer.strategy
-        if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(self.manager.config.output_dir / checkpoint_name(state.global_step))
-        state.stateful_callbacks = trainer.callback_handler.stateful_states()
-        each = [lambda folder: trainer.save_model(str(folder), _internal_call=True)]
-        main = [lambda folder: save_trainer_state(state, folder)]
-        if not args.save_only_model:
-            optimizer = strategy.optimizer_state(trainer.model_wrapped, self.optimizer)
-            main.append(lambda folder: save_optimizer(optimizer, folder))
-            if trainer.lr_scheduler is not None:
-                main.append(lambda folder: save_scheduler(trainer.lr_scheduler.state_dict(), folder))
-            if trainer.precision.state_dict():
-                main.append(lambda folder: save_scaler(trainer.precision.state_dict(), folder))
-            # Each rank's random numbers, and its part of the open logging window.
-            rng = {**capture_rng(), "loss_window": self.losses.state_dict()}
-            each.append(lambda folder: save_rng(rng, folder, rank=strategy.rank, world_size=strategy.world_size))
-        facts = {
-            "progress": self.progress.state_dict(),
-            "geometry": self._geometry(),
-        }
-        self.manager.save(state.global_step, main=main, each=each, facts=facts)
-        self.manager.rotate(best=_path(state.best_model_checkpoint))
-        self._saved_step = state.global_step
-        trainer.callback_handler.fire("on_save")
-
-    def _load_task_state(self, folder: Path) -> None:
-        own = task_state(self.trainer.task)
-        self.trainer.task.load_state_dict(load_task_state(folder, own.keys()), strict=False)
-
-    def _load_parts(self, folder: Path) -> None:
-        """Load what the optimizer and its company had reached."""
-        trainer, strategy = self.trainer, self.trainer.strategy
-        strategy.load_optimizer_state(trainer.model_wrapped, self.optimizer, load_optimizer(folder))
-        if trainer.lr_scheduler is not None:
-            trainer.lr_scheduler.load_state_dict(load_scheduler(folder))
-        if trainer.precision.state_dict():
-            trainer.precision.load_state_dict(load_scaler(folder))
-        rng = load_rng(folder, rank=strategy.rank, world_size=strategy.world_size)
-        self.losses.load_state_dict(rng.pop("loss_window", {}), device=strategy.device)
-        if trainer.args.ignore_data_skip:
-            # Documented: start the epoch's data over, with random numbers as they come.
-            self.progress.micro_steps_in_epoch = 0
-        else:
-            self._rng = rng
-        trainer.callback_handler.restore(
-            trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
-        )
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -386,57 +302,17 @@ class TrainSession:
         training_loss = self.losses.mean_over_run()
         trainer.task.model = trainer.model
         if trainer.args.load_best_model_at_end:
-            self._load_best()
+            self.checkpoints.load_best()
         share = num_steps / max(trainer.state.max_steps, 1)
         metrics = speed_metrics("train", start_s, num_samples=round(num_samples * share), num_steps=num_steps)
         metrics["train_loss"] = training_loss
         trainer.is_in_train = False
         trainer._log(metrics)
-        best = _path(trainer.state.best_model_checkpoint)
+        best = best_checkpoint(trainer)
         if trainer.args.save_total_limit == 1 and trainer.args.load_best_model_at_end and best is not None:
-            self.manager.keep_only(best)
+            self.checkpoints.manager.keep_only(best)
         trainer.callback_handler.fire("on_train_end")
         return TrainOutput(trainer.state.global_step, training_loss, metrics)
-
-    def _load_best(self) -> None:
-        """Load the best checkpoint's weights; saying so if there is none."""
-        best = _path(self.trainer.state.best_model_checkpoint)
-        if best is None or not best.is_dir():
-            logger.warning("load_best_model_at_end=True found no saved best model (%s); the last one stays.", best)
-            return
-        self.manager.open(best)
-        load_weights(self.trainer.model, best)
-        self._load_task_state(best)
-        logger.info("Loaded the best model from %s (%s).", best, self.trainer.state.best_metric)
-
-
-def make_manager(trainer: Trainer) -> CheckpointManager:
-    """Return what saves and finds the run's checkpoints."""
-    return CheckpointManager(checkpoint_config(trainer.args), group=trainer.strategy)
-
-
-def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
-    """Return the checkpoint to continue from, verified by the main process; nothing is launched.
-
-    Raises:
-        CheckpointError: There is no valid one, or the folder named is none.
-    """
-    if resume is None or resume is False or not trainer.strategy.is_main:
-        return None
-    manager = make_manager(trainer)
-    if resume is True:
-        latest = manager.latest()
-        if latest is None:
-            raise CheckpointError(
-                explain(
-                    "resume_from_checkpoint=True was asked for.",
-                    f"There is no valid checkpoint in {trainer.args.output_dir!r}.",
-                    "Leave resume_from_checkpoint out to start a new run, or name a checkpoint's folder.",
-                )
-            )
-        return latest
-    manager.open(Path(resume))
-    return Path(resume)
 
 
 def place_task(task: TaskModule, strategy: Strategy, *, is_model_placed: bool = False) -> None:
@@ -446,19 +322,6 @@ def place_task(task: TaskModule, strategy: Strategy, *, is_model_placed: bool = 
             child.to(strategy.device)
         elif not is_model_placed:
             strategy.place(child)
-
-
-def task_state(task: TaskModule) -> dict[str, torch.Tensor]:
-    """Return what the task itself holds beside its model."""
-    return {name: value for name, value in task.state_dict().items() if name.partition(".")[0] != "model"}
-
-
-def _manifest(folder: Path | None) -> Manifest | None:
-    return read_manifest(folder) if folder is not None and (folder / MANIFEST).exists() else None
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
 
 
 def _empty_cache() -> None:

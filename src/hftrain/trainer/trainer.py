@@ -54,6 +54,7 @@ from hftrain.task.introspect import is_recomputing
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
 from hftrain.trainer.checks import (
+    check_arguments,
     check_best_metric,
     check_evaluation,
     check_model,
@@ -69,7 +70,8 @@ from hftrain.trainer.reports import (
     to_plain,
     with_prefix,
 )
-from hftrain.trainer.session import TrainSession, find_resume, place_task, task_state
+from hftrain.trainer.saving import find_resume, task_state
+from hftrain.trainer.session import TrainSession, place_task
 from hftrain.trainer.signatures import accepts, taking
 
 logger = get_logger(__name__)
@@ -128,6 +130,7 @@ class Trainer:
         callback: Sequence[Any] | None = None,
     ) -> None:
         self.args = TrainingArguments("tmp_trainer") if args is None else args
+        check_arguments(self.args)
         check_model(model, model_init)
         check_parts(
             self.args,
@@ -520,7 +523,7 @@ class Trainer:
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Commit a checkpoint of the running session; called by the loop when callbacks ask for a save."""
         assert self._session is not None
-        self._session.save_checkpoint()
+        self._session.checkpoints.save(self._session.optimizer)
 
     # -- hooks of the training step ------------------------------------------------------------------------------
 

@@ -81,10 +81,10 @@ def test_fsdp_config_loses_prefixes_and_text_booleans():
     assert "fsdp_use_orig_params" in config, "the caller's dict is left alone"
 
 
-def test_home_folder_is_expanded(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/someone")
+def test_home_folder_is_expanded(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
     args = TrainingArguments("~/out", logging_dir="~/logs")
-    assert (args.output_dir, args.logging_dir) == ("/home/someone/out", "/home/someone/logs")
+    assert (args.output_dir, args.logging_dir) == (str(tmp_path / "out"), str(tmp_path / "logs"))
 
 
 @pytest.mark.parametrize(

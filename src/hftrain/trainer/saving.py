@@ -1,0 +1,189 @@
+"""What of a run goes into a checkpoint, and how it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrain.adapter.checkpoint import checkpoint_config
+from hftrain.checkpoint.layout import MANIFEST, checkpoint_name
+from hftrain.checkpoint.manager import CheckpointManager
+from hftrain.checkpoint.manifest import Manifest, check_geometry, read_manifest
+from hftrain.checkpoint.parts import (
+    load_optimizer,
+    load_rng,
+    load_scaler,
+    load_scheduler,
+    save_optimizer,
+    save_rng,
+    save_scaler,
+    save_scheduler,
+    save_trainer_state,
+)
+from hftrain.checkpoint.weights import load_task_state, load_weights
+from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.log import get_logger
+from hftrain.core.progress import Progress
+from hftrain.core.seed import capture_rng
+from hftrain.loops.window import LogWindow, LossWindow
+from hftrain.task.module import TaskModule
+
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+Writer = Callable[[Path], None]
+
+
+class RunCheckpoints:
+    """Save and restore one run of a Trainer.
+
+    Args:
+        trainer: Whose model, schedule, precision, state and callbacks are saved and restored.
+        progress: Where the run is.
+        losses: The open logging window, likewise part of a checkpoint so that a resumed log equals the undisturbed.
+        logs: The steps' own numbers in that window.
+    """
+
+    def __init__(self, trainer: Trainer, *, progress: Progress, losses: LossWindow, logs: LogWindow) -> None:
+        self.trainer = trainer
+        self.progress = progress
+        self.losses = losses
+        self.logs = logs
+        self.manager = make_manager(trainer)
+        self.saved_step: int | None = None
+
+    def save(self, optimizer: torch.optim.Optimizer) -> None:
+        """Commit a checkpoint of everything a resume needs, then rotate; collective."""
+        trainer, state = self.trainer, self.trainer.state
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(self.manager.config.output_dir / checkpoint_name(state.global_step))
+        state.stateful_callbacks = trainer.callback_handler.stateful_states()
+        each: list[Writer] = [lambda folder: trainer.save_model(str(folder), _internal_call=True)]
+        main: list[Writer] = [lambda folder: save_trainer_state(state, folder)]
+        if not trainer.args.save_only_model:
+            main += self._resume_writers(optimizer)
+            each.append(self._rank_writer())
+        facts = {"progress": self.progress.state_dict(), "geometry": self._geometry()}
+        self.manager.save(state.global_step, main=main, each=each, facts=facts)
+        self.manager.rotate(best=best_checkpoint(trainer))
+        self.saved_step = state.global_step
+        trainer.callback_handler.fire("on_save")
+
+    def _resume_writers(self, optimizer: torch.optim.Optimizer) -> list[Writer]:
+        trainer = self.trainer
+        state = trainer.strategy.optimizer_state(trainer.model_wrapped, optimizer)
+        writers: list[Writer] = [lambda folder: save_optimizer(state, folder)]
+        if trainer.lr_scheduler is not None:
+            writers.append(lambda folder: save_scheduler(trainer.lr_scheduler.state_dict(), folder))
+        if trainer.precision.state_dict():
+            writers.append(lambda folder: save_scaler(trainer.precision.state_dict(), folder))
+        return writers
+
+    def _rank_writer(self) -> Writer:
+        """Write what differs by rank: random numbers, and this rank's part of the logging window."""
+        strategy = self.trainer.strategy
+        own = {**capture_rng(), "loss_window": self.losses.state_dict(), "log_window": self.logs.state_dict()}
+        return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
+
+    def check(self, manifest: Manifest | None, folder: Path) -> None:
+        """Take over a checkpoint's position; raises `CheckpointError` if this run has another shape."""
+        if manifest is None:
+            raise CheckpointError(
+                explain(
+                    f"Resuming from {str(folder)!r} was asked for.",
+                    "It was not written by hftrain (it has no manifest), and this version resumes only its own.",
+                    "Load its weights into the model and start a new run.",
+                )
+            )
+        check_geometry(manifest, **self._geometry())
+        self.progress.load_state_dict(manifest.facts["progress"])
+
+    def load_model(self, folder: Path) -> None:
+        """Load the weights, and what the task holds beside its model, in place."""
+        load_weights(self.trainer.model, folder)
+        own = task_state(self.trainer.task)
+        self.trainer.task.load_state_dict(load_task_state(folder, own.keys()), strict=False)
+
+    def load_rest(self, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Load what the optimizer and its company had reached, and return the random numbers' state."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        strategy.load_optimizer_state(trainer.model_wrapped, optimizer, load_optimizer(folder))
+        if trainer.lr_scheduler is not None:
+            trainer.lr_scheduler.load_state_dict(load_scheduler(folder))
+        if trainer.precision.state_dict():
+            trainer.precision.load_state_dict(load_scaler(folder))
+        own = load_rng(folder, rank=strategy.rank, world_size=strategy.world_size)
+        self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
+        self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
+        trainer.callback_handler.restore(
+            trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
+        )
+        return own
+
+    def load_best(self) -> None:
+        """Load the best checkpoint's model, saying so if there is none."""
+        best = best_checkpoint(self.trainer)
+        if best is None or not best.is_dir():
+            logger.warning("load_best_model_at_end=True found no saved best model (%s); the last one stays.", best)
+            return
+        self.manager.open(best)
+        self.load_model(best)
+        logger.info("Loaded the best model from %s (%s).", best, self.trainer.state.best_metric)
+
+    def _geometry(self) -> dict[str, int]:
+        args = self.trainer.args
+        return {
+            "world_size": self.trainer.strategy.world_size,
+            "batch_size": args.train_batch_size,
+            "accumulation": args.gradient_accumulation_steps,
+        }
+
+
+def make_manager(trainer: Trainer) -> CheckpointManager:
+    """Return what saves and finds the run's checkpoints."""
+    return CheckpointManager(checkpoint_config(trainer.args), group=trainer.strategy)
+
+
+def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
+    """Return the checkpoint to continue from, verified by the main process; nothing is launched.
+
+    Raises:
+        CheckpointError: There is no valid one, or the folder named is none.
+    """
+    if resume is None or resume is False or not trainer.strategy.is_main:
+        return None
+    manager = make_manager(trainer)
+    if resume is True:
+        latest = manager.latest()
+        if latest is None:
+            raise CheckpointError(
+                explain(
+                    "resume_from_checkpoint=True was asked for.",
+                    f"There is no valid checkpoint in {trainer.args.output_dir!r}.",
+                    "Leave resume_from_checkpoint out to start a new run, or name a checkpoint's folder.",
+                )
+            )
+        return latest
+    manager.open(Path(resume))
+    return Path(resume)
+
+
+def manifest_of(folder: Path) -> Manifest | None:
+    """Return a checkpoint's manifest; None for one that another trainer wrote."""
+    return read_manifest(folder) if (folder / MANIFEST).exists() else None
+
+
+def best_checkpoint(trainer: Trainer) -> Path | None:
+    """Return the folder of the best model so far."""
+    best = trainer.state.best_model_checkpoint
+    return None if best is None else Path(best)
+
+
+def task_state(task: TaskModule) -> dict[str, torch.Tensor]:
+    """Return what the task itself holds beside its model."""
+    return {name: value for name, value in task.state_dict().items() if name.partition(".")[0] != "model"}

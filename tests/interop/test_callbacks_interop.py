@@ -1,0 +1,172 @@
+"""transformers' callbacks work here, and the names of its settings are known here."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+from support.hub_models import make_model, make_rows, run_options, without_times  # noqa: E402
+
+from hftrain import ConfigError, Trainer, TrainingArguments  # noqa: E402
+from hftrain.core.events import EVENTS  # noqa: E402
+
+pytestmark = pytest.mark.interop
+
+# Each is newer than the 4.53 surface that hftrain documents, and has no older name here, or another one.
+UNKNOWN_FIELDS = {
+    "activation_checkpointing": "5.x's name of gradient_checkpointing",
+    "activation_checkpointing_kwargs": "5.x's name of gradient_checkpointing_kwargs",
+    "dataloader_in_order": "new in 5.x",
+    "dataloader_multiprocessing_context": "new in 5.x",
+    "ddp_static_graph": "new in 5.x; here an option of the strategy: strategy=DDPStrategy(static_graph=True)",
+    "enable_jit_checkpoint": "new in 5.x",
+    "trackio_bucket_id": "new in 5.x; trackers are not wired",
+    "trackio_static_space_id": "new in 5.x; trackers are not wired",
+    "train_sampling_strategy": "5.x's name of group_by_length",
+    "use_cache": "new in 5.x: transformers writes it into the model's config, which is left to its owner here",
+}
+
+
+class Recorder(transformers.TrainerCallback):
+    """Note every event, and what comes with it."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.keywords: dict[str, set[str]] = {}
+
+
+def _recording(event: str) -> Any:
+    def handler(self: Recorder, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        assert isinstance(args, TrainingArguments)
+        self.events.append(event)
+        self.keywords[event] = {name for name, value in kwargs.items() if value is not None}
+        return control
+
+    return handler
+
+
+for _event in EVENTS:
+    setattr(Recorder, _event, _recording(_event))
+
+
+class StopAtTwo(transformers.TrainerCallback):
+    """Ask for things the way transformers' documentation does."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> Any:
+        assert isinstance(model, transformers.PreTrainedModel)
+        if state.global_step == 2:
+            control.should_evaluate = control.should_save = control.should_training_stop = True
+        return control
+
+
+def make_trainer(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
+    return Trainer(
+        make_model("bert"),
+        TrainingArguments(str(folder), **run_options(**options)),
+        train_dataset=make_rows("bert"),
+        eval_dataset=make_rows("bert", 4, seed=2),
+        callbacks=list(callbacks),
+    )
+
+
+def test_a_transformers_callback_hears_every_event(tmp_path):
+    recorder = Recorder()
+    options = {"max_steps": 2, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = make_trainer(tmp_path, recorder, save_strategy="steps", save_steps=2, **options)
+    trainer.train()
+    trainer.predict(make_rows("bert", 2))
+    assert set(recorder.events) == set(EVENTS)
+    for event, name in {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}.items():
+        assert name in recorder.keywords[event]
+    assert {"model", "optimizer", "lr_scheduler", "train_dataloader"} <= recorder.keywords["on_step_end"]
+
+
+def test_events_come_in_transformers_order(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # transformers would set it for good
+    options = {"gradient_accumulation_steps": 3, "eval_strategy": "epoch", "save_strategy": "epoch"}
+
+    class TheirRecorder(Recorder):
+        """Without the check that the arguments are hftrain's."""
+
+    for event in EVENTS:
+        setattr(TheirRecorder, event, lambda self, *args, event=event, **kwargs: self.events.append(event))
+    ours, theirs = Recorder(), TheirRecorder()
+    make_trainer(tmp_path / "ours", ours, **options).train()
+    transformers.Trainer(
+        make_model("bert"),
+        transformers.TrainingArguments(str(tmp_path / "theirs"), **run_options(**options)),
+        train_dataset=make_rows("bert"),
+        eval_dataset=make_rows("bert", 4, seed=2),
+        callbacks=[theirs],
+    ).train()
+    assert ours.events == theirs.events
+
+
+def test_a_transformers_callback_controls_the_run(tmp_path):
+    trainer = make_trainer(tmp_path, StopAtTwo)
+    assert trainer.train().global_step == 2
+    assert (tmp_path / "checkpoint-2").is_dir()
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [2]
+
+
+def test_transformers_early_stopping_stops_and_is_resumed(tmp_path):
+    options = {"learning_rate": 0.0, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    options |= {"save_steps": 1, "metric_for_best_model": "loss", "load_best_model_at_end": True}
+    trainer = make_trainer(tmp_path, transformers.EarlyStoppingCallback(early_stopping_patience=3), **options)
+    # The first evaluation is the best; the next three are no better.
+    assert trainer.train().global_step == 4
+    saved = trainer.state.stateful_callbacks["EarlyStoppingCallback"]
+    assert saved["attributes"]["early_stopping_patience_counter"] == 3
+    resumed = make_trainer(tmp_path, transformers.EarlyStoppingCallback(early_stopping_patience=3), **options)
+    assert resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2")).global_step == 4
+    assert without_times(resumed.state.log_history) == without_times(trainer.state.log_history)
+
+
+def test_transformers_printer_and_progress_bar_work(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, transformers.PrinterCallback, transformers.ProgressCallback, max_steps=1)
+    trainer.train()
+    trainer.evaluate()
+    output = capsys.readouterr()
+    assert "train_loss" in output.out
+    assert "1/1" in output.err
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def settings_of(kind: Any) -> dict[str, Any]:
+    return {field.name: field for field in dataclasses.fields(kind) if field.init}
+
+
+@pytest.mark.parametrize("name", ["TrainingArguments", "Seq2SeqTrainingArguments"])
+def test_every_setting_of_transformers_is_known(name):
+    import hftrain
+
+    ours, theirs = (settings_of(getattr(library, name)).keys() for library in (hftrain, transformers))
+    assert theirs - ours <= UNKNOWN_FIELDS.keys()
+    assert not ours & UNKNOWN_FIELDS.keys(), "known by now: take it off the list"
+
+
+def test_every_default_of_transformers_is_accepted():
+    for name, field in settings_of(transformers.TrainingArguments).items():
+        if name not in UNKNOWN_FIELDS:
+            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+            TrainingArguments(**{"output_dir": "out", name: default})
+
+
+@pytest.mark.parametrize("name", UNKNOWN_FIELDS)
+def test_unknown_settings_are_refused_by_name(name):
+    with pytest.raises(ConfigError, match=name):
+        TrainingArguments("out", **{name: None})
+
+
+def test_arguments_of_transformers_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    with pytest.raises(ConfigError, match=r"Import TrainingArguments from hftrain"):
+        Trainer(make_model("bert"), arguments)
