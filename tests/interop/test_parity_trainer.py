@@ -79,11 +79,7 @@ def in_one_batch(
 ) -> list[dict[str, float]]:
     """Train with each step's samples in one batch, by hand."""
     model = make_model(name)
-    loader = hftrain.Trainer(
-        model, hftrain.TrainingArguments("unused", **run_options(seed=42, **options)), train_dataset=rows
-    )
-    loader.create_optimizer()
-    optimizer = loader.optimizer
+    optimizer = hftrain.Trainer(model, hftrain.TrainingArguments("unused", **run_options(**options))).create_optimizer()
     history = []
     for epoch in range(num_epochs):
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(42 + epoch)).tolist()
@@ -312,7 +308,8 @@ def test_evaluation_loss_where_batches_hold_equally_many_items(tmp_path):
 @pytest.mark.parametrize("size", [1, 3, 10])
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_evaluation_loss_is_the_mean_over_items_whatever_the_batch_size(tmp_path, name, size):
-    # transformers weighs the batches' means by their samples: where batches differ in size or in ignored labels, it says something else.
+    # transformers weighs the batches' means by the full batch size: where batches differ in size or in ignored labels,
+    # it says something else.
     rows = make_rows(name, 10)
     model = make_model(name)
     trainer = make_trainer(hftrain, tmp_path, model, rows, eval_dataset=rows, per_device_eval_batch_size=size)

@@ -53,16 +53,16 @@ def read_accelerator_config(args: Any) -> Mapping[str, Any]:
         return config
     if isinstance(config, (str, Path)):
         try:
-            loaded = json.loads(Path(config).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            loaded = dict(json.loads(Path(config).read_text(encoding="utf-8")))
+        except (OSError, TypeError, ValueError) as error:
             raise ConfigError(
                 explain(
                     f"accelerator_config={str(config)!r} was given.",
-                    f"It cannot be read as a JSON file: {error}",
+                    f"It cannot be read as a JSON file that holds settings: {error}",
                     "Give the path of a JSON file, or a dict.",
                 )
             ) from error
-        return dict(loaded)
+        return loaded
     return dict(vars(config))
 
 

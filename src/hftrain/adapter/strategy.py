@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger
+from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import strategies
 
 logger = get_logger(__name__)
@@ -15,30 +17,35 @@ _DEFAULT_TIMEOUT_S = 1800
 _STRATEGY_FIELDS = ("deepspeed", "fsdp", "sharded_ddp")
 
 
-def strategy_request(args: Any, strategy: str | None, *, is_checkpointing: bool) -> tuple[str, dict[str, Any]]:
+def strategy_request(
+    args: Any, strategy: str | Strategy | None, *, is_checkpointing: bool
+) -> tuple[str, dict[str, Any]]:
     """Return the strategy's registry name and options.
 
     Args:
         args: The training arguments.
-        strategy: What the `strategy=` keyword said; None leaves the choice to the arguments and the launcher.
+        strategy: What the `strategy=` keyword said; None and ``"auto"`` leave the choice to the arguments and the
+            launcher. An object keeps the options it was made with.
         is_checkpointing: Whether the model recomputes activations (decides `find_unused_parameters`, as documented).
 
     Raises:
         ConfigError: The keyword contradicts an argument that picks another strategy; both are named.
     """
+    is_object = isinstance(strategy, Strategy)
+    chosen = _name_of(strategy)
     for field in _STRATEGY_FIELDS:
         value = getattr(args, field, None)
-        if strategy is not None and value:
+        if chosen is not None and value:
             raise ConfigError(
                 explain(
-                    f"strategy={strategy!r} was asked for together with {field}={value!r}.",
+                    f"strategy={chosen!r} was asked for together with {field}={value!r}.",
                     f"Both choose how processes share the model, and {field} means another strategy.",
                     "Keep one of the two.",
-                    strategy=strategy,
+                    strategy=chosen,
                     **{field: value},
                 )
             )
-    name = strategy or ("ddp" if args.world_size > 1 else "single")
+    name = chosen or ("ddp" if args.world_size > 1 else "single")
     wanted: dict[str, Any] = {
         "backend": args.ddp_backend,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
@@ -47,18 +54,32 @@ def strategy_request(args: Any, strategy: str | None, *, is_checkpointing: bool)
         "timeout_s": None if args.ddp_timeout == _DEFAULT_TIMEOUT_S else args.ddp_timeout,
     }
     wanted = {option: value for option, value in wanted.items() if value is not None}
-    accepted = inspect.signature(strategies.resolve(name)[0]).parameters
-    ignored = sorted(wanted.keys() - accepted.keys())
+    accepts = _accepted_options(None if is_object else name)
+    ignored = sorted(option for option in wanted if not accepts(option))
     if ignored:
         logger.warning(
-            "strategy=%r runs without a process group, so these settings of it change nothing: %s.",
+            "strategy=%r %s, so these settings change nothing: %s.",
             name,
+            "was given as an object" if is_object else "does not take them",
             ", ".join(f"{option}={wanted[option]!r}" for option in ignored),
         )
     # Documented defaults, which a strategy chosen by name replaces by its own.
     defaults: dict[str, Any] = {"use_cpu": args.use_cpu}
-    if strategy is None:
+    if chosen is None:
         defaults["find_unused_parameters"] = not is_checkpointing
     if is_checkpointing:
         defaults["broadcast_buffers"] = False
-    return name, {option: value for option, value in {**defaults, **wanted}.items() if option in accepted}
+    return name, {option: value for option, value in {**defaults, **wanted}.items() if accepts(option)}
+
+
+def _name_of(strategy: str | Strategy | None) -> str | None:
+    if isinstance(strategy, Strategy):
+        return strategy.name or type(strategy).__name__
+    return None if strategy == "auto" else strategy
+
+
+def _accepted_options(name: str | None) -> Callable[[str], bool]:
+    """Return what tells whether a strategy is made with an option; one that is made already takes none."""
+    accepted = {} if name is None else inspect.signature(strategies.resolve(name)[0]).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    return lambda option: takes_any or option in accepted

@@ -61,7 +61,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
         "Did you mean 'ddp'?"
     """
     known = sorted(known)
-    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.6)
+    longer = [each for each in known if name and each.startswith(str(name))]
+    close = (longer + [each for each in difflib.get_close_matches(str(name), known) if each not in longer])[:3]
     if close:
         return "Did you mean " + " or ".join(repr(match) for match in close) + "?"
     return "Known names: " + ", ".join(known) + "."

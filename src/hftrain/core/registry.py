@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from hftrain.core.errors import ConfigError, explain, suggest
@@ -66,7 +67,7 @@ class Registry(Generic[T]):
         target = entry.target
         if isinstance(target, str):
             module, _, attribute = target.partition(":")
-            target = getattr(importlib.import_module(module), attribute)
+            target = attrgetter(attribute)(importlib.import_module(module))
         return target, dict(entry.preset)
 
     def create(self, name: str, /, **kwargs: Any) -> T:
@@ -97,4 +98,6 @@ class Registry(Generic[T]):
             return
         self._has_entry_points = True
         for point in entry_points(group=self.group):
-            self._entries.setdefault(point.name, _Entry(target=point.value, summary=f"from {point.value}"))
+            # Not its value, which may end in extras.
+            target = f"{point.module}:{point.attr}"
+            self._entries.setdefault(point.name, _Entry(target=target, summary=f"from {target}"))

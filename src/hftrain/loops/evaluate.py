@@ -102,13 +102,14 @@ class EvaluateLoop:
         Returns:
             Predictions and labels in the data's order (None where not kept), metrics without prefix, sample count.
         """
+        computes_per_batch = self.config.computes_per_batch and self.slots.compute_metrics is not None
         per_batch: Mapping[str, Any] = {}
         batches = iter(loader)
         batch = next(batches, _END)
         while batch is not _END:
             upcoming = next(batches, _END)
             output = self._run_batch(batch)
-            if self.config.computes_per_batch and output.outputs is not None and output.labels is not None:
+            if computes_per_batch and output.outputs is not None and output.labels is not None:
                 per_batch = self._compute_on_batch(batch, output, is_last=upcoming is _END)
             self.events.fire("on_prediction_step")
             batch = upcoming

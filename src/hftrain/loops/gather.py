@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -13,8 +14,10 @@ from hftrain.core.tree import batch_size_of, map_tensors
 PADDING = -100
 _DTYPES = {str(dtype): dtype for dtype in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )}  # fmt: skip
+# Types that cannot hold -100; padding makes them int64.
+_UNSIGNED = {torch.bool, torch.uint8}
 
 
 class Group(Protocol):
@@ -91,7 +94,10 @@ class Kept:
 
 
 def concatenate(trees: Sequence[Any]) -> Any:
-    """Concatenate nested tensors along the first dimension, padding the others with -100 to the longest."""
+    """Concatenate nested tensors along the first dimension, padding the others with -100 to the longest.
+
+    What is no tensor has no place along it and becomes None.
+    """
     first = trees[0]
     if isinstance(first, torch.Tensor):
         return _concatenate_tensors(trees)
@@ -99,7 +105,7 @@ def concatenate(trees: Sequence[Any]) -> Any:
         return {key: concatenate([tree[key] for tree in trees]) for key in first}
     if isinstance(first, (list, tuple)):
         return tuple(concatenate([tree[index] for tree in trees]) for index in range(len(first)))
-    return first
+    return None
 
 
 def to_numpy(tree: Any) -> Any:
@@ -140,6 +146,8 @@ def _padded(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Pad every dimension but the first on its right."""
     if list(tensor.shape[1:]) == list(shape):
         return tensor
+    if tensor.dtype in _UNSIGNED:
+        tensor = tensor.to(torch.int64)
     padded = tensor.new_full((tensor.shape[0], *shape), PADDING)
     padded[tuple(slice(0, size) for size in tensor.shape)] = tensor
     return padded
@@ -159,21 +167,25 @@ def _gather_tree(tree: Any, group: Group) -> Any:
         return None
     structures = group.gather_object(_structure(tree))
     gathered = []
-    for index, (dtype, shape) in enumerate(known):
+    for index, (_, shape) in enumerate(known):
         widest = [max(sizes) for sizes in zip(*(spec[index][1] for spec in specs if spec), strict=True)]
-        leaf = leaves[index] if leaves else torch.empty((0, *shape), dtype=_DTYPES[dtype])
-        gathered.append(group.gather(_padded(leaf, widest).to(group.device)).cpu())
+        dtype = functools.reduce(torch.promote_types, (_DTYPES[spec[index][0]] for spec in specs if spec))
+        if dtype in _UNSIGNED and any(spec[index][1] != widest for spec in specs if spec):
+            # A rank that pads changes its type; the others follow.
+            dtype = torch.int64
+        leaf = leaves[index] if leaves else torch.empty((0, *shape))
+        gathered.append(group.gather(_padded(leaf, widest).to(group.device, dtype)).cpu())
     structure = next(structure for structure, spec in zip(structures, specs, strict=True) if spec)
     return _fill(structure, iter(gathered).__next__)
 
 
 def _structure(tree: Any) -> Any:
-    """Describe a nested structure as JSON data: a leaf is 0, a tuple a list, a mapping its items in order."""
+    """Describe a nested structure as JSON data: a tensor is 0, a tuple a list, a mapping its items in order."""
     if isinstance(tree, Mapping):
         return {"items": [[key, _structure(value)] for key, value in tree.items()]}
     if isinstance(tree, (list, tuple)):
         return [_structure(value) for value in tree]
-    return 0
+    return 0 if isinstance(tree, torch.Tensor) else None
 
 
 def _fill(structure: Any, next_leaf: Callable[[], torch.Tensor]) -> Any:
@@ -181,4 +193,4 @@ def _fill(structure: Any, next_leaf: Callable[[], torch.Tensor]) -> Any:
         return {key: _fill(value, next_leaf) for key, value in structure["items"]}
     if isinstance(structure, list):
         return tuple(_fill(value, next_leaf) for value in structure)
-    return next_leaf()
+    return None if structure is None else next_leaf()

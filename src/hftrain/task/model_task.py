@@ -68,7 +68,7 @@ class ModelTask(TaskModule):
         Raises:
             TaskError: The outputs hold no loss.
         """
-        labels = None
+        labels: Any = None
         if (self.label_smoothing or self.compute_loss_func is not None) and isinstance(inputs, Mapping):
             labels = inputs.get("labels")
         if labels is None and self.compute_loss_func is None:
@@ -80,7 +80,12 @@ class ModelTask(TaskModule):
         outputs = self._call(model, features, None)
         if self.compute_loss_func is not None:
             return self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch), outputs
-        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1 if takes_labels else 0]
+        if isinstance(outputs, Mapping):
+            logits = outputs["logits"]
+        elif isinstance(outputs, torch.Tensor):
+            logits = outputs
+        else:
+            logits = outputs[1 if takes_labels else 0]
         loss = smoothed_loss(
             logits, labels, smoothing=self.label_smoothing, shift=self.is_causal, num_items=num_items_in_batch
         )
@@ -137,7 +142,7 @@ class ModelTask(TaskModule):
         A causal model never predicts position 0, unless the collator shifted the labels itself (`shift_labels`).
         Without integer labels the samples are counted.
         """
-        labels = None
+        labels: Any = None
         if isinstance(batch, Mapping):
             labels = batch.get("shift_labels")
             if labels is None and isinstance(batch.get("labels"), torch.Tensor):

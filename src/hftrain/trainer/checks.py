@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
 from hftrain.adapter.plan import require_max_steps
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
+from hftrain.core.log import warn_once
 from hftrain.data.sizes import has_length
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
@@ -27,7 +30,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_model(model: Any, model_init: Any) -> None:
-    """Raise unless there is exactly one way to get a model."""
+    """Raise unless there is a way to get a model; warn if there are two."""
     if model is None and model_init is None:
         raise ConfigError(
             explain(
@@ -45,6 +48,17 @@ def check_model(model: Any, model_init: Any) -> None:
                 model_init=model_init,
             )
         )
+    if model is not None and not isinstance(model, nn.Module):
+        name = model.__name__ if isinstance(model, type) else None
+        raise TaskError(
+            explain(
+                f"{f'The class {name}' if name else f'A {type(model).__name__}'} was given as model.",
+                "It is no nn.Module.",
+                f"Pass {name}(...)." if name else "Pass a TaskModule or an nn.Module.",
+            )
+        )
+    if model is not None and model_init is not None:
+        warn_once("model and model_init were given: model_init makes the model to train, and model is not used.")
 
 
 def check_parts(

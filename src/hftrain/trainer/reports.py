@@ -49,7 +49,8 @@ def format_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         if "_mem_" in name:
             shown[name] = f"{int(value) >> 20}MB"
         elif "_runtime" in name:
-            shown[name] = str(datetime.timedelta(seconds=round(value, 2)))[:10]
+            seconds, hundredths = divmod(round(float(value) * 100), 100)
+            shown[name] = f"{datetime.timedelta(seconds=seconds)}.{hundredths:02d}"
         elif name == "total_flos":
             shown[name] = f"{int(value) >> 30}GF"
         elif isinstance(value, float):

@@ -14,18 +14,27 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 
 def taking(function: Callable[..., Any], num_positional: int, name: str) -> Callable[..., Any]:
-    """Return a function that takes `name` as its last positional argument, dropping it where `function` does not.
+    """Return a function that takes `name` by keyword or as its last positional argument.
+
+    Where `function` takes it by keyword only, or in another place, it is handed on so; where not at all, dropped.
 
     Args:
         function: A hook, possibly overridden with an older signature.
         num_positional: How many positional arguments come before.
         name: The argument that newer signatures have.
     """
-    if accepts(function, name):
+    parameters = inspect.signature(function).parameters
+    takes_rest = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters.values())
+    takes_name = accepts(function, name)
+    in_place = list(parameters.values())[num_positional : num_positional + 1]
+    if any(p.name == name and p.kind is p.POSITIONAL_OR_KEYWORD for p in in_place):
         return function
 
-    def without(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop(name, None)
-        return function(*args[:num_positional], **kwargs)
+    def adapted(*args: Any, **kwargs: Any) -> Any:
+        if takes_name:
+            kwargs.update(zip([name], args[num_positional:], strict=False))
+        else:
+            kwargs.pop(name, None)
+        return function(*(args if takes_rest and not takes_name else args[:num_positional]), **kwargs)
 
-    return without
+    return adapted

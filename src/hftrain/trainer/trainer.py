@@ -22,7 +22,8 @@ from hftrain.adapter.optim import optimizer_config, schedule_config
 from hftrain.adapter.plan import train_plan
 from hftrain.adapter.precision import precision_request
 from hftrain.adapter.strategy import strategy_request
-from hftrain.adapter.unwired import check_wired
+from hftrain.adapter.unwired import check_local_rank, check_wired
+from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackRunner, TrainerCallback, default_callbacks
 from hftrain.checkpoint.parts import save_arguments
@@ -131,6 +132,8 @@ class Trainer:
     ) -> None:
         self.args = TrainingArguments("tmp_trainer") if args is None else args
         check_arguments(self.args)
+        settle(self.args)
+        check_local_rank(self.args)
         check_model(model, model_init)
         check_parts(
             self.args,
@@ -169,10 +172,8 @@ class Trainer:
     def _make_parts(self, model: Any, strategy: str | Strategy | None, precision: str | Precision | None) -> None:
         """Choose strategy and precision and refuse what cannot work; nothing is launched."""
         is_checkpointing = self.args.gradient_checkpointing or is_recomputing(model)
-        named = strategy if isinstance(strategy, str) or strategy is None else strategy.name
-        name, options = strategy_request(self.args, named, is_checkpointing=bool(is_checkpointing))
-        numerics = precision if isinstance(precision, str) or precision is None else precision.policy.name
-        precision_name, precision_options = precision_request(self.args, numerics)
+        name, options = strategy_request(self.args, strategy, is_checkpointing=bool(is_checkpointing))
+        precision_name, precision_options = precision_request(self.args, precision)
         check_wired(self.args)
         self.strategy = strategy if isinstance(strategy, Strategy) else create_strategy(name, **options)
         self.precision = (

@@ -100,19 +100,20 @@ def test_main_process_first_does_nothing_alone():
         assert not torch.distributed.is_initialized()
 
 
-def work_in_turn(local: bool) -> bool:
-    """Let rank 0 leave a file behind, late, and see whether every rank finds it."""
-    args, done = TrainingArguments("out", use_cpu=True, ddp_timeout=60), Path("done")
-    with args.main_process_first(local=local, desc="mapping"):
-        if args.process_index == 0:
-            time.sleep(0.5)
-            done.touch()
-        found = done.exists()
+def work_in_turn() -> list[bool]:
+    """Let rank 0 leave a file behind, late, and see whether every rank finds it; by node, then over the whole run."""
+    args, found = TrainingArguments("out", use_cpu=True, ddp_timeout=60), []
+    for local in (True, False):
+        done = Path(f"done_{local}")
+        with args.main_process_first(local=local, desc="mapping"):
+            if args.process_index == 0:
+                time.sleep(0.5)
+                done.touch()
+            found.append(done.exists())
     torch.distributed.destroy_process_group()
     return found
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("local", [True, False])
-def test_main_process_first_makes_the_others_wait(run_distributed, local):
-    assert run_distributed(work_in_turn, local=local) == [True, True]
+def test_main_process_first_makes_the_others_wait(run_distributed):
+    assert run_distributed(work_in_turn) == [[True, True], [True, True]]

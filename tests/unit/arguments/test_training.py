@@ -30,8 +30,19 @@ class CustomInit(TrainingArguments):
         super().__init__(folder, **kwargs)
 
 
+# The package's own __init__ imports every room; here one room stands alone.
+ROOM_ALONE = """
+import importlib.util, sys, types
+package = types.ModuleType("hftrain")
+package.__path__ = importlib.util.find_spec("hftrain").submodule_search_locations
+sys.modules["hftrain"] = package
+"""
+
+
 def run_python(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ROOM_ALONE + textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -103,12 +114,6 @@ def test_every_field_has_help_and_a_resolvable_type():
 def test_import_and_building_need_no_torch():
     run_python(
         """
-        import importlib.util, sys, types
-
-        # The package's own __init__ imports everything; the room alone is what is looked at.
-        package = types.ModuleType("hftrain")
-        package.__path__ = importlib.util.find_spec("hftrain").submodule_search_locations
-        sys.modules["hftrain"] = package
         from hftrain.arguments import Seq2SeqTrainingArguments
 
         Seq2SeqTrainingArguments("out", fp16=True).to_sanitized_dict()
@@ -126,7 +131,7 @@ def test_signature_shows_the_settings():
 def test_building_touches_no_file_network_or_environment():
     run_python(
         """
-        import os, sys
+        import os
         from hftrain.arguments import Seq2SeqTrainingArguments
 
         class Sealed(dict):

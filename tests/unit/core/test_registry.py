@@ -1,0 +1,190 @@
+"""Names to classes: presets, lazy targets, and the entry points of other packages."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import Net, make_arguments, make_rows
+
+from hftrain import ConfigError, Trainer
+from hftrain.core.registry import Registry
+from hftrain.precision.registry import precisions
+from hftrain.step.legality import legality_table
+from hftrain.strategies.registry import strategies
+
+
+@pytest.fixture
+def registry() -> Registry[Any]:
+    made: Registry[Any] = Registry("box", group="hftrain.test_boxes")
+    made.register("plain", dict)
+    made.register("small", dict, summary="a small box", size=1, colour="red")
+    made.register("lazy", "collections:OrderedDict", size=2)
+    made.register("nested", "collections:UserDict.fromkeys")
+    return made
+
+
+def test_create_joins_the_preset_and_the_keywords(registry: Registry[Any]) -> None:
+    assert registry.create("small") == {"size": 1, "colour": "red"}
+    assert registry.create("small", colour="blue", lid=True) == {"size": 1, "colour": "blue", "lid": True}
+    assert registry.create("small") == {"size": 1, "colour": "red"}
+
+
+def test_preset_may_hold_the_word_name(registry: Registry[Any]) -> None:
+    registry.register("named", dict, name="x")
+    assert registry.create("named", target="y") == {"name": "x", "target": "y"}
+
+
+def test_resolve_gives_a_copy_of_the_preset(registry: Registry[Any]) -> None:
+    target, preset = registry.resolve("small")
+    preset["size"] = 99
+    assert target is dict
+    assert registry.resolve("small")[1] == {"size": 1, "colour": "red"}
+
+
+def test_target_is_imported_on_first_use(registry: Registry[Any], tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "lazy_box_module.py").write_text("class Box(dict):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.register("later", "lazy_box_module:Box", size=3)
+    assert "later" in registry.names()
+    assert "lazy_box_module" not in sys.modules
+    assert registry.create("later") == {"size": 3}
+    assert type(registry.create("later")).__name__ == "Box"
+    del sys.modules["lazy_box_module"]
+
+
+def test_target_may_be_an_attribute_of_a_class(registry: Registry[Any]) -> None:
+    assert callable(registry.resolve("nested")[0])
+
+
+def test_registering_again_replaces(registry: Registry[Any]) -> None:
+    registry.register("small", list)
+    assert registry.create("small") == []
+    assert registry.summary("small") == ""
+
+
+def test_names_are_sorted_and_summaries_kept(registry: Registry[Any]) -> None:
+    assert registry.names() == ["lazy", "nested", "plain", "small"]
+    assert registry.summary("small") == "a small box"
+
+
+@pytest.mark.parametrize("ask", [Registry.create, Registry.resolve, Registry.summary])
+def test_unknown_name_is_refused_with_close_matches(registry: Registry[Any], ask: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^box='smal' was asked .* 'small'\? Received: box='smal'\.$"):
+        ask(registry, "smal")
+
+
+# -- another package's entry points ----------------------------------------------------------------------------------
+
+PACKAGE = """
+from hftrain import Precision
+from hftrain.precision.full import FullPrecision
+from hftrain.strategies.single import SingleDeviceStrategy
+
+
+class Cluster(SingleDeviceStrategy):
+    name = "toy_cluster"
+    setups = 0
+
+    def setup(self, *args, **kwargs):
+        type(self).setups += 1
+        return super().setup(*args, **kwargs)
+
+
+class Outer:
+    class Careful(FullPrecision):
+        steps = 0
+
+        def __init__(self):
+            super().__init__(matmul=None)
+
+        def step(self, optimizer):
+            type(self).steps += 1
+            return super().step(optimizer)
+
+
+class Rival(SingleDeviceStrategy):
+    name = "rival"
+"""
+ENTRY_POINTS = """
+[hftrain.strategies]
+toy_cluster = toy_cluster_package:Cluster
+ddp = toy_cluster_package:Rival
+
+[hftrain.precisions]
+toy_careful = toy_cluster_package:Outer.Careful [extra]
+toy_broken = toy_package_that_is_not_there:Gone
+"""
+
+
+@pytest.fixture
+def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Install a package the way pip leaves it: a module and a dist-info folder on the import path."""
+    site = tmp_path / "site-packages"
+    info = site / "toy_cluster_package-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "toy_cluster_package.py").write_text(PACKAGE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-cluster-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(site)
+    for names in (strategies, precisions):
+        # As in a process that starts now; put back afterwards.
+        monkeypatch.setattr(names, "_entries", dict(names._entries))
+        monkeypatch.setattr(names, "_has_entry_points", False)
+    yield lambda: importlib.import_module("toy_cluster_package")
+    sys.modules.pop("toy_cluster_package", None)
+
+
+def test_installed_package_adds_names_without_being_imported(other_package: Any) -> None:
+    assert "toy_cluster" in strategies.names()
+    assert {"toy_careful", "toy_broken"} <= set(precisions.names())
+    assert strategies.summary("toy_cluster") == "from toy_cluster_package:Cluster"
+    assert "toy_cluster_package" not in sys.modules
+
+
+def test_installed_package_cannot_replace_a_name(other_package: Any) -> None:
+    assert "toy_cluster" in strategies.names()
+    assert strategies.resolve("ddp")[0].__name__ == "DDPStrategy"
+
+
+def test_misspelt_name_of_an_installed_package_is_suggested(other_package: Any) -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'toy_cluster'"):
+        strategies.resolve("toy_clustr")
+
+
+def test_package_that_cannot_be_imported_says_so(other_package: Any) -> None:
+    with pytest.raises(ModuleNotFoundError, match="toy_package_that_is_not_there"):
+        precisions.create("toy_broken")
+
+
+def test_trainer_uses_the_parts_of_an_installed_package_by_name(other_package: Any, tmp_path: Path) -> None:
+    trainer = Trainer(
+        Net(),
+        make_arguments(tmp_path / "out", max_steps=3),
+        train_dataset=make_rows(),
+        strategy="toy_cluster",
+        precision="toy_careful",
+    )
+    assert trainer.train().global_step == 3
+    package = other_package()
+    assert type(trainer.strategy) is package.Cluster
+    assert type(trainer.precision) is package.Outer.Careful
+    assert (package.Cluster.setups, package.Outer.Careful.steps) == (1, 3)
+
+
+def test_settings_that_a_third_partys_precision_cannot_heed_are_refused(other_package: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="precision='toy_careful' was asked for together with tf32=False"):
+        Trainer(Net(), make_arguments(tmp_path, tf32=False), precision="toy_careful")
+
+
+def test_installed_strategy_has_its_rows_in_the_legality_table(
+    other_package: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precisions.names()
+    del precisions._entries["toy_broken"]
+    rows = [row for row in legality_table() if row.strategy == "toy_cluster" and row.device == "cpu"]
+    assert {row.precision: row.reason is None for row in rows}["toy_careful"]

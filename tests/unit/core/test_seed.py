@@ -1,0 +1,111 @@
+"""Random number generators: set, captured and put back."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from hftrain.core.seed import capture_rng, enable_full_determinism, preserved_rng, restore_rng, set_seed
+
+
+def draw() -> tuple[Any, ...]:
+    """Draw from every generator; an odd number of normal variates leaves one cached."""
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        float(numpy.random.standard_normal()),
+        numpy.random.randint(1 << 30),
+        torch.randn(3).tolist(),
+    )
+
+
+def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2, 700])
+def test_state_comes_back_from_a_file_that_runs_no_code(num_before: int) -> None:
+    set_seed(3)
+    for _ in range(num_before):
+        draw()
+    state = saved_and_loaded(capture_rng())
+    expected = [draw() for _ in range(3)]
+    set_seed(99)
+    draw()
+    restore_rng(state)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_seed_decides_what_is_drawn() -> None:
+    draws = []
+    for seed in (7, 7, 8):
+        set_seed(seed)
+        draws.append(draw())
+    assert draws[0] == draws[1]
+    assert all(a != b for a, b in zip(draws[1], draws[2], strict=True))
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
+def test_seed_may_be_any_32_bit_number(seed: int) -> None:
+    set_seed(seed)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_generators_are_left_as_found(fails: bool) -> None:
+    set_seed(1)
+    expected = draw()
+    set_seed(1)
+    try:
+        with preserved_rng():
+            draw()
+            set_seed(5)
+            if fails:
+                raise KeyError
+    except KeyError:
+        pass
+    assert draw() == expected
+
+
+def test_states_of_absent_devices_are_left_alone() -> None:
+    state = {**capture_rng(), "cuda": [torch.zeros(16, dtype=torch.uint8)] * 64, "mps": torch.zeros(1)}
+    if not torch.cuda.is_available() and not torch.backends.mps.is_available():
+        restore_rng(state)
+
+
+@pytest.fixture
+def determinism_put_back(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put back what full determinism changes in the whole process."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    yield
+    torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+
+
+def test_deterministic_seed_asks_torch_for_deterministic_algorithms(determinism_put_back: None) -> None:
+    set_seed(1, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_full_determinism_sets_flags_and_variables(determinism_put_back: None, warn_only: bool) -> None:
+    enable_full_determinism(4, warn_only=warn_only)
+    first = draw()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.is_deterministic_algorithms_warn_only_enabled() is warn_only
+    assert torch.backends.cudnn.deterministic
+    assert not torch.backends.cudnn.benchmark
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    set_seed(4)
+    assert draw() == first
