@@ -29,6 +29,7 @@ from hftrain.task.module import TaskModule
 from hftrain.trainer.checks import best_metric_key
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint, manifest_of
+from hftrain.trainer.weighing import LossShares
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -158,7 +159,7 @@ class TrainSession:
         assert optimizer is not None
         trainer.optimizer = self.optimizer = optimizer
         trainer.task.model = trainer.model_wrapped = wrapped
-        trainer._decide_weighing()
+        trainer._shares = LossShares(trainer)
         stepper = assemble_stepper(
             strategy=strategy,
             precision=precision,
@@ -192,7 +193,7 @@ class TrainSession:
         if schedule is not None and is_metric_driven(str(trainer.args.lr_scheduler_type)):
             schedule = None
         slots = FitSlots(
-            get_batch_samples=trainer._take_window,
+            get_batch_samples=trainer._shares.take,
             training_step=trainer._training_step,
             restore_rng=self._restore_rng,
             log=self._log,

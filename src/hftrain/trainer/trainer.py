@@ -33,7 +33,6 @@ from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
 from hftrain.core.state import TrainerState
-from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput, TrainOutput
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrain.data.columns import ColumnPruner, prune_columns, removable_columns, signature_columns
@@ -74,6 +73,7 @@ from hftrain.trainer.reports import (
 from hftrain.trainer.saving import find_resume, task_state
 from hftrain.trainer.session import TrainSession, place_task
 from hftrain.trainer.signatures import accepts, taking
+from hftrain.trainer.weighing import LossShares
 
 logger = get_logger(__name__)
 
@@ -214,6 +214,7 @@ class Trainer:
         self._training_step = taking(self.training_step, 2, "num_items_in_batch")
         self._get_batch_samples = taking(self.get_batch_samples, 2, "device")
         self._log = taking(self.log, 1, "start_time")
+        self._shares = LossShares(self)
 
     def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
         disables = self.args.disable_tqdm
@@ -254,9 +255,7 @@ class Trainer:
         # Replaced for as long as a run lasts by what its stepper says.
         self._backward: Callable[[torch.Tensor], None] = self.precision.backward
         self._autocast: Callable[[], AbstractContextManager[Any]] = self.precision.autocast
-        self._window_samples = 1
-        self._divides_by_count: bool | None = None
-        self._weighs_losses = self._counts_items = self._schedule_is_own = False
+        self._schedule_is_own = False
 
     @property
     def tokenizer(self) -> Any:
@@ -545,7 +544,7 @@ class Trainer:
         """
         inputs = self._prepare_inputs(inputs)
         # Before compute_loss, whose overrides may pop the labels.
-        share = self._share(inputs, num_items_in_batch) if self._weighs_losses else None
+        share = self._shares.of(inputs, num_items_in_batch) if self._shares.is_on else None
         with self.compute_loss_context_manager():
             loss: torch.Tensor = self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         if share is not None:
@@ -582,44 +581,6 @@ class Trainer:
             loss, outputs = output.loss, output.outputs
         return (loss, outputs) if return_outputs else loss
 
-    def _share(self, inputs: Any, num_items: int | torch.Tensor | None) -> tuple[Any, Any]:
-        """Return the fraction that makes a micro-batch's mean loss its share of the step's mean over all items.
-
-        The one place that normalises. DDP averages gradients over ranks: where the count is over all ranks, the
-        fraction takes that back.
-        """
-        num_ranks = self.strategy.world_size if self.args.average_tokens_across_devices else 1
-        if num_items is None:
-            return batch_size_of(inputs) or 1, self._window_samples
-        if self._normalises_itself and self._divides(inputs, num_items):
-            return num_ranks, 1
-        return self.task.count_items(inputs) * num_ranks, num_items
-
-    def _divides(self, inputs: Any, num_items: int | torch.Tensor) -> bool:
-        """Find out, once per run, whether the loss divides by the item count it is given; collective until known.
-
-        Many transformers models take any keyword and ignore the count: only the loss itself tells.
-        """
-        if self._divides_by_count is None and self.compute_loss_func is None:
-            losses = []
-            with self._evaluating("eval"), torch.no_grad(), self.compute_loss_context_manager():
-                for count in (num_items, 2 * num_items):
-                    with preserved_rng():
-                        # A copy, because overrides may pop the labels.
-                        losses.append(float(self._compute_loss(self.model, dict(inputs), num_items_in_batch=count)))
-            # A loss of 0 or NaN tells nothing; then another rank or the next micro-batch may.
-            tells = math.isfinite(losses[0]) and losses[0] != 0
-            verdict = 0 if not tells else 1 if math.isclose(*losses, rel_tol=1e-2) else 2
-            verdict = int(self.strategy.reduce(torch.tensor(verdict, device=self.strategy.device), op="max"))
-            self._divides_by_count = None if verdict == 0 else verdict == 2
-        return self._divides_by_count is not False
-
-    @property
-    def _normalises_itself(self) -> bool:
-        """Whether the loss already divides by the item count it is given."""
-        divides = self.model_accepts_loss_kwargs or self.compute_loss_func or self.args.label_smoothing_factor
-        return bool(self._loss_takes_count and isinstance(self.task, ModelTask) and divides)
-
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device | None = None
     ) -> tuple[list[Any], int | torch.Tensor | None]:
@@ -636,32 +597,7 @@ class Trainer:
         Source: the documented `Trainer.get_batch_samples`.
         """
         batches = list(islice(epoch_iterator, num_batches))
-        if not batches or not self._counts_items:
-            return batches, None
-        if self._normalises_itself and not all(isinstance(b, Mapping) and "labels" in b for b in batches):
-            return batches, None
-        num_items: Any = sum(self.task.count_items(batch) for batch in batches)
-        if self.args.average_tokens_across_devices and self.strategy.world_size > 1:
-            num_items = self.strategy.reduce(torch.as_tensor(num_items, device=device), op="sum")
-        return batches, num_items
-
-    def _take_window(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], int | torch.Tensor | None]:
-        """Take a step's micro-batches, and note how many samples they hold for losses that nothing else weighs."""
-        batches, num_items = self._get_batch_samples(epoch_iterator, num_batches, device)
-        self._window_samples = sum(batch_size_of(batch) or 1 for batch in batches)
-        return batches, num_items
-
-    def _decide_weighing(self) -> None:
-        """Decide once per run whether items are counted and losses weighed."""
-        if isinstance(self.task, ModelTask):
-            self.task.accepts_item_count = self.model_accepts_loss_kwargs
-        averages = self.args.average_tokens_across_devices and self.strategy.world_size > 1
-        accumulates = self.args.gradient_accumulation_steps > 1
-        self._counts_items = bool(averages or accumulates or self._normalises_itself)
-        self._weighs_losses = bool(averages or accumulates)
-        self._divides_by_count = None
+        return batches, self._shares.count(batches, device)
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Return the context the loss is computed in: the precision's casting."""

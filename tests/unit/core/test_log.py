@@ -12,17 +12,21 @@ from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
 
 
 @pytest.fixture
-def bare_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    """The package's logger where nothing prints, as in a script; pytest's own handlers come back afterwards."""
+def logger() -> Iterator[logging.Logger]:
+    """The package's logger, whose level and handlers come back afterwards."""
     logger = logging.getLogger("hftrain")
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.setattr(logger, "handlers", [])
-    level = logger.level
+    level, handlers = logger.level, logger.handlers[:]
     yield logger
     logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
-def test_verbosity_reaches_every_logger_of_the_package(bare_logger: logging.Logger) -> None:
+def set_application_handlers(monkeypatch: pytest.MonkeyPatch, *handlers: logging.Handler) -> None:
+    """Stand in for an application that set up logging, or did not: pytest's own handlers go."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", list(handlers))
+
+
+def test_verbosity_reaches_every_logger_of_the_package(logger: logging.Logger) -> None:
     set_verbosity(logging.INFO)
     assert get_verbosity() == logging.INFO
     assert get_logger("hftrain.loops.fit").isEnabledFor(logging.INFO)
@@ -31,19 +35,20 @@ def test_verbosity_reaches_every_logger_of_the_package(bare_logger: logging.Logg
 
 
 def test_handler_is_added_once_where_nothing_prints(
-    bare_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    set_application_handlers(monkeypatch)
     set_verbosity(logging.INFO)
     set_verbosity(logging.INFO)
-    assert len(bare_logger.handlers) == 1
+    assert len(logger.handlers) == 1
     get_logger("hftrain.x").info("hello")
     assert capsys.readouterr().err == "[INFO|hftrain.x] hello\n"
 
 
-def test_applications_own_handler_is_left_alone(bare_logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
+def test_applications_own_handler_is_left_alone(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_application_handlers(monkeypatch, logging.NullHandler())
     set_verbosity(logging.INFO)
-    assert bare_logger.handlers == []
+    assert logger.handlers == []
 
 
 def test_message_warns_once() -> None:

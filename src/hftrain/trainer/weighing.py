@@ -1,0 +1,91 @@
+"""The one place that normalises: a micro-batch's mean loss becomes its share of the step's mean over all items."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrain.core.seed import preserved_rng
+from hftrain.core.tree import batch_size_of
+from hftrain.task.model_task import ModelTask
+
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+Count = int | torch.Tensor
+
+
+class LossShares:
+    """Decide once per run whether items are counted and losses weighed, and do it.
+
+    Args:
+        trainer: Its task counts the items; its arguments and hooks say who divides.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        args = trainer.args
+        self.trainer = trainer
+        self.num_ranks = trainer.strategy.world_size if args.average_tokens_across_devices else 1
+        divides = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func or args.label_smoothing_factor
+        self.may_divide = bool(divides and trainer._loss_takes_count and isinstance(trainer.task, ModelTask))
+        self.is_on = args.gradient_accumulation_steps > 1 or self.num_ranks > 1
+        self._does_divide = True if trainer.compute_loss_func is not None else None
+        self._window_samples = 1
+        if isinstance(trainer.task, ModelTask):
+            trainer.task.accepts_item_count = trainer.model_accepts_loss_kwargs
+
+    def take(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Count | None]:
+        """Take a step's micro-batches, and note how many samples they hold for losses that nothing else weighs."""
+        batches, num_items = self.trainer._get_batch_samples(epoch_iterator, num_batches, device)
+        if self.is_on:
+            self._window_samples = sum(batch_size_of(batch) or 1 for batch in batches)
+        return batches, num_items
+
+    def count(self, batches: list[Any], device: torch.device | None) -> Count | None:
+        """Return the items of a step, over all ranks if asked for; None where nobody needs them. Collective."""
+        if not batches or not (self.is_on or self.may_divide):
+            return None
+        if self.may_divide and not all(isinstance(batch, Mapping) and "labels" in batch for batch in batches):
+            return None
+        num_items: Any = sum(self.trainer.task.count_items(batch) for batch in batches)
+        if self.num_ranks > 1:
+            num_items = self.trainer.strategy.reduce(torch.as_tensor(num_items, device=device), op="sum")
+        return num_items  # type: ignore[no-any-return]
+
+    def of(self, inputs: Any, num_items: Count | None) -> tuple[Any, Any]:
+        """Return the fraction, as numerator and denominator, that a micro-batch's loss is multiplied by.
+
+        DDP averages gradients over ranks: where the count is over all ranks, the fraction takes that back.
+        """
+        if num_items is None:
+            return batch_size_of(inputs) or 1, self._window_samples
+        if self.may_divide and self._divides(inputs, num_items):
+            return self.num_ranks, 1
+        return self.trainer.task.count_items(inputs) * self.num_ranks, num_items
+
+    def _divides(self, inputs: Any, num_items: Count) -> bool:
+        """Find out, once per run, whether the loss divides by the item count it is given; collective until known.
+
+        Many transformers models take any keyword and ignore the count: only the loss itself tells.
+        """
+        trainer = self.trainer
+        if self._does_divide is None:
+            losses = []
+            with trainer._evaluating("eval"), torch.no_grad(), trainer.compute_loss_context_manager():
+                for count in (num_items, 2 * num_items):
+                    with preserved_rng():
+                        # A copy, because overrides may pop the labels.
+                        loss = trainer._compute_loss(trainer.model, dict(inputs), num_items_in_batch=count)
+                        losses.append(float(loss))
+            # A loss of 0 or NaN tells nothing; then another rank or the next micro-batch may.
+            tells = math.isfinite(losses[0]) and losses[0] != 0
+            verdict = 0 if not tells else 1 if math.isclose(*losses, rel_tol=1e-2) else 2
+            device = trainer.strategy.device
+            verdict = int(trainer.strategy.reduce(torch.tensor(verdict, device=device), op="max"))
+            self._does_divide = None if verdict == 0 else verdict == 2
+        return self._does_divide is not False
