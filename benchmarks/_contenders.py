@@ -79,7 +79,8 @@ class Task(TaskModule):
     """The same model as a task."""
 
     def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return self.model(**batch)["loss"]
+        loss: torch.Tensor = self.model(**batch)["loss"]
+        return loss
 
 
 @dataclass(frozen=True, kw_only=True)

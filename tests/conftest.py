@@ -112,7 +112,7 @@ def run_distributed(launch_distributed: Callable[..., DistributedRun]) -> Callab
         target: Callable[..., Any] | str,
         num_processes: int = 2,
         *,
-        timeout_s: float = 120.0,
+        timeout_s: float = 240.0,
         env: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Any]:

@@ -194,7 +194,7 @@ def test_recomputing_activations_changes_nothing(tmp_path, name):
     plain.train()
     recomputing = make_trainer(tmp_path, name, max_steps=2, gradient_checkpointing=True)
     recomputing.train()
-    assert recomputing.model.is_activation_checkpointing
+    assert any(getattr(module, "gradient_checkpointing", False) for module in recomputing.model.modules())
     assert losses_of(recomputing.state.log_history) == pytest.approx(losses_of(plain.state.log_history), rel=1e-6)
 
 

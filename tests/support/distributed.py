@@ -45,7 +45,7 @@ def launch(
     num_processes: int = 2,
     kwargs: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
 ) -> DistributedRun:
     """Run `target` in several processes, started by torchrun on a port of its own choice.
 

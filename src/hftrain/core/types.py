@@ -19,7 +19,7 @@ class StepOutput:
         loss: The mean loss over the batch's items, a 0-d tensor with its graph (None where there is no loss).
         outputs: What the model produced; kept only where somebody asked for predictions.
         labels: The targets that belong to `outputs`, likewise.
-        logs: Numbers to average over the logging window (training) or the whole set (evaluation).
+        logs: Numbers to average over the logging window's steps (training) or the set's samples (evaluation).
     """
 
     loss: torch.Tensor | None = None

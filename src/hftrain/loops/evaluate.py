@@ -71,12 +71,13 @@ class EvaluateLoop:
     """
 
     def __init__(self, config: EvaluateConfig, *, slots: EvaluateSlots, group: Group, events: Events) -> None:
-        if config.computes_per_batch and group.world_size > 1:
+        alone = "batch_eval_metrics=True" if config.computes_per_batch else "eval_do_concat_batches=False"
+        if group.world_size > 1 and (config.computes_per_batch or not config.joins_batches):
             raise ConfigError(
                 explain(
-                    "batch_eval_metrics=True was asked for with several processes.",
-                    "Ranks hold different batches, and this version does not merge metrics of single batches.",
-                    "Use torchmetrics in a TaskModule, or batch_eval_metrics=False.",
+                    f"{alone} was asked for with several processes.",
+                    "Ranks hold different batches, and this version does not merge what belongs to single batches.",
+                    "Use torchmetrics in a TaskModule, or leave the setting at its default.",
                     world_size=group.world_size,
                 )
             )
@@ -129,7 +130,7 @@ class EvaluateLoop:
         self._num_samples += size
         if output.loss is not None:
             self._add_loss(output.loss.detach(), self.slots.count_items(batch))
-        self._logs.add(output.logs)
+        self._logs.add(output.logs, weight=size or 1)
         if self.slots.preprocess_logits is not None and output.outputs is not None:
             output.outputs = self.slots.preprocess_logits(output.outputs, output.labels)
         if self.config.keeps_predictions:

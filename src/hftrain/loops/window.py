@@ -92,12 +92,17 @@ class LogWindow:
         self._sums: dict[str, Any] = {}
         self._counts: dict[str, int] = {}
 
-    def add(self, logs: Mapping[str, Any]) -> None:
-        """Add one step's numbers; tensors are detached and stay on their device."""
+    def add(self, logs: Mapping[str, Any], *, weight: int = 1) -> None:
+        """Add one step's numbers; tensors are detached and stay on their device.
+
+        Args:
+            logs: Numbers by name.
+            weight: How much they count in the mean: the samples they stand for.
+        """
         for name, value in logs.items():
-            value = value.detach() if isinstance(value, torch.Tensor) else value
+            value = (value.detach() if isinstance(value, torch.Tensor) else value) * weight
             self._sums[name] = self._sums[name] + value if name in self._sums else value
-            self._counts[name] = self._counts.get(name, 0) + 1
+            self._counts[name] = self._counts.get(name, 0) + weight
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is summed up since the last reading, as tensors and plain numbers."""

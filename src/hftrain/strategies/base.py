@@ -130,8 +130,9 @@ class Strategy:
                 return model
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Return the module to evaluate: one whose forward talks to no other process, for each holds its own number
-        of batches. Collective.
+        """Return the module to evaluate: its forward talks to no other process. Collective.
+
+        Processes hold different numbers of batches.
         """
         return self.unwrap(model)
 

@@ -40,7 +40,7 @@ class Closed(Mapping[str, Any]):
         return 2
 
 
-Point = namedtuple("Point", "x y")  # noqa: PYI024
+Point = namedtuple("Point", "x y")
 one = torch.ones(2)
 
 

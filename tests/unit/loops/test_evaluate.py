@@ -1,0 +1,260 @@
+"""One pass without gradients: the loss's mean over items, metrics, and what is kept."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from hftrain.core.errors import ConfigError
+from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
+from hftrain.loops.evaluate import EvaluateConfig, EvaluateLoop, EvaluateSlots, to_host
+from hftrain.loops.predict import PredictLoop
+from hftrain.strategies.single import SingleDeviceStrategy
+
+
+class Diary:
+    """Note what is fired."""
+
+    heard = frozenset({"on_prediction_step"})
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []
+
+    def fire(self, event: str, **extra: Any) -> None:
+        self.entries.append(event)
+
+
+def alone() -> SingleDeviceStrategy:
+    strategy = SingleDeviceStrategy(use_cpu=True)
+    strategy.launch()
+    return strategy
+
+
+def mean_of_labels(batch: Mapping[str, torch.Tensor]) -> StepOutput:
+    """Say that the loss is the mean of the labels that count: NaN where none does, as torch has it."""
+    labels = batch["labels"]
+    kept = labels[labels != -100].double()
+    return StepOutput(loss=kept.mean(), outputs=batch["x"] * 2, labels=labels, logs={"size": len(labels)})
+
+
+def count(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return (batch["labels"] != -100).sum()
+
+
+def make_batches(*labels: list[int]) -> list[dict[str, torch.Tensor]]:
+    starts = [sum(map(len, labels[:index])) for index in range(len(labels))]
+    return [
+        {"x": torch.arange(start, start + len(group)).float(), "labels": numbers, "input_ids": -numbers}
+        for start, group in zip(starts, labels, strict=True)
+        for numbers in [torch.tensor(group)]
+    ]
+
+
+def make_loop(
+    kind: type[EvaluateLoop] = EvaluateLoop,
+    *,
+    group: Any = None,
+    events: Any = None,
+    slots: dict[str, Any] | None = None,
+    **config: Any,
+) -> EvaluateLoop:
+    return kind(
+        EvaluateConfig(**config),
+        slots=EvaluateSlots(**{"evaluate_batch": mean_of_labels, "count_items": count, **(slots or {})}),
+        group=group or alone(),
+        events=events or Diary(),
+    )
+
+
+def test_loss_is_the_mean_over_items_however_the_set_is_cut() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        labels = [rng.choice([-100, 0, 1, 2]) for _ in range(rng.randint(1, 20))]
+        kept = [label for label in labels if label != -100]
+        size = rng.randint(1, 6)
+        batches = make_batches(*(labels[start : start + size] for start in range(0, len(labels), size)))
+        output = make_loop().run(batches)
+        assert output.num_samples == len(labels)
+        if kept:
+            assert output.metrics["loss"] == pytest.approx(sum(kept) / len(kept))
+        else:
+            assert "loss" not in output.metrics
+
+
+def test_batches_without_a_label_that_counts_leave_the_loss_alone() -> None:
+    nothing = [-100, -100]
+    output = make_loop().run(make_batches(nothing, [1, 3], nothing, [-100, 8], nothing))
+    assert output.metrics["loss"] == 4.0
+    assert make_loop().run(make_batches(nothing, nothing)).metrics == {"size": 2.0}
+
+
+def test_nan_of_a_batch_that_counts_is_shown() -> None:
+    loop = make_loop(slots={"evaluate_batch": lambda batch: StepOutput(loss=torch.tensor(math.nan))})
+    assert math.isnan(loop.run(make_batches([1], [2])).metrics["loss"])
+
+
+def test_steps_without_a_loss_report_none() -> None:
+    loop = make_loop(slots={"evaluate_batch": lambda batch: StepOutput(outputs=batch["x"])})
+    assert loop.run(make_batches([1, 2], [3])) == EvalLoopOutput(None, None, {}, 3)
+
+
+def test_empty_loader_gives_nothing() -> None:
+    assert make_loop(keeps_predictions=True).run([]) == EvalLoopOutput(None, None, {}, 0)
+
+
+def test_counts_may_be_plain_integers() -> None:
+    loop = make_loop(slots={"count_items": lambda batch: int(count(batch))})
+    assert loop.run(make_batches([1, 3], [8])).metrics["loss"] == 4.0
+
+
+def test_every_batch_is_told() -> None:
+    diary = Diary()
+    make_loop(events=diary).run(make_batches([1], [2], [3]))
+    assert diary.entries == ["on_prediction_step"] * 3
+
+
+def test_logs_and_own_metrics_join_the_loss() -> None:
+    loop = make_loop(slots={"read_metrics": lambda: {"f1": 0.5}})
+    # A log stands for its batch's samples: two of them say 2, one says 1.
+    metrics = loop.run(make_batches([2, 4], [6])).metrics
+    assert metrics == {"loss": 4.0, "size": pytest.approx(5 / 3), "f1": 0.5}
+
+
+def test_compute_metrics_gets_the_whole_set() -> None:
+    seen: list[EvalPrediction] = []
+
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
+        seen.append(prediction)
+        return {"total": float(prediction.predictions.sum())}
+
+    loop = make_loop(keeps_predictions=True, slots={"compute_metrics": compute})
+    output = loop.run(make_batches([1, 2], [3]))
+    assert output.metrics["total"] == 6.0
+    assert output.predictions.tolist() == seen[0].predictions.tolist() == [0, 2, 4]
+    assert output.label_ids.tolist() == [1, 2, 3]
+    assert len(tuple(seen[0])) == 2
+
+
+def test_compute_metrics_gets_inputs_and_losses_on_request() -> None:
+    seen: list[EvalPrediction] = []
+    loop = make_loop(
+        keeps_predictions=True,
+        includes=("inputs", "loss"),
+        slots={"compute_metrics": lambda prediction: seen.append(prediction) or {}},
+    )
+    loop.run(make_batches([1, 3], [8]))
+    assert seen[0].inputs.tolist() == [-1, -3, -8]
+    assert seen[0].losses.tolist() == [2.0, 2.0, 8.0]
+
+
+@pytest.mark.parametrize("missing", ["outputs", "labels"])
+def test_compute_metrics_needs_predictions_and_labels(missing: str) -> None:
+    def step(batch: Any) -> StepOutput:
+        output = mean_of_labels(batch)
+        setattr(output, missing, None)
+        return output
+
+    loop = make_loop(keeps_predictions=True, slots={"evaluate_batch": step, "compute_metrics": lambda p: 1 / 0})
+    assert "loss" in loop.run(make_batches([1])).metrics
+
+
+def test_nothing_is_kept_where_nobody_asks() -> None:
+    output = make_loop().run(make_batches([1, 2]))
+    assert (output.predictions, output.label_ids) == (None, None)
+
+
+def test_logits_are_preprocessed_before_they_are_kept() -> None:
+    loop = make_loop(keeps_predictions=True, slots={"preprocess_logits": lambda logits, labels: logits + labels})
+    assert loop.run(make_batches([1, 2], [3])).predictions.tolist() == [1, 4, 7]
+
+
+def test_batches_may_be_handed_out_unjoined() -> None:
+    output = make_loop(keeps_predictions=True, joins_batches=False).run(make_batches([1, 2], [3]))
+    assert [part.tolist() for part in output.predictions] == [[0, 2], [4]]
+    assert [part.tolist() for part in output.label_ids] == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize("includes", [(), ("inputs", "loss")])
+def test_metrics_batch_by_batch_keep_nothing(includes: tuple[str, ...]) -> None:
+    calls: list[tuple[list[int], bool, Any, Any]] = []
+
+    def compute(prediction: EvalPrediction, compute_result: bool) -> dict[str, float] | None:
+        assert isinstance(prediction.predictions, numpy.ndarray)
+        calls.append((prediction.label_ids.tolist(), compute_result, prediction.inputs, prediction.losses))
+        return {"calls": float(len(calls))} if compute_result else None
+
+    loop = make_loop(computes_per_batch=True, includes=includes, slots={"compute_metrics": compute})
+    output = loop.run(make_batches([1, 2], [3], [4]))
+    assert [call[:2] for call in calls] == [([1, 2], False), ([3], False), ([4], True)]
+    assert output.metrics["calls"] == 3.0
+    assert output.predictions is None
+    if includes:
+        assert calls[0][2].tolist() == [-1, -2]
+        assert calls[0][3].tolist() == [1.5]
+
+
+def test_metrics_batch_by_batch_need_a_function() -> None:
+    assert "loss" in make_loop(computes_per_batch=True).run(make_batches([1], [2])).metrics
+
+
+def test_prediction_keeps_what_evaluation_need_not() -> None:
+    output = make_loop(PredictLoop, keeps_predictions=False, moves_every=1).run(make_batches([1, 2], [3]))
+    assert output.predictions.tolist() == [0, 2, 4]
+    assert output.label_ids.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("tree", [None, (), {"a": None}])
+def test_tree_without_tensors_moves_to_the_host_as_it_is(tree: Any) -> None:
+    assert to_host(tree) == tree
+
+
+def test_tree_moves_to_the_host_as_numpy() -> None:
+    moved = to_host({"a": (torch.ones(2, requires_grad=True), "text")})
+    assert isinstance(moved["a"][0], numpy.ndarray)
+    assert moved["a"][1] == "text"
+
+
+# -- several ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "setting"),
+    [
+        ({"computes_per_batch": True}, "batch_eval_metrics=True"),
+        ({"joins_batches": False}, "eval_do_concat_batches=False"),
+    ],
+)
+def test_what_belongs_to_single_batches_is_refused_over_ranks(
+    run_ranks: Callable[..., list[Any]], config: dict[str, bool], setting: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{setting} .* Received: world_size=2\."):
+        run_ranks(lambda group: make_loop(group=group, **config), 2)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_ranks_report_what_one_would(run_ranks: Callable[..., list[Any]], is_interleaved: bool) -> None:
+    batches = make_batches([1, 2], [-100, -100], [3, -100], [4])
+    seen: list[list[float]] = []
+    options: dict[str, Any] = {
+        "keeps_predictions": True,
+        "includes": ("inputs", "loss"),
+        "slots": {"compute_metrics": lambda prediction: seen.append(prediction.inputs.tolist()) or {}},
+    }
+    whole = make_loop(**options).run(batches)
+
+    def run(group: Any) -> EvalLoopOutput:
+        share = batches[group.rank :: 3] if is_interleaved else [batches[:3], batches[3:], []][group.rank]
+        return make_loop(group=group, **options).run(share, is_interleaved=is_interleaved)
+
+    for output in run_ranks(run, 3):
+        assert output.metrics == pytest.approx(whole.metrics)
+        assert output.num_samples == 7
+        assert output.predictions.tolist() == whole.predictions.tolist()
+        assert output.label_ids.tolist() == whole.label_ids.tolist()
+    assert seen == [seen[0]] * 4

@@ -1,0 +1,204 @@
+"""What a logging window has summed up."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hftrain.loops.window import LogWindow, LossWindow
+
+NAN, INF = math.nan, math.inf
+
+
+def make_window(*, filters: bool = True, reduce: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> LossWindow:
+    return LossWindow(filters_nonfinite=filters, reduce=reduce)
+
+
+def add_steps(window: LossWindow, steps: list[list[float]]) -> None:
+    for micro_steps in steps:
+        for loss in micro_steps:
+            window.add(torch.tensor(loss))
+        window.close_step()
+
+
+def from_file(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
+    return loaded
+
+
+def test_loss_is_the_mean_over_steps_of_what_micro_steps_add_up_to() -> None:
+    window = make_window()
+    add_steps(window, [[0.25, 0.75], [1.5, 0.5], [3.0]])
+    assert window.read() == {"loss": 2.0}
+
+
+def test_reading_starts_a_new_window_and_keeps_the_run() -> None:
+    window = make_window()
+    add_steps(window, [[1.0], [3.0]])
+    assert window.read() == {"loss": 2.0}
+    assert window.read() == {}
+    add_steps(window, [[8.0]])
+    assert window.read() == {"loss": 8.0}
+    assert window.mean_over_run() == 4.0
+
+
+def test_window_without_steps_has_no_loss() -> None:
+    window = make_window()
+    assert window.read() == {}
+    assert window.mean_over_run() == 0.0
+    window.add(torch.tensor(1.0))
+    assert window.read() == {}
+
+
+def test_loss_is_reduced_once_per_reading() -> None:
+    calls = []
+
+    def mean(loss: torch.Tensor) -> torch.Tensor:
+        calls.append(float(loss))
+        return loss / 2
+
+    window = make_window(reduce=mean)
+    add_steps(window, [[1.0], [3.0]])
+    assert calls == []
+    assert window.read() == {"loss": 1.0}
+    assert calls == [4.0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "filtered"),
+    [
+        ([1.0, NAN, 3.0], [1.0, 1.0, 3.0]),
+        ([1.0, 3.0, INF], [1.0, 3.0, 2.0]),
+        ([NAN, 2.0], [0.0, 2.0]),
+        ([NAN, -INF], [0.0, 0.0]),
+        ([4.0, NAN, NAN, 2.0, INF], [4.0, 4.0, 4.0, 2.0, 3.5]),
+    ],
+)
+def test_filter_puts_the_running_mean_in_place_of_what_is_not_finite(
+    losses: list[float], filtered: list[float]
+) -> None:
+    window = make_window()
+    add_steps(window, [[loss] for loss in losses])
+    with pytest.warns(UserWarning, match="nonfinite_losses"):
+        logs = window.read()
+    num_nonfinite = sum(not math.isfinite(loss) for loss in losses)
+    assert logs == {"loss": pytest.approx(sum(filtered) / len(filtered)), "nonfinite_losses": num_nonfinite}
+
+
+def test_filter_takes_the_mean_over_micro_steps() -> None:
+    window = make_window()
+    add_steps(window, [[0.5, 1.5], [NAN, 2.0]])
+    with pytest.warns(UserWarning, match="at least once"):
+        assert window.read()["loss"] == (0.5 + 1.5 + 1.0 + 2.0) / 2
+
+
+def test_filter_warns_once_and_counts_on() -> None:
+    window = make_window()
+    add_steps(window, [[NAN]])
+    with pytest.warns(UserWarning, match="at least once"):
+        window.read()
+    add_steps(window, [[1.0], [INF]])
+    assert window.read() == {"loss": 1.0, "nonfinite_losses": 2}
+    add_steps(window, [[1.0]])
+    assert window.read()["nonfinite_losses"] == 2
+
+
+def test_without_the_filter_nan_is_shown() -> None:
+    window = make_window(filters=False)
+    add_steps(window, [[1.0], [NAN]])
+    logs = window.read()
+    assert list(logs) == ["loss"]
+    assert math.isnan(logs["loss"])
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2, 3, 4, 5])
+@pytest.mark.filterwarnings("ignore:The loss was NaN")
+def test_loss_window_goes_on_from_its_state(num_before: int) -> None:
+    steps = [[1.0, 0.5], [NAN, 2.0], [4.0], [0.25, 0.25], [8.0]]
+    whole, first, second = make_window(), make_window(), make_window()
+    for window, part in ((whole, steps[:2]), (first, steps[: min(2, num_before)])):
+        add_steps(window, part)
+        if window is whole or num_before >= 2:
+            window.read()
+    add_steps(whole, steps[2:])
+    add_steps(first, steps[2:num_before] if num_before > 2 else [])
+    second.load_state_dict(from_file(first.state_dict()), device=torch.device("cpu"))
+    if num_before < 2:
+        add_steps(second, steps[num_before:2])
+        second.read()
+    add_steps(second, steps[max(2, num_before) :])
+    assert second.read() == whole.read()
+    assert second.mean_over_run() == whole.mean_over_run()
+
+
+def test_state_holds_no_functions() -> None:
+    assert not any(callable(value) for value in make_window().state_dict().values())
+
+
+# -- what steps log --------------------------------------------------------------------------------------------------
+
+
+def alone(value: Any) -> list[Any]:
+    return [value]
+
+
+def test_logs_are_means_over_the_steps_that_gave_them() -> None:
+    window = LogWindow(gather_object=alone)
+    window.add({"a": 1, "b": torch.tensor(2.0)})
+    window.add({"a": 2.0})
+    window.add({})
+    assert window.read() == {"a": 1.5, "b": 2.0}
+    assert window.read() == {}
+
+
+def test_logs_count_by_their_weight() -> None:
+    window = LogWindow(gather_object=alone)
+    window.add({"a": torch.tensor(1.0), "b": 3}, weight=3)
+    window.add({"a": 5.0})
+    assert window.read() == {"a": 2.0, "b": 3.0}
+
+
+def test_logs_hold_no_graph() -> None:
+    window = LogWindow(gather_object=alone)
+    window.add({"a": torch.ones((), requires_grad=True) * 2})
+    assert not window.state_dict()["sums"]["a"].requires_grad
+
+
+def test_logs_of_ranks_are_weighed_by_their_steps(run_ranks: Callable[..., list[Any]]) -> None:
+    per_rank: list[list[dict[str, float]]] = [[{"a": 1.0}, {"a": 2.0, "b": 5.0}], [{"a": 6.0}], []]
+
+    def read(group: Any) -> dict[str, float]:
+        window = LogWindow(gather_object=group.gather_object)
+        for logs in per_rank[group.rank]:
+            window.add({name: torch.tensor(value) for name, value in logs.items()})
+        return window.read()
+
+    assert run_ranks(read, 3) == [{"a": 3.0, "b": 5.0}] * 3
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2, 3])
+def test_log_window_goes_on_from_its_state(num_before: int) -> None:
+    steps: list[dict[str, Any]] = [{"a": torch.tensor(1.5)}, {"a": 2, "b": 4.0}, {"b": torch.tensor(1.0)}]
+    whole, first, second = (LogWindow(gather_object=alone) for _ in range(3))
+    for logs in steps:
+        whole.add(logs)
+    for logs in steps[:num_before]:
+        first.add(logs)
+    second.load_state_dict(from_file(first.state_dict()), device=torch.device("cpu"))
+    for logs in steps[num_before:]:
+        second.add(logs)
+    assert second.read() == whole.read()
+
+
+def test_older_checkpoint_without_logs_gives_an_empty_window() -> None:
+    window = LogWindow(gather_object=alone)
+    window.load_state_dict({}, device=torch.device("cpu"))
+    assert window.read() == {}

@@ -1,0 +1,158 @@
+"""What a model's class and signature tell."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.tiny import Net
+from torch import nn
+
+from hftrain.task.introspect import (
+    accepts_item_count,
+    base_model,
+    can_return_loss,
+    find_label_names,
+    forward_parameters,
+    is_causal,
+    is_recomputing,
+    is_transformers_like,
+    keys_to_ignore,
+)
+
+
+def make_model(name: str = "Toy", forward: Any = None, **attributes: Any) -> nn.Module:
+    """Return a model of a class with that name, `forward` and attributes."""
+    attributes["forward"] = forward or (lambda self, x, labels=None: None)
+    return type(name, (nn.Module,), attributes)()
+
+
+class Adapter(nn.Module):
+    """Wrap a model as PEFT does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+    def get_base_model(self) -> nn.Module:
+        return self.inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+transformers_like = {"config": SimpleNamespace(), "save_pretrained": lambda self, folder: None}
+
+
+def test_adapter_wrapper_is_looked_through() -> None:
+    net = Net()
+    wrapped = Adapter(net)
+    assert base_model(wrapped) is net
+    assert base_model(net) is net
+    assert list(forward_parameters(wrapped)) == ["x", "labels"]
+    assert find_label_names(wrapped) == ["labels"]
+
+
+@pytest.mark.parametrize("getter", [lambda self: "no module", "not callable"])
+def test_get_base_model_of_another_meaning_is_left_alone(getter: Any) -> None:
+    model = make_model(get_base_model=getter)
+    assert base_model(model) is model
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (Net(), ["labels"]),
+        (make_model(forward=lambda self, x, label, next_sentence_label, y: 0), ["label", "next_sentence_label"]),
+        (make_model(forward=lambda self, x, start_positions, end_positions: 0), []),
+        (
+            make_model("ToyForQuestionAnswering", lambda self, x, start_positions, end_positions: 0),
+            ["start_positions", "end_positions"],
+        ),
+        (make_model(forward=lambda self, *args, **kwargs: 0), []),
+    ],
+)
+def test_label_names_are_read_from_forward(model: nn.Module, names: list[str]) -> None:
+    assert find_label_names(model) == names
+
+
+@pytest.mark.parametrize(
+    ("forward", "can"),
+    [
+        (lambda self, x, return_loss=True: 0, True),
+        (lambda self, x, return_loss=False: 0, False),
+        (lambda self, x, return_loss: 0, False),
+        (lambda self, x, **kwargs: 0, False),
+    ],
+)
+def test_loss_without_labels_is_a_default_of_forward(forward: Any, can: bool) -> None:
+    assert can_return_loss(make_model(forward=forward)) is can
+    assert can_return_loss(Adapter(make_model(forward=forward))) is can
+
+
+@pytest.mark.parametrize(
+    ("model", "accepts"),
+    [
+        (Net(), False),
+        (make_model(forward=lambda self, x, num_items_in_batch=None: 0), True),
+        (make_model(forward=lambda self, x, **kwargs: 0), False),
+        (make_model(forward=lambda self, x, **kwargs: 0, **transformers_like), True),
+        (make_model(forward=lambda self, x, labels=None: 0, **transformers_like), False),
+        (make_model(forward=lambda self, x, **kwargs: 0, accepts_loss_kwargs=True), True),
+        (make_model(forward=lambda self, x, **kwargs: 0, accepts_loss_kwargs=False, **transformers_like), False),
+        (Adapter(make_model(forward=lambda self, x, num_items_in_batch=None: 0)), True),
+        (Adapter(make_model(forward=lambda self, x, **kwargs: 0, **transformers_like)), True),
+        (Adapter(Net()), False),
+    ],
+)
+def test_item_count_is_for_models_that_say_so(model: nn.Module, accepts: bool) -> None:
+    assert accepts_item_count(model) is accepts
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "causal"),
+    [
+        ("ToyForCausalLM", None, True),
+        ("ToyLMHeadModel", None, True),
+        ("ToyForCausalLMWithValueHead", None, False),
+        ("ToyForMaskedLM", None, False),
+        ("ToyForConditionalGeneration", None, False),
+        ("ToyForConditionalGeneration", SimpleNamespace(is_encoder_decoder=True), False),
+        ("ToyForConditionalGeneration", SimpleNamespace(is_encoder_decoder=False), True),
+        ("ToyForConditionalGeneration", SimpleNamespace(), True),
+    ],
+)
+def test_causal_models_are_known_by_their_class(name: str, config: Any, causal: bool) -> None:
+    model = make_model(name, **({} if config is None else {"config": config}))
+    assert is_causal(model) is causal
+    assert is_causal(Adapter(model)) is causal
+
+
+def test_transformers_models_have_a_config_and_can_be_saved() -> None:
+    assert is_transformers_like(make_model(**transformers_like))
+    assert not is_transformers_like(make_model(config=SimpleNamespace()))
+
+
+@pytest.mark.parametrize("name", ["is_activation_checkpointing", "is_gradient_checkpointing"])
+@pytest.mark.parametrize("value", [True, False])
+def test_recomputing_is_read_from_the_class(name: str, value: bool) -> None:
+    assert is_recomputing(make_model(**{name: value})) is value
+
+
+@pytest.mark.parametrize("model", [Net(), None])
+def test_other_models_do_not_recompute(model: Any) -> None:
+    assert is_recomputing(model) is False
+
+
+@pytest.mark.parametrize(
+    ("config", "keys"),
+    [
+        (SimpleNamespace(keys_to_ignore_at_inference=["past_key_values"]), ["past_key_values"]),
+        (SimpleNamespace(keys_to_ignore_at_inference=None), []),
+        (SimpleNamespace(), []),
+        (None, []),
+    ],
+)
+def test_outputs_that_are_no_predictions_are_named_by_the_config(config: Any, keys: list[str]) -> None:
+    assert keys_to_ignore(Adapter(make_model(config=config))) == keys

@@ -1,0 +1,120 @@
+"""The rules that turn a model's outputs into a loss."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from hftrain.core.errors import TaskError
+from hftrain.task.loss import read_loss, smoothed_loss
+
+loss = torch.tensor(2.0)
+logits = torch.zeros(4, 3)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"loss": loss, "logits": logits},
+        OrderedDict(logits=logits, loss=loss),
+        UserDict(loss=loss),
+        (loss, logits),
+        [loss],
+        loss,
+    ],
+)
+def test_loss_is_found(outputs: Any) -> None:
+    assert read_loss(outputs, model_name="Net") is loss
+
+
+@pytest.mark.parametrize(
+    ("outputs", "named"),
+    [
+        ({"logits": logits, "aux": 1}, "a mapping with the keys logits, aux"),
+        ({}, r"a mapping with the keys \(none\)"),
+        ({"loss": None}, "a mapping with the keys loss"),
+        ({"loss": logits}, "a mapping with the keys loss"),
+        ((logits, loss), r"a tuple of \['a tensor of shape \(4, 3\)', 'a tensor of shape \(\)'\]"),
+        ([], r"a list of \[\]"),
+        ([2.0, None], r"a list of \['a float', 'None'\]"),
+        (None, "It returned None"),
+        (torch.zeros(1), r"a tensor of shape \(1,\)"),
+        ("text", "a str"),
+    ],
+)
+def test_outputs_without_a_loss_are_named(outputs: Any, named: str) -> None:
+    with pytest.raises(TaskError, match=f"Net was asked for its loss.*{named}, with no scalar loss.*compute_loss_func"):
+        read_loss(outputs, model_name="Net")
+
+
+def make_case(*shape: int, num_classes: int = 5, ignored: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = torch.randint(0, num_classes, shape).masked_fill(torch.rand(shape) < ignored, -100)
+    return torch.randn(*shape, num_classes), labels
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("shape", [(7,), (3, 6), (2, 3, 4)])
+def test_smoothed_loss_is_torchs(shape: tuple[int, ...], smoothing: float) -> None:
+    for _ in range(5):
+        logits_BxC, labels_Bx = make_case(*shape)
+        expected = cross_entropy(logits_BxC.flatten(0, -2), labels_Bx.flatten(), label_smoothing=smoothing)
+        assert torch.equal(smoothed_loss(logits_BxC, labels_Bx, smoothing=smoothing), expected) or torch.allclose(
+            smoothed_loss(logits_BxC, labels_Bx, smoothing=smoothing), expected, equal_nan=True
+        )
+
+
+def test_smoothed_loss_shifts_as_causal_models_do() -> None:
+    logits_BTC, labels_BT = make_case(3, 6)
+    expected = cross_entropy(logits_BTC[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), label_smoothing=0.2)
+    torch.testing.assert_close(smoothed_loss(logits_BTC, labels_BT, smoothing=0.2, shift=True), expected)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_smoothed_losses_of_micro_batches_add_up_to_the_steps(shift: bool, as_tensor: bool) -> None:
+    logits_BTC, labels_BT = make_case(6, 5)
+    num_items = int((labels_BT[:, 1:] if shift else labels_BT).ne(-100).sum())
+    whole = smoothed_loss(logits_BTC, labels_BT, smoothing=0.1, shift=shift)
+    parts = [
+        smoothed_loss(
+            logits_BTC[rows],
+            labels_BT[rows],
+            smoothing=0.1,
+            shift=shift,
+            num_items=torch.tensor(num_items) if as_tensor else num_items,
+        )
+        for rows in (slice(0, 1), slice(1, 4), slice(4, 6))
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_smoothed_loss_of_half_precision_is_taken_in_float32() -> None:
+    logits_BxC, labels_Bx = make_case(8)
+    half = smoothed_loss(logits_BxC.bfloat16(), labels_Bx, smoothing=0.1)
+    assert half.dtype is torch.float32
+    torch.testing.assert_close(half, smoothed_loss(logits_BxC.bfloat16().float(), labels_Bx, smoothing=0.1))
+
+
+def test_smoothed_loss_without_any_label_is_nan_as_torchs_is() -> None:
+    labels = torch.full((4,), -100)
+    assert smoothed_loss(logits, labels, smoothing=0.1).isnan()
+    assert smoothed_loss(logits, labels, smoothing=0.1, num_items=8) == 0
+
+
+def test_smoothed_loss_has_torchs_gradient() -> None:
+    logits_BxC, labels_Bx = make_case(6)
+    grads = []
+    for function in (smoothed_loss, lambda x, y, smoothing: cross_entropy(x, y, label_smoothing=smoothing)):
+        leaf = logits_BxC.clone().requires_grad_()
+        function(leaf, labels_Bx, smoothing=0.3).backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_labels_that_are_no_classes_cannot_be_smoothed() -> None:
+    with pytest.raises(TaskError, match=r"no class numbers but torch.float32, of shape \(4, 3\)"):
+        smoothed_loss(logits, torch.zeros(4, 3), smoothing=0.1)

@@ -1,0 +1,280 @@
+"""A plain model as a task, by the documented rules."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, make_rows
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from hftrain import TaskError
+from hftrain.core.types import StepOutput
+from hftrain.task.model_task import ModelTask
+
+
+def make_batch(num: int = 4) -> dict[str, torch.Tensor]:
+    rows = make_rows(num)
+    return {key: torch.stack([row[key] for row in rows]) for key in ("x", "labels")}
+
+
+class Answer(nn.Module):
+    """Return logits in one of the documented forms: with the loss where labels are given."""
+
+    def __init__(self, form: str = "dict", **config: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.form = form
+        self.config = SimpleNamespace(**config)
+        self.calls: list[set[str]] = []
+
+    def forward(self, x: torch.Tensor, labels: Any = None, num_items_in_batch: Any = None) -> Any:
+        given = {"labels": labels, "num_items_in_batch": num_items_in_batch}
+        self.calls.append({name for name, value in given.items() if value is not None})
+        logits = self.linear(x)
+        loss = None if labels is None else cross_entropy(logits, labels)
+        if self.form == "dict":
+            return {**({} if loss is None else {"loss": loss}), "logits": logits, "hidden": x}
+        if self.form == "tuple":
+            return (logits, x) if loss is None else (loss, logits, x)
+        return logits
+
+
+class AnswerForCausalLM(Answer):
+    """The same under the name of a causal model."""
+
+
+class Blind(nn.Module):
+    """Give a loss without labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
+        logits = self.linear(x)
+        return {"loss": logits.square().mean(), "logits": logits}
+
+
+def predict(task: ModelTask, batch: Any, *, loss_only: bool = False, ignore: tuple[str, ...] = ()) -> StepOutput:
+    return task.predict_batch(
+        lambda inputs: task.compute_loss(task.model, inputs), batch, loss_only=loss_only, ignore=ignore
+    )
+
+
+# -- construction ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "names"),
+    [
+        (Net(), None, ["labels"]),
+        (Blind(), None, ["labels"]),
+        (Net(), ["x", "y"], ["x", "y"]),
+        (Net(), [], []),
+    ],
+)
+def test_label_names_are_found_or_given(model: nn.Module, given: Any, names: list[str]) -> None:
+    assert ModelTask(model, label_names=given).label_names == names
+
+
+# -- loss ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_models_own_loss_is_taken(form: str) -> None:
+    batch, model = make_batch(), Answer(form)
+    loss, outputs = ModelTask(model).compute_loss(model, batch)
+    torch.testing.assert_close(loss, cross_entropy(model.linear(batch["x"]), batch["labels"]))
+    assert len(outputs) == 3
+    assert model.calls == [{"labels"}]
+
+
+def test_inputs_are_not_mutated() -> None:
+    batch, model = make_batch(), Answer()
+    ModelTask(model, label_smoothing=0.1).compute_loss(model, batch)
+    assert set(batch) == {"x", "labels"}
+
+
+def test_item_count_goes_to_models_that_take_it() -> None:
+    model, net = Answer(), Net()
+    ModelTask(model).compute_loss(model, make_batch(), 8)
+    assert model.calls == [{"labels", "num_items_in_batch"}]
+    ModelTask(net).compute_loss(net, make_batch(), 8)
+
+
+@pytest.mark.parametrize("inputs", [(torch.ones(2, 4), torch.tensor([0, 1])), [torch.ones(2, 4), torch.tensor([0, 1])]])
+def test_sequences_become_positional_arguments(inputs: Any) -> None:
+    model = Net()
+    assert ModelTask(model).compute_loss(model, inputs)[0].dim() == 0
+
+
+def test_single_tensor_becomes_the_first_argument() -> None:
+    model = Blind()
+    assert ModelTask(model).compute_loss(model, torch.ones(2, 4))[0].dim() == 0
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple", "tensor"])
+def test_label_smoothing_replaces_the_models_loss(form: str) -> None:
+    batch, model = make_batch(), Answer(form)
+    loss, _ = ModelTask(model, label_smoothing=0.2).compute_loss(model, batch)
+    expected = cross_entropy(model.linear(batch["x"]), batch["labels"], label_smoothing=0.2)
+    torch.testing.assert_close(loss, expected)
+    assert model.calls == [set()]
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_label_smoothing_leaves_labels_to_encoder_decoders(form: str) -> None:
+    batch, model = make_batch(), Answer(form, is_encoder_decoder=True)
+    loss, _ = ModelTask(model, label_smoothing=0.2).compute_loss(model, batch)
+    expected = cross_entropy(model.linear(batch["x"]), batch["labels"], label_smoothing=0.2)
+    torch.testing.assert_close(loss, expected)
+    assert model.calls == [{"labels"}]
+
+
+def test_label_smoothing_shifts_for_causal_models_and_divides_by_the_count() -> None:
+    model = AnswerForCausalLM()
+    batch = {"x": torch.randn(2, 5, 4), "labels": torch.randint(0, 3, (2, 5))}
+    loss, _ = ModelTask(model, label_smoothing=0.1).compute_loss(model, batch, 16)
+    logits, labels = model.linear(batch["x"])[:, :-1], batch["labels"][:, 1:]
+    expected = cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1, reduction="sum") / 16
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("is_encoder_decoder", [False, True])
+def test_own_loss_function_gets_outputs_labels_and_count(is_encoder_decoder: bool) -> None:
+    seen: dict[str, Any] = {}
+
+    def own(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        seen.update(outputs=outputs, labels=labels, num_items=num_items_in_batch)
+        return outputs["logits"].sum()
+
+    batch, model = make_batch(), Answer(is_encoder_decoder=is_encoder_decoder)
+    loss, outputs = ModelTask(model, compute_loss_func=own).compute_loss(model, batch, 7)
+    assert loss == outputs["logits"].sum()
+    assert seen["outputs"] is outputs
+    assert seen["labels"] is batch["labels"]
+    assert seen["num_items"] == 7
+    assert model.calls == [{"labels"} if is_encoder_decoder else set()]
+
+
+def test_own_loss_function_is_called_without_labels_too() -> None:
+    model = Answer()
+    task = ModelTask(model, compute_loss_func=lambda outputs, labels, num_items_in_batch: outputs["logits"].sum())
+    assert task.compute_loss(model, {"x": torch.ones(2, 4)})[0].dim() == 0
+
+
+def test_model_without_a_loss_is_named() -> None:
+    model = Answer()
+    with pytest.raises(TaskError, match=r"Answer was asked for its loss.*logits, hidden"):
+        ModelTask(model).training_step({"x": torch.ones(2, 4)})
+
+
+def test_training_step_gives_loss_and_outputs() -> None:
+    output = ModelTask(Net()).training_step(make_batch())
+    assert output.loss is not None
+    assert output.loss.requires_grad
+    assert len(output.outputs) == 2
+
+
+# -- predictions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_prediction_gives_everything_but_the_loss(form: str) -> None:
+    batch, model = make_batch(), Answer(form)
+    output = predict(ModelTask(model), batch)
+    logits, hidden = output.outputs
+    assert torch.equal(logits, model.linear(batch["x"]))
+    assert torch.equal(hidden, batch["x"])
+    assert torch.equal(output.labels, batch["labels"])
+    assert not output.loss.requires_grad  # type: ignore[union-attr]
+    assert not logits.requires_grad
+
+
+def test_ignored_outputs_are_left_out() -> None:
+    task = ModelTask(Answer())
+    assert predict(task, make_batch(), ignore=("hidden",)).outputs.shape == (4, 3)
+    assert predict(task, make_batch(), ignore=("hidden", "logits")).outputs is None
+
+
+def test_loss_alone() -> None:
+    output = predict(ModelTask(Answer()), make_batch(), loss_only=True)
+    assert output.loss is not None
+    assert output.outputs is None
+    assert output.labels is None
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_prediction_without_labels_has_no_loss(form: str) -> None:
+    output = predict(ModelTask(Answer(form)), {"x": torch.ones(2, 4)})
+    assert output.loss is None
+    assert output.labels is None
+    assert [part.shape for part in output.outputs] == [(2, 3), (2, 4)]
+
+
+def test_bare_tensor_is_the_prediction() -> None:
+    assert predict(ModelTask(Answer("tensor")), {"x": torch.ones(2, 4)}).outputs.shape == (2, 3)
+
+
+def test_model_may_give_a_loss_without_labels() -> None:
+    output = predict(ModelTask(Blind()), {"x": torch.ones(2, 4)})
+    assert output.loss is not None
+    assert output.outputs.shape == (2, 3)
+
+
+def test_plain_tuples_are_asked_for_a_loss() -> None:
+    output = predict(ModelTask(Net()), (torch.ones(2, 4), torch.tensor([0, 1])))
+    assert output.loss is not None
+    assert output.outputs.shape == (2, 3)
+    assert output.labels is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"label_smoothing": 0.1}, {"compute_loss_func": lambda outputs, labels, num_items_in_batch: labels.sum()}],
+)
+def test_first_of_a_tuple_is_a_prediction_where_the_loss_came_from_elsewhere(options: dict[str, Any]) -> None:
+    batch, model = make_batch(), Answer("tuple")
+    logits, hidden = predict(ModelTask(model, **options), batch).outputs
+    assert torch.equal(logits, model.linear(batch["x"]))
+    assert torch.equal(hidden, batch["x"])
+
+
+def test_several_label_names_give_a_tuple_of_labels() -> None:
+    task = ModelTask(Net(), label_names=["start", "end"])
+    start, end = torch.tensor([1]), torch.tensor([2])
+    assert task.labels_of({"start": start, "end": end}) == (start, end)
+    assert task.labels_of(UserDict(start=start)) is None
+    assert task.labels_of((start, end)) is None
+    assert ModelTask(Net(), label_names=[]).labels_of({"labels": start}) is None
+
+
+# -- items -----------------------------------------------------------------------------------------------------------
+
+tokens = torch.tensor([[5, 6, -100], [-100, 7, 8]])
+shifted = torch.tensor([[6, -100, -100], [7, 8, 9]])
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "count"),
+    [
+        (Answer(), {"labels": tokens}, 4),
+        (AnswerForCausalLM(), {"labels": tokens}, 3),
+        (AnswerForCausalLM(), {"labels": tokens, "shift_labels": shifted}, 4),
+        (Answer(), {"labels": tokens, "shift_labels": shifted}, 4),
+        (AnswerForCausalLM(), UserDict(labels=tokens), 3),
+        (Answer(), {"labels": torch.full((2, 3), -100)}, 0),
+        (Answer(), {"x": torch.zeros(3, 4), "labels": torch.zeros(3)}, 3),
+        (Answer(), {"x": torch.zeros(3, 4), "labels": (torch.zeros(3), torch.zeros(3))}, 3),
+        (Answer(), {"x": torch.zeros(3, 4)}, 3),
+        (Answer(), (torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64)), 5),
+        (Answer(), torch.zeros(2, 4), 2),
+    ],
+)
+def test_items_are_the_labels_the_loss_is_a_mean_over(model: nn.Module, batch: Any, count: int) -> None:
+    assert int(ModelTask(model).count_items(batch)) == count

@@ -1,0 +1,124 @@
+"""The class users subclass."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, Task, make_rows
+from torch import nn
+from torchmetrics import MeanMetric
+
+from hftrain import StepOutput, TaskError, TaskModule
+from hftrain.task.module import as_step_output
+
+batch = {
+    "x": torch.stack([row["x"] for row in make_rows(4)]),
+    "labels": torch.stack([row["labels"] for row in make_rows(4)]),
+}
+
+
+class Silent(TaskModule):
+    """Give the loss alone."""
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.model(**batch)[0]
+
+
+def test_model_may_be_given_or_assigned() -> None:
+    class Late(TaskModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Net()
+
+    assert [name for name, _ in Late().named_children()] == ["model"]
+    net = Net()
+    assert TaskModule(net).model is net
+
+
+def test_forward_runs_the_model() -> None:
+    task = Task()
+    assert torch.equal(task(batch["x"])[0], task.model(batch["x"])[0])
+
+
+def test_training_step_must_be_defined() -> None:
+    with pytest.raises(TaskError, match=r"TaskModule was asked for a training step.*training_step\(batch\)"):
+        TaskModule(Net()).training_step(batch)
+
+
+def test_evaluation_step_is_the_training_step_by_default() -> None:
+    task = Task().eval()
+    assert as_step_output(task.evaluation_step(batch)).loss == as_step_output(task.training_step(batch)).loss
+
+
+def test_predictions_are_the_outputs_of_evaluation_by_default() -> None:
+    assert Task().prediction_step(batch).shape == (4, 3)
+
+
+def test_predictions_need_outputs() -> None:
+    with pytest.raises(TaskError, match=r"Silent was asked for predictions.*defines no prediction_step"):
+        Silent(Net()).prediction_step(batch)
+
+
+def test_optimizers_come_from_the_arguments_by_default() -> None:
+    assert Task().configure_optimizers() is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        ({"x": torch.zeros(3, 2), "labels": torch.tensor([1, -100, 0])}, 2),
+        (UserDict(labels=torch.full((2, 4), -100)), 0),
+        ({"x": torch.zeros(3, 2), "labels": torch.zeros(3)}, 3),
+        ({"x": torch.zeros(3, 2), "labels": [1, 2, 3]}, 3),
+        ({"x": torch.zeros(3, 2)}, 3),
+        ((torch.zeros(5, 2), torch.zeros(5)), 5),
+        (torch.zeros(6), 6),
+    ],
+)
+def test_items_are_labels_that_count_else_samples(batch: Any, count: int) -> None:
+    assert int(TaskModule(Net()).count_items(batch)) == count
+
+
+def test_item_count_stays_on_the_device() -> None:
+    assert isinstance(TaskModule(Net()).count_items({"labels": torch.zeros(2, dtype=torch.int64)}), torch.Tensor)
+
+
+@pytest.mark.parametrize("batch", [["a", "b"], {"scale": torch.tensor(1.0)}, None])
+def test_batch_without_rows_cannot_be_counted(batch: Any) -> None:
+    with pytest.raises(TaskError, match=rf"a batch of type {type(batch).__name__} holds.*Override count_items"):
+        TaskModule(Net()).count_items(batch)
+
+
+def test_metrics_are_the_children_that_follow_the_protocol() -> None:
+    class Measured(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+            self.helper = nn.Linear(1, 1)
+
+    task = Measured()
+    assert list(task.metrics("eval")) == list(task.metrics("test")) == ["mean"]
+    assert task.metrics("train") == {}
+
+
+def test_step_output_is_made_of_a_tensor_or_kept() -> None:
+    loss, output = torch.tensor(1.0), StepOutput(outputs=3)
+    assert as_step_output(loss).loss is loss
+    assert as_step_output(output) is output
+
+
+@pytest.mark.parametrize(
+    ("result", "named"),
+    [
+        (None, "It returned None"),
+        ({"los": 1, 2: 3}, r"a dict with the keys \['2', 'los'\]"),
+        (1.5, "a float"),
+        ((torch.tensor(1.0),), "a tuple"),
+    ],
+)
+def test_step_that_returns_something_else_is_named(result: Any, named: str) -> None:
+    with pytest.raises(TaskError, match=f"A step of the task was run.*{named}, which holds no loss"):
+        as_step_output(result)
