@@ -18,8 +18,9 @@ A step is timed from one entry into the model's `forward` to the next, the same 
 start-up out. The contenders run at the same time in threads of one process, of which one at a time may go on: each
 takes a turn of some steps, then hands over inside `forward`, while no clock runs. So a disturbance longer than a
 round hits all alike. A turn counts with its median step, a contender with the median of its ratios to the plain loop's
-turn of the same round. All start anew some times, because a model's place in memory is luck too. Python calls are
-counted apart by a profile hook ("call" events: functions written in Python, not those written in C) and do not vary.
+turn of the same round. All start anew some times, in another order, because neighbours and a model's place in memory
+matter too. Python calls are counted apart by a profile hook ("call" events: functions written in Python, not those
+written in C) and do not vary.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import gc
 import io
 import json
 import platform
+import random
 import statistics
 import sys
 import threading
@@ -199,8 +201,9 @@ def measure(
     calls = {name: counter.per_step() for name, counter in counters.items()}
     medians: dict[str, list[float]] = {name: [] for name in names}
     for number in range(num_repeats):
-        start = number % len(names)
-        for name, found in take_turns([*names[start:], *names[:start]], size, clock=clock).items():
+        # Shuffled, because it matters who went before: that one's code and data are in the caches.
+        order = random.Random(number).sample(names, len(names))
+        for name, found in take_turns(order, size, clock=clock).items():
             medians[name] += found
     results = []
     for name in names:

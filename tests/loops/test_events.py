@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,18 @@ def test_data_that_gives_no_batch_is_an_error(tmp_path: Path) -> None:
 def test_nan_is_counted_and_shown(tmp_path: Path) -> None:
     rows = make_rows(12)
     rows[5] = {**rows[5], "x": rows[5]["x"] * float("nan")}
-    arguments = make_arguments(tmp_path, num_train_epochs=1, learning_rate=0.0, max_grad_norm=0.0)
-    trainer = Trainer(Net(), arguments, train_dataset=rows)
+    options = {"num_train_epochs": 1, "learning_rate": 0.0, "max_grad_norm": 0.0}
+    trainer = Trainer(Net(), make_arguments(tmp_path, logging_steps=3, **options), train_dataset=rows)
     with pytest.warns(UserWarning, match="nonfinite_losses"):
-        trainer.train()
-    assert [e["nonfinite_losses"] for e in trainer.state.log_history if "nonfinite_losses" in e][-1] == 1
-    assert all(entry["loss"] == entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+        output = trainer.train()
+    (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)
+    clean = Trainer(trainer.model, make_arguments(tmp_path, **options), train_dataset=rows)
+    clean.train()
+    finite = [entry["loss"] for entry in clean.state.log_history if entry.get("loss", math.nan) == entry.get("loss")]
+    assert len(finite) == 2
+    assert entry["loss"] == output.training_loss == pytest.approx(sum(finite) / 2)
+    assert entry["nonfinite_losses"] == output.metrics["nonfinite_losses"] == 1
+    assert sum(math.isnan(entry["loss"]) for entry in clean.state.log_history if "loss" in entry) == 1
 
     arguments = make_arguments(
         tmp_path, num_train_epochs=1, learning_rate=0.0, max_grad_norm=0.0, logging_nan_inf_filter=False

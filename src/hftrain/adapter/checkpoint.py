@@ -8,10 +8,10 @@ from typing import Any
 from hftrain.checkpoint.manager import CheckpointConfig
 
 
-def checkpoint_config(args: Any) -> CheckpointConfig:
+def checkpoint_config(args: Any, *, output_dir: Path) -> CheckpointConfig:
     """Return where checkpoints go and how many stay."""
     return CheckpointConfig(
-        output_dir=Path(args.output_dir),
+        output_dir=output_dir,
         save_total_limit=args.save_total_limit,
         only_model=bool(args.save_only_model),
         safe_weights=bool(args.save_safetensors),

@@ -85,10 +85,13 @@ def require_max_steps(args: Any) -> None:
         )
 
 
-def fit_config(args: Any, *, max_steps: int, num_batches: int | None, world_size: int) -> FitConfig:
+def fit_config(
+    args: Any, *, max_steps: int, num_batches: int | None, num_epochs: int | None, world_size: int
+) -> FitConfig:
     """Return what the training loop needs to know of the arguments."""
     return FitConfig(
         max_steps=max_steps,
+        num_epochs=num_epochs,
         accumulation=args.gradient_accumulation_steps,
         num_batches=num_batches,
         world_size=world_size,

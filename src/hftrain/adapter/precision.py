@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 from hftrain.core.errors import ConfigError, explain
@@ -33,6 +34,10 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
                 **{chosen[0]: True},
             )
         )
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked is None and not chosen and launched != "no":
+        # What `accelerate launch --mixed_precision` or its configuration file says.
+        chosen = [launched]
     name = asked or (chosen[0] if chosen else "tf32" if args.tf32 else "fp32")
     if args.tf32 is None:
         return name, {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from hftrain.strategies.registry import strategies
 logger = get_logger(__name__)
 
 _DEFAULT_TIMEOUT_S = 1800
+# What `accelerate launch` sets for the engines it can configure.
+_LAUNCHER_ENGINES = {"ACCELERATE_USE_FSDP": "fsdp", "ACCELERATE_USE_DEEPSPEED": "deepspeed"}
 _STRATEGY_FIELDS = ("deepspeed", "fsdp", "sharded_ddp")
 
 
@@ -29,7 +32,7 @@ def strategy_request(
         is_checkpointing: Whether the model recomputes activations (decides `find_unused_parameters`, as documented).
 
     Raises:
-        ConfigError: The keyword contradicts an argument that picks another strategy; both are named.
+        ConfigError: The keyword contradicts an argument; both are named.
     """
     is_object = isinstance(strategy, Strategy)
     chosen = _name_of(strategy)
@@ -45,6 +48,7 @@ def strategy_request(
                     **{field: value},
                 )
             )
+    _check_launcher()
     name = chosen or ("ddp" if args.world_size > 1 else "single")
     wanted: dict[str, Any] = {
         "backend": args.ddp_backend,
@@ -54,6 +58,8 @@ def strategy_request(
         "timeout_s": None if args.ddp_timeout == _DEFAULT_TIMEOUT_S else args.ddp_timeout,
     }
     wanted = {option: value for option, value in wanted.items() if value is not None}
+    if not is_object:
+        _check_preset(name, wanted)
     accepts = _accepted_options(None if is_object else name)
     ignored = sorted(option for option in wanted if not accepts(option))
     if ignored:
@@ -64,7 +70,7 @@ def strategy_request(
             ", ".join(f"{option}={wanted[option]!r}" for option in ignored),
         )
     # Documented defaults, which a strategy chosen by name replaces by its own.
-    defaults: dict[str, Any] = {"use_cpu": args.use_cpu}
+    defaults: dict[str, Any] = {"use_cpu": args.use_cpu, "place_model": bool(args.place_model_on_device)}
     if chosen is None:
         defaults["find_unused_parameters"] = not is_checkpointing
     if is_checkpointing:
@@ -78,8 +84,36 @@ def _name_of(strategy: str | Strategy | None) -> str | None:
     return None if strategy == "auto" else strategy
 
 
+def _check_preset(name: str, wanted: dict[str, Any]) -> None:
+    """Raise where an argument takes back what a strategy's name says."""
+    for option, value in strategies.resolve(name)[1].items():
+        if wanted.get(option, value) != value:
+            raise ConfigError(
+                explain(
+                    f"strategy={name!r} was asked for together with ddp_{option}={wanted[option]!r}.",
+                    f"The name means {option}={value!r}.",
+                    "Keep one of the two.",
+                    strategy=name,
+                    **{f"ddp_{option}": wanted[option]},
+                )
+            )
+
+
 def _accepted_options(name: str | None) -> Callable[[str], bool]:
     """Return what tells whether a strategy is made with an option; one that is made already takes none."""
     accepted = {} if name is None else inspect.signature(strategies.resolve(name)[0]).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     return lambda option: takes_any or option in accepted
+
+
+def _check_launcher() -> None:
+    """Raise where `accelerate launch` was told to use an engine that is not here: plain DDP would train instead."""
+    for variable, engine in _LAUNCHER_ENGINES.items():
+        if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
+            raise ConfigError(
+                explain(
+                    f"The launcher asked for {engine} ({variable}={os.environ[variable]}).",
+                    f"strategy={engine!r} is not wired in this version.",
+                    "Launch with torchrun, or without that option of accelerate launch.",
+                )
+            )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +73,8 @@ class CheckpointManager:
     def __init__(self, config: CheckpointConfig, *, group: Group) -> None:
         self.config = config
         self.group = group
+        # A run that is resumed keeps its name; rotation touches no other run's checkpoints.
+        self.run_id = uuid.uuid4().hex
         self._committed: Path | None = None
 
     def save(self, step: int, *, main: Sequence[Writer], each: Sequence[Writer] = (), facts: Mapping[str, Any]) -> Path:
@@ -107,7 +112,7 @@ class CheckpointManager:
         """
         if self.group.is_main:
             files.restore(self.config.output_dir, is_ours=_is_ours)
-        for path in reversed(list_checkpoints(self.config.output_dir)):
+        for path in reversed(_by_commit(list_checkpoints(self.config.output_dir))):
             try:
                 verify(path)
             except CheckpointError as error:
@@ -146,7 +151,7 @@ class CheckpointManager:
             best: The checkpoint with the best metric so far.
         """
         limit = self.config.save_total_limit
-        known = [path for path in list_checkpoints(self.config.output_dir) if _is_known(path)]
+        known = _by_commit([path for path in list_checkpoints(self.config.output_dir) if self._is_known(path)])
         if not self.group.is_main or limit is None or limit < 1 or not known:
             return
         protected = {path.resolve() for path in (known[-1], best, self._committed) if path is not None}
@@ -160,7 +165,7 @@ class CheckpointManager:
 
         Source: the documented `save_total_limit=1` where the best checkpoint is not the last.
         """
-        known = [each for each in list_checkpoints(self.config.output_dir) if _is_known(each)]
+        known = [each for each in list_checkpoints(self.config.output_dir) if self._is_known(each)]
         others = [each for each in known if each.resolve() != path.resolve()]
         if not self.group.is_main or not others:
             return
@@ -171,6 +176,15 @@ class CheckpointManager:
             return
         for other in others:
             files.discard(other)
+
+    def _is_known(self, path: Path) -> bool:
+        """Tell whether a checkpoint is one of this run's."""
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError:
+            return False
+        is_whole = not path.is_symlink() and manifest.step == checkpoint_step(path)
+        return is_whole and manifest.facts.get("run_id") == self.run_id
 
     def _begin(self, target: Path) -> None:
         files.sweep(target.parent, is_ours=_is_ours)
@@ -184,7 +198,8 @@ class CheckpointManager:
 
     def _commit(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
         staged = files.find_staging(target)
-        write_manifest(staged, {**facts, "only_model": self.config.only_model}, step=step)
+        own = {"only_model": self.config.only_model, "run_id": self.run_id, "saved_at_s": time.time()}
+        write_manifest(staged, {**facts, **own}, step=step)
         files.commit(staged, target)
 
     def _together(self, target: Path, work: Writer, *, is_for_main: bool = False) -> None:
@@ -215,11 +230,21 @@ def _is_ours(name: str) -> bool:
     return checkpoint_step(name) is not None
 
 
-def _is_known(path: Path) -> bool:
-    try:
-        return not path.is_symlink() and read_manifest(path).step == checkpoint_step(path)
-    except CheckpointError:
-        return False
+def _by_commit(paths: Sequence[Path]) -> list[Path]:
+    """Order checkpoints as they were committed, by what their manifests say.
+
+    Within a run that is the order of steps; after a run was begun anew in its folder, or resumed from an older
+    checkpoint, higher steps may belong to the abandoned one. Folders without a readable manifest come last.
+    """
+
+    def committed_at(path: Path) -> tuple[float, int]:
+        try:
+            saved_at_s = read_manifest(path).facts.get("saved_at_s", 0.0)
+        except CheckpointError:
+            saved_at_s = math.inf
+        return saved_at_s if isinstance(saved_at_s, (int, float)) else math.inf, checkpoint_step(path) or 0
+
+    return sorted(paths, key=committed_at)
 
 
 def _contents(path: Path) -> str:

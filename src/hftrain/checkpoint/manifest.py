@@ -113,7 +113,7 @@ def check_geometry(manifest: Manifest, **current: Any) -> None:
         raise CheckpointError(
             explain(
                 f"Resuming from step {manifest.step} was asked for with {', '.join(differing)}.",
-                "The position in the data is counted in batches of one shape, and this version does not convert it.",
+                "A run goes on exactly where it was only in the same shape, and this version converts none.",
                 "Resume with the values of the checkpoint, or start a new run from its weights.",
             )
         )

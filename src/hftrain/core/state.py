@@ -44,7 +44,8 @@ class TrainerState:
 
     def to_json(self) -> str:
         """Return the state as JSON text, keys sorted."""
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+        # Not dataclasses.asdict, which copies the whole history.
+        return json.dumps(vars(self), indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> TrainerState:

@@ -1,4 +1,7 @@
-"""Nested batches and outputs: tensors in tuples, lists and mappings."""
+"""Nested batches and outputs: tensors in tuples, lists and mappings.
+
+These run for every batch. `dict` is asked for before `Mapping`, whose check is a Python call.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """Apply `function` to every tensor of a nested structure; other leaves and the containers' types are kept."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
-    if isinstance(tree, Mapping):
-        items = {key: map_tensors(value, function) for key, value in tree.items()}
+    if isinstance(tree, (dict, Mapping)):
+        items = {
+            key: function(value) if isinstance(value, torch.Tensor) else map_tensors(value, function)
+            for key, value in tree.items()
+        }
         return items if type(tree) is dict else _rebuild_mapping(tree, items)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tensors(value, function) for value in tree))
@@ -34,7 +40,7 @@ def first_tensor(tree: Any) -> torch.Tensor | None:
     """Return the first tensor of a nested structure that has a batch dimension, or None."""
     if isinstance(tree, torch.Tensor):
         return tree if tree.dim() > 0 else None
-    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    values = tree.values() if isinstance(tree, (dict, Mapping)) else tree if isinstance(tree, (list, tuple)) else ()
     for value in values:
         found = first_tensor(value)
         if found is not None:

@@ -130,7 +130,16 @@ class ColumnPruner:
         Raises:
             ConfigError: A feature would be empty.
         """
-        return self.collator([self._prune(f) if isinstance(f, Mapping) else f for f in features])
+        keep = self._keep
+        return self.collator(
+            # The first test is the usual case, and cheap: this runs for every sample.
+            [
+                f
+                if (isinstance(f, dict) and f.keys() <= keep) or not isinstance(f, (dict, Mapping))
+                else self._prune(f)
+                for f in features
+            ]
+        )
 
     def _prune(self, feature: Mapping[str, Any]) -> Mapping[str, Any]:
         kept = {name: value for name, value in feature.items() if name in self._keep}

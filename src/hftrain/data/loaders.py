@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import warn_once
 from hftrain.data.samplers import (
     ContiguousShard,
     EpochShuffleSampler,
@@ -22,7 +23,7 @@ from hftrain.data.samplers import (
 from hftrain.data.seeding import SeededBatches, new_generator, start_worker
 from hftrain.data.sharding import RankLoader, shard_batches, split_size
 from hftrain.data.sizes import has_length
-from hftrain.data.streams import EpochStream, shard_stream
+from hftrain.data.streams import EpochStream, shard_stream, splits_among_workers
 
 Collate = Callable[[list[Any]], Any]
 
@@ -184,6 +185,12 @@ def build_eval_loader(
     if isinstance(dataset, IterableDataset):
         if world_size > 1:
             dataset = _shard(dataset, config, size=size, rank=rank, world_size=world_size, is_training=False)
+        elif config.num_workers > 1 and not splits_among_workers(dataset):
+            warn_once(
+                f"{config.num_workers} workers evaluate a {type(dataset).__name__}: unless its __iter__ asks "
+                "torch.utils.data.get_worker_info() for its share, each worker reads the whole stream and every "
+                "sample counts several times. Use dataloader_num_workers=1 to be sure."
+            )
         return RankLoader(dataset, batch_size=size, drop_last=config.drop_last, **options)
     if sampler is None:
         sampler = SequentialSampler(dataset)

@@ -134,7 +134,7 @@ def shard_stream(
             return IterableDatasetShard(  # type: ignore[no-any-return]
                 dataset, batch_size=batch_size, drop_last=drop_last, num_processes=world_size, process_index=rank
             )
-    elif num_workers > 1 and not _splits_among_workers(dataset):
+    elif num_workers > 1 and not splits_among_workers(dataset):
         raise ConfigError(
             explain(
                 f"An {type(dataset).__name__} was to be evaluated by several processes with several workers each.",
@@ -147,6 +147,6 @@ def shard_stream(
     return BatchShardStream(dataset, batch_size=batch_size, rank=rank, world_size=world_size)
 
 
-def _splits_among_workers(dataset: Any) -> bool:
+def splits_among_workers(dataset: Any) -> bool:
     """Recognise a `datasets.IterableDataset`, which hands its shards out to the workers."""
     return hasattr(dataset, "n_shards") and callable(getattr(dataset, "shard", None))

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError, TaskError, explain
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.loops.fit import Events
 from hftrain.loops.gather import Group, Kept
-from hftrain.loops.window import LogWindow
+from hftrain.loops.window import LogWindow, merge_reports
 
 _END = object()
 
@@ -48,6 +48,7 @@ class EvaluateSlots:
         count_items: batch -> how many items its mean loss is a mean over.
         compute_metrics: The user's function on predictions and labels, or None.
         preprocess_logits: Runs on (logits, labels) before they are kept, or None.
+        needs_labels: Whether `compute_metrics` must run: a batch without labels or predictions is then an error.
         read_metrics: Compute and reset the task's own metrics; collective.
     """
 
@@ -55,6 +56,7 @@ class EvaluateSlots:
     count_items: Callable[[Any], int | torch.Tensor]
     compute_metrics: Callable[..., Mapping[str, Any]] | None = None
     preprocess_logits: Callable[[Any, Any], Any] | None = None
+    needs_labels: bool = False
     read_metrics: Callable[[], Mapping[str, Any]] | None = None
 
 
@@ -114,15 +116,15 @@ class EvaluateLoop:
                 per_batch = self._compute_on_batch(batch, output, is_last=upcoming is _END)
             self.events.fire("on_prediction_step")
             batch = upcoming
-        metrics = {**self._mean_loss(), **self._logs.read(), **per_batch}
+        reports: list[Mapping[str, Any]] = [self._mean_loss(), self._logs.read(), per_batch]
         if self.slots.read_metrics is not None:
-            metrics.update(self.slots.read_metrics())
+            reports.append(self.slots.read_metrics())
         predictions, labels = self._collect("outputs", is_interleaved), self._collect("labels", is_interleaved)
         if self.slots.compute_metrics is not None and not self.config.computes_per_batch and predictions is not None:
             extras = {name: self._collect(name, is_interleaved) for name in ("inputs", "losses")}
             if labels is not None:
-                metrics.update(self.slots.compute_metrics(EvalPrediction(predictions, labels, **extras)))
-        return EvalLoopOutput(predictions, labels, metrics, self._total_samples())
+                reports.append(_checked(self.slots.compute_metrics(EvalPrediction(predictions, labels, **extras))))
+        return EvalLoopOutput(predictions, labels, merge_reports(*reports), self._total_samples())
 
     def _run_batch(self, batch: Any) -> StepOutput:
         output = self.slots.evaluate_batch(batch)
@@ -130,6 +132,8 @@ class EvaluateLoop:
         self._num_samples += size
         if output.loss is not None:
             self._add_loss(output.loss.detach(), self.slots.count_items(batch))
+        if self.slots.compute_metrics is not None and self.slots.needs_labels:
+            _check_complete(output, batch)
         self._logs.add(output.logs, weight=size or 1)
         if self.slots.preprocess_logits is not None and output.outputs is not None:
             output.outputs = self.slots.preprocess_logits(output.outputs, output.labels)
@@ -150,7 +154,7 @@ class EvaluateLoop:
             extras["losses"] = to_host(output.loss.detach().reshape(1))
         prediction = EvalPrediction(to_host(output.outputs), to_host(output.labels), **extras)
         assert self.slots.compute_metrics is not None
-        return self.slots.compute_metrics(prediction, compute_result=is_last) or {}
+        return _checked(self.slots.compute_metrics(prediction, compute_result=is_last))
 
     def _collect(self, name: str, is_interleaved: bool) -> Any:
         if not self.config.keeps_predictions:
@@ -178,6 +182,35 @@ class EvaluateLoop:
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.group.reduce(tensor, op="sum") if self.group.world_size > 1 else tensor
+
+
+def _checked(metrics: Any) -> Mapping[str, Any]:
+    """Return what `compute_metrics` gave; None counts as no metric."""
+    if metrics is None or isinstance(metrics, Mapping):
+        return metrics or {}
+    raise TaskError(
+        explain(
+            "compute_metrics was called.",
+            f"It returned a {type(metrics).__name__}.",
+            "Return a dict of numbers by name.",
+            returned=metrics,
+        )
+    )
+
+
+def _check_complete(output: StepOutput, batch: Any) -> None:
+    """Raise where `compute_metrics` would never be called."""
+    for what, value in (("predictions", output.outputs), ("labels", output.labels)):
+        if value is None:
+            columns = f"the columns {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "no named columns"
+            raise TaskError(
+                explain(
+                    "compute_metrics was given.",
+                    f"An evaluation batch gave no {what} to call it with (the batch has {columns}).",
+                    "Name the label columns in label_names, return StepOutput(outputs=..., labels=...) from a task's "
+                    "evaluation_step, or leave compute_metrics out.",
+                )
+            )
 
 
 def to_host(tree: Any) -> Any:

@@ -22,11 +22,13 @@ class FitConfig:
     """How long to train, and how a step is cut.
 
     Units:
-        max_steps: optimizer updates. accumulation: micro-batches per update. num_batches: of one rank's loader per
+        max_steps: optimizer updates. num_epochs: passes after which a run ends although callbacks cut some short (None:
+        only `max_steps` ends it). accumulation: micro-batches per update. num_batches: of one rank's loader per
         epoch (None: unknown). world_size: ranks. empty_cache_every: updates (None: never).
     """
 
     max_steps: int
+    num_epochs: int | None = None
     accumulation: int = 1
     num_batches: int | None = None
     world_size: int = 1
@@ -41,13 +43,15 @@ class FitSlots:
     Args:
         get_batch_samples: (iterator, number, device) -> the step's micro-batches (none left: empty), item count.
         training_step: (model, batch, item count) -> detached loss, its share of the step; runs backward.
-        restore_rng: Called once the first epoch's data is open.
+        before_epoch: Called before an epoch's data is opened.
+        restore_rng: Called once it is open.
         log, evaluate, save: Act on what callbacks asked for.
         empty_cache: Gives cached device memory back.
     """
 
     get_batch_samples: Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
     training_step: Callable[[nn.Module, Any, Any], torch.Tensor]
+    before_epoch: Callable[[], None]
     restore_rng: Callable[[], None]
     log: Callable[[dict[str, Any]], None]
     evaluate: Callable[[], Any]
@@ -138,17 +142,22 @@ class FitLoop:
         self._learning_rate: Any = None
         self._batches_per_epoch = config.num_batches or config.max_steps * config.accumulation
         self._is_resumed = progress.step > 0
+        self._has_cut_epoch = False
 
     def run(self) -> None:
         """Train until `max_steps` or until a callback stops the run."""
         if self.config.evaluates_on_start and not self._is_resumed:
             self.slots.evaluate()
+        num_epochs = self.config.num_epochs
         while self.progress.step < self.config.max_steps and not self.control.should_training_stop:
             self._run_epoch()
+            if self._has_cut_epoch and num_epochs is not None and self.progress.epoch >= num_epochs:
+                break
 
     def _run_epoch(self) -> None:
         control, progress, accumulation = self.control, self.progress, self.config.accumulation
         num_skipped = progress.micro_steps_in_epoch
+        self.slots.before_epoch()
         batches = self.feed.open(progress.epoch, skip=num_skipped)
         control.should_epoch_stop = False
         self.events.fire("on_epoch_begin")
@@ -172,6 +181,7 @@ class FitLoop:
                     "Give a dataset that is not empty and can be iterated once per epoch (a generator cannot).",
                 )
             )
+        self._has_cut_epoch = self._has_cut_epoch or control.should_epoch_stop
         # Counted before the event, so that a checkpoint taken here resumes with the next epoch.
         if is_exhausted or control.should_epoch_stop or progress.micro_steps_in_epoch == self.config.num_batches:
             progress.epoch += 1

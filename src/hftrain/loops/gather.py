@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy
 import torch
 
+from hftrain.core.errors import TaskError, explain
 from hftrain.core.tree import batch_size_of, map_tensors
 
 PADDING = -100
@@ -53,10 +54,14 @@ class Kept:
         self.batch_sizes: list[int] = []
 
     def add(self, tree: Any) -> None:
-        """Keep one batch's tensors (0-d ones become rows); None is skipped."""
+        """Keep one batch's tensors, arrays and numbers (0-d ones become rows); None is skipped.
+
+        Raises:
+            TaskError: The batch holds anything else.
+        """
         if tree is None:
             return
-        tree = map_tensors(tree, _as_rows)
+        tree = map_tensors(as_tensors(tree), _as_rows)
         self._batches.append(tree)
         self.batch_sizes.append(batch_size_of(tree) or 0)
         if self._moves_every and len(self._batches) - self._num_on_host >= self._moves_every:
@@ -91,6 +96,29 @@ class Kept:
             order = interleaved_order(group.gather_object(self.batch_sizes))
             tree = map_tensors(tree, lambda tensor: tensor[order])
         return to_numpy(tree)
+
+
+def as_tensors(tree: Any) -> Any:
+    """Return nested values with arrays and numbers as tensors.
+
+    Raises:
+        TaskError: A value is neither; the error names its type.
+    """
+    if isinstance(tree, torch.Tensor):
+        return tree
+    if isinstance(tree, Mapping):
+        return {key: as_tensors(value) for key, value in tree.items() if value is not None}
+    if isinstance(tree, (list, tuple)):
+        return tuple(as_tensors(value) for value in tree if value is not None)
+    if isinstance(tree, (numpy.ndarray, numpy.generic, bool, int, float)):
+        return torch.as_tensor(tree)
+    raise TaskError(
+        explain(
+            "Predictions were to be kept.",
+            f"They hold a {type(tree).__name__}, and only tensors, arrays and numbers can be kept.",
+            "Leave it out with ignore_keys or preprocess_logits_for_metrics, or use torchmetrics in a TaskModule.",
+        )
+    )
 
 
 def concatenate(trees: Sequence[Any]) -> Any:

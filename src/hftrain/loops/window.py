@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
+
+# How many losses wait before they are summed. Always after as many, so that a resumed sum is the same to the last bit.
+_FOLD_EVERY = 64
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -28,7 +32,9 @@ class LossWindow:
         self._filters = filters_nonfinite
         self._reduce = reduce
         self.sum: torch.Tensor | None = None
-        self.num_nonfinite: torch.Tensor | int = 0
+        self.pending: list[torch.Tensor] = []
+        self.num_finite: torch.Tensor | int = 0
+        self.num_nonfinite = 0
         self.num_micro_steps = 0
         self.num_steps = 0
         self.run_total = 0.0
@@ -36,13 +42,22 @@ class LossWindow:
 
     def add(self, loss: torch.Tensor) -> None:
         """Add one micro-step's share of its step's loss: a detached 0-d tensor."""
-        if self._filters:
-            is_finite = loss.isfinite()
-            self.num_nonfinite = self.num_nonfinite + (~is_finite).to(torch.int64)
-            mean = 0.0 if self.sum is None else self.sum / self.num_micro_steps
-            loss = torch.where(is_finite, loss, mean)
-        self.sum = loss if self.sum is None else self.sum + loss
+        self.pending.append(loss)
         self.num_micro_steps += 1
+        if len(self.pending) == _FOLD_EVERY:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Sum up what is pending: a few operations for many micro-steps instead of a few for each."""
+        if self.pending:
+            losses = torch.stack(self.pending)
+            self.pending = []
+            if self._filters:
+                is_finite = losses.isfinite()
+                self.num_finite = self.num_finite + is_finite.sum()
+                losses = torch.where(is_finite, losses, 0.0)
+            total = losses.sum()
+            self.sum = total if self.sum is None else self.sum + total
 
     def close_step(self) -> None:
         """Count one optimizer update."""
@@ -51,20 +66,30 @@ class LossWindow:
     def read(self) -> dict[str, float]:
         """Return the window's mean loss per step and start a new window; synchronises, collective."""
         logs: dict[str, float] = {}
+        self._fold()
         if self.sum is not None and self.num_steps:
-            total = float(self._reduce(self.sum))
+            total = float(self._reduce(self._filled_up(self.sum)))
             logs["loss"] = total / self.num_steps
-            self.run_total += total
-            self.run_steps += self.num_steps
-        if num_nonfinite := int(self.num_nonfinite):
-            logs["nonfinite_losses"] = num_nonfinite
+            if math.isfinite(total) or not self._filters:
+                self.run_total += total
+                self.run_steps += self.num_steps
+        if self.num_nonfinite:
+            logs["nonfinite_losses"] = int(self.num_nonfinite)
             warn_once(
                 "The loss was NaN or infinite at least once. logging_nan_inf_filter=True keeps it out of the logged "
                 "mean; 'nonfinite_losses' in the logs counts it. Set logging_nan_inf_filter=False to see it."
             )
         self.sum = None
-        self.num_steps = self.num_micro_steps = 0
+        self.num_finite = self.num_steps = self.num_micro_steps = 0
         return logs
+
+    def _filled_up(self, total: torch.Tensor) -> torch.Tensor:
+        """Put the mean of the finite losses in the place of the others; NaN if there is no finite one."""
+        if self._filters and (num_missing := self.num_micro_steps - int(self.num_finite)):
+            self.num_nonfinite += num_missing
+            total = total * (self.num_micro_steps / self.num_finite)
+            return torch.where(torch.as_tensor(self.num_finite) > 0, total, float("nan"))
+        return total
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything summed so far, as tensors and plain numbers."""
@@ -72,12 +97,13 @@ class LossWindow:
 
     def load_state_dict(self, state: Mapping[str, Any], *, device: torch.device) -> None:
         """Go on from what `state_dict` returned; mutates the object."""
-        for name, value in state.items():
-            setattr(self, name, value.to(device) if isinstance(value, torch.Tensor) else value)
+        vars(self).update(map_tensors(dict(state), lambda tensor: tensor.to(device)))
 
     def mean_over_run(self) -> float:
-        """Return the mean loss per step of all readings so far (0 before the first step)."""
-        return self.run_total / self.run_steps if self.run_steps else 0.0
+        """Return the mean loss per step of all readings so far: 0 before the first, NaN if none was finite."""
+        if not self.run_steps:
+            return math.nan if self.num_nonfinite else 0.0
+        return self.run_total / self.run_steps
 
 
 class LogWindow:
@@ -124,3 +150,14 @@ class LogWindow:
                 total[0] += value
                 total[1] += count
         return {name: value / count for name, (value, count) in merged.items()}
+
+
+def merge_reports(*reports: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge numbers by name; a name that is taken stays with its first owner, and a warning says so."""
+    merged: dict[str, Any] = {}
+    for report in reports:
+        clashing = sorted(merged.keys() & report.keys())
+        if clashing:
+            warn_once(f"These numbers are left out, for their names are taken: {', '.join(clashing)}. Rename them.")
+        merged = {**merged, **{name: value for name, value in report.items() if name not in merged}}
+    return merged

@@ -62,6 +62,17 @@ def build_schedule(config: ScheduleConfig, optimizer: Optimizer) -> LRScheduler:
     return schedules.create(config.name, config=config, optimizer=optimizer)
 
 
+def refresh_rate(schedule: LRScheduler) -> None:
+    """Set the rates a restored schedule has at its step, which differ from the saved ones if the run got longer.
+
+    Mutates the optimizer's groups. Only schedules that multiply a base rate are known well enough.
+    """
+    if isinstance(schedule, LambdaLR):
+        groups = schedule.optimizer.param_groups
+        for group, base, multiply in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            group["lr"] = base * multiply(schedule.last_epoch)
+
+
 def is_metric_driven(name: str) -> bool:
     """Tell whether a schedule is stepped with a metric after each evaluation, instead of once per update.
 

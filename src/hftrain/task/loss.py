@@ -25,25 +25,30 @@ def read_loss(outputs: Any, *, model_name: str) -> torch.Tensor:
     Raises:
         TaskError: There is no scalar loss; the error names what the model returned.
     """
-    if isinstance(outputs, Mapping):
+    if isinstance(outputs, (dict, Mapping)):
         loss = outputs.get("loss")
-        found = f"a mapping with the keys {', '.join(map(str, outputs)) or '(none)'}"
     elif isinstance(outputs, (tuple, list)):
         loss = outputs[0] if outputs else None
-        found = f"a {type(outputs).__name__} of {[_kind(value) for value in outputs]}"
     else:
         loss = outputs
-        found = _kind(outputs)
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise TaskError(
             explain(
                 f"{model_name} was asked for its loss.",
-                f"It returned {found}, with no scalar loss under 'loss' or in first place.",
+                f"It returned {_describe(outputs)}, with no scalar loss under 'loss' or in first place.",
                 "Return the loss there when labels are given, pass compute_loss_func, override compute_loss, "
                 "or write a TaskModule.",
             )
         )
     return loss
+
+
+def _describe(outputs: Any) -> str:
+    if isinstance(outputs, Mapping):
+        return f"a mapping with the keys {', '.join(map(str, outputs)) or '(none)'}"
+    if isinstance(outputs, (tuple, list)):
+        return f"a {type(outputs).__name__} of {[_kind(value) for value in outputs]}"
+    return _kind(outputs)
 
 
 def smoothed_loss(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.core.errors import TaskError, explain
 from hftrain.core.tree import detach
 from hftrain.core.types import StepOutput
 from hftrain.task.introspect import (
@@ -68,15 +69,22 @@ class ModelTask(TaskModule):
         Raises:
             TaskError: The outputs hold no loss.
         """
-        labels: Any = None
-        if (self.label_smoothing or self.compute_loss_func is not None) and isinstance(inputs, Mapping):
-            labels = inputs.get("labels")
-        if labels is None and self.compute_loss_func is None:
+        key = self.label_key(inputs)
+        labels: Any = None if key is None else inputs[key]
+        if not self.label_smoothing and self.compute_loss_func is None:
             outputs = self._call(model, inputs, num_items_in_batch if self.accepts_item_count else None)
             return read_loss(outputs, model_name=type(self.model).__name__), outputs
+        if labels is None and self.compute_loss_func is None:
+            raise TaskError(
+                explain(
+                    f"label_smoothing_factor={self.label_smoothing} was asked for.",
+                    f"The batch holds no labels to smooth (looked for: labels, {', '.join(self.label_names)}).",
+                    "Name the one column of labels in label_names, or leave the smoothing out.",
+                )
+            )
         # Models that make their decoder inputs of the labels keep them.
         takes_labels = labels is None or self._builds_decoder_inputs(inputs)
-        features = inputs if takes_labels else {key: value for key, value in inputs.items() if key != "labels"}
+        features = inputs if takes_labels else {name: value for name, value in inputs.items() if name != key}
         outputs = self._call(model, features, None)
         if self.compute_loss_func is not None:
             return self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch), outputs
@@ -136,17 +144,23 @@ class ModelTask(TaskModule):
             return None
         return labels[0] if len(labels) == 1 else labels
 
+    def label_key(self, batch: Any) -> str | None:
+        """Return the key of the batch's labels: ``"labels"``, or the one that `label_names` names; None without."""
+        if not isinstance(batch, (dict, Mapping)):
+            return None
+        names = ["labels", *self.label_names] if len(self.label_names) == 1 else ["labels"]
+        return next((name for name in names if batch.get(name) is not None), None)
+
     def count_items(self, batch: Any) -> int | torch.Tensor:
         """Return how many labels the loss is a mean over: those other than -100, aligned as the model aligns them.
 
         A causal model never predicts position 0, unless the collator shifted the labels itself (`shift_labels`).
         Without integer labels the samples are counted.
         """
-        labels: Any = None
-        if isinstance(batch, Mapping):
-            labels = batch.get("shift_labels")
-            if labels is None and isinstance(batch.get("labels"), torch.Tensor):
-                labels = batch["labels"][..., 1:] if self.is_causal else batch["labels"]
+        key = self.label_key(batch)
+        labels = batch.get("shift_labels") if isinstance(batch, Mapping) else None
+        if labels is None and key is not None and isinstance(batch[key], torch.Tensor):
+            labels = batch[key][..., 1:] if self.is_causal else batch[key]
         if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
             return (labels != IGNORED_LABEL).sum()
         return super().count_items(batch)
@@ -158,6 +172,6 @@ class ModelTask(TaskModule):
 
     @staticmethod
     def _call(model: nn.Module, inputs: Any, num_items: int | torch.Tensor | None) -> Any:
-        if isinstance(inputs, Mapping):
+        if isinstance(inputs, (dict, Mapping)):
             return model(**inputs) if num_items is None else model(**inputs, num_items_in_batch=num_items)
         return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

@@ -115,7 +115,7 @@ class TaskModule(nn.Module):
         """Return the metrics to compute and reset at the end of a stage, by name.
 
         Args:
-            stage: ``"train"`` (read with each log), ``"eval"`` or ``"test"``.
+            stage: ``"train"`` (read with each log) or ``"eval"``.
 
         Returns:
             By default every child but `model` that has `update`, `compute` and `reset` (torchmetrics' protocol), and

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from hftrain.adapter.plan import require_max_steps
@@ -109,6 +110,22 @@ def check_evaluation(args: Any, *, eval_dataset: Any, has_own_loader: bool) -> N
         )
 
 
+def check_eval_data(args: Any, eval_dataset: Any) -> None:
+    """Raise where evaluations are planned on an empty set."""
+    if args.eval_strategy == "no":
+        return
+    sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
+    for name, dataset in sets.items():
+        if has_length(dataset) and len(dataset) == 0:
+            raise ConfigError(
+                explain(
+                    f"eval_strategy={str(args.eval_strategy)!r} was asked for.",
+                    f"{name} is empty.",
+                    "Pass a dataset with at least one sample.",
+                )
+            )
+
+
 def check_train_data(args: Any, dataset: Any) -> None:
     """Raise unless there is something to train on and a way to tell how long."""
     if dataset is None:
@@ -149,6 +166,70 @@ def check_task(task: TaskModule) -> None:
         )
 
 
+def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.Module) -> None:
+    """Raise unless the optimizer holds parameters of the model, and the schedule drives that optimizer."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in held for parameter in model.parameters()):
+        raise ConfigError(
+            explain(
+                f"{type(model).__name__} was to be trained with a {type(optimizer).__name__}.",
+                "The optimizer holds none of the model's parameters, so nothing would change.",
+                "Make it from the parameters of the model that is trained; after replacing the model, set "
+                "trainer.optimizer and trainer.lr_scheduler to None.",
+            )
+        )
+    driven = getattr(schedule, "optimizer", optimizer)
+    if driven is not optimizer:
+        raise ConfigError(
+            explain(
+                f"A {type(schedule).__name__} was to drive the learning rate.",
+                "It was made for another optimizer than the one that trains.",
+                "Make it from the same optimizer.",
+            )
+        )
+
+
+def read_optimizers(made: Any, *, maker: str) -> tuple[Any, Any]:
+    """Return (optimizer, schedule), either None, from what `configure_optimizers` returned.
+
+    Raises:
+        TaskError: It returned something else; the error names what.
+    """
+    optimizer, schedule = made if isinstance(made, (tuple, list)) and len(made) == 2 else (made, None)
+    is_schedule = schedule is None or (hasattr(schedule, "step") and not isinstance(schedule, torch.optim.Optimizer))
+    if (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)) and is_schedule:
+        return optimizer, schedule
+    shown = ", ".join(type(part).__name__ for part in made) if isinstance(made, (tuple, list)) else ""
+    raise TaskError(
+        explain(
+            f"{maker}.configure_optimizers was called.",
+            f"It returned a {type(made).__name__}{f' of ({shown})' if shown else ''}.",
+            "Return one optimizer, or one (optimizer, schedule) pair, or None to take them from the arguments.",
+        )
+    )
+
+
+def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any) -> None:
+    """Raise where a setting that only a plain model's loss reads is given with a task of one's own."""
+    if isinstance(task, ModelTask):
+        return
+    given = {
+        "compute_loss_func": compute_loss_func,
+        "label_smoothing_factor": args.label_smoothing_factor or None,
+        "label_names": args.label_names,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if given:
+        raise ConfigError(
+            explain(
+                f"{', '.join(given)} was given together with {type(task).__name__}.",
+                "A task computes its own loss and knows its own labels.",
+                "Do it in the task's training_step and evaluation_step.",
+                **given,
+            )
+        )
+
+
 def check_best_metric(
     args: Any, *, task: TaskModule, compute_metrics: Callable[..., Any] | None, eval_dataset: Any
 ) -> None:
@@ -156,9 +237,12 @@ def check_best_metric(
 
     A task's own logs and a `compute_metrics` function may report any name: those are rehearsed on one batch.
     """
-    if args.metric_for_best_model is None or compute_metrics is not None or not isinstance(task, ModelTask):
+    if args.metric_for_best_model is None:
         return
     wanted = best_metric_key(args.metric_for_best_model)
+    is_never_there = wanted == "eval_loss" and isinstance(eval_dataset, Mapping)
+    if not is_never_there and (compute_metrics is not None or not isinstance(task, ModelTask)):
+        return
     sets = [f"eval_{name}_loss" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else ["eval_loss"]
     if wanted not in sets:
         raise ConfigError(

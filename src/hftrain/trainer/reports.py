@@ -12,6 +12,8 @@ from typing import Any
 import numpy
 import torch
 
+from hftrain.core.errors import TaskError, explain
+
 
 def speed_metrics(
     prefix: str, start_s: float, *, num_samples: int | None = None, num_steps: int | None = None
@@ -92,4 +94,13 @@ def _plain(value: Any) -> Any:
         return to_plain(value)
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TaskError(
+        explain(
+            "A number was reported.",
+            f"It is a {type(value).__name__}, which no log or checkpoint can hold.",
+            "Report numbers, text, or lists and dicts of them.",
+            value=value,
+        )
+    )

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrain.adapter.checkpoint import checkpoint_config
-from hftrain.checkpoint.layout import MANIFEST, checkpoint_name
+from hftrain.adapter.data import data_seed
+from hftrain.checkpoint.layout import ARGUMENTS, checkpoint_name, list_checkpoints
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.manifest import Manifest, check_geometry, read_manifest
+from hftrain.checkpoint.manifest import check_geometry, read_manifest
 from hftrain.checkpoint.parts import (
+    load_arguments,
     load_optimizer,
     load_rng,
     load_scaler,
@@ -24,11 +26,13 @@ from hftrain.checkpoint.parts import (
     save_trainer_state,
 )
 from hftrain.checkpoint.weights import load_task_state, load_weights
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng
+from hftrain.data.sizes import has_length
 from hftrain.loops.window import LogWindow, LossWindow
+from hftrain.optim.schedules import refresh_rate
 from hftrain.task.module import TaskModule
 
 if TYPE_CHECKING:
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 Writer = Callable[[Path], None]
+
+# What the optimizer's and the schedule's state carry on, whatever the arguments say now.
+_OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 class RunCheckpoints:
@@ -56,6 +63,7 @@ class RunCheckpoints:
         self.logs = logs
         self.manager = make_manager(trainer)
         self.saved_step: int | None = None
+        self.epoch_rng: dict[str, Any] = {}
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
         """Commit a checkpoint of everything a resume needs, then rotate; collective."""
@@ -68,7 +76,7 @@ class RunCheckpoints:
         if not trainer.args.save_only_model:
             main += self._resume_writers(optimizer)
             each.append(self._rank_writer())
-        facts = {"progress": self.progress.state_dict(), "geometry": self._geometry()}
+        facts = {"progress": self.progress.state_dict(), "geometry": self._geometry(optimizer)}
         self.manager.save(state.global_step, main=main, each=each, facts=facts)
         self.manager.rotate(best=best_checkpoint(trainer))
         self.saved_step = state.global_step
@@ -87,20 +95,34 @@ class RunCheckpoints:
     def _rank_writer(self) -> Writer:
         """Write what differs by rank: random numbers, and this rank's part of the logging window."""
         strategy = self.trainer.strategy
-        own = {**capture_rng(), "loss_window": self.losses.state_dict(), "log_window": self.logs.state_dict()}
+        own = {
+            **capture_rng(),
+            "epoch_rng": self.epoch_rng,
+            "loss_window": self.losses.state_dict(),
+            "log_window": self.logs.state_dict(),
+        }
         return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
 
-    def check(self, manifest: Manifest | None, folder: Path) -> None:
-        """Take over a checkpoint's position; raises `CheckpointError` if this run has another shape."""
-        if manifest is None:
-            raise CheckpointError(
-                explain(
-                    f"Resuming from {str(folder)!r} was asked for.",
-                    "It was not written by hftrain (it has no manifest), and this version resumes only its own.",
-                    "Load its weights into the model and start a new run.",
-                )
+    def warn_of_others(self) -> None:
+        """Say so if the folder of a run that starts anew holds checkpoints already."""
+        found = list_checkpoints(self.manager.config.output_dir)
+        if found and self.manager.group.is_main and not self.trainer.args.overwrite_output_dir:
+            logger.warning(
+                "%s holds checkpoints of another run (%s). They stay, except that those of the same step are replaced. "
+                "Use another output_dir, or overwrite_output_dir=True to say that this is meant.",
+                self.manager.config.output_dir,
+                ", ".join(path.name for path in found),
             )
-        check_geometry(manifest, **self._geometry())
+
+    def check(self, folder: Path) -> None:
+        """Take over a checkpoint's position; raises `CheckpointError` if this run has another shape."""
+        manifest = read_manifest(folder)
+        geometry = self._geometry(None)
+        if self.trainer.args.ignore_data_skip:
+            geometry = {name: geometry[name] for name in ("world_size", "batch_size", "accumulation")}
+        check_geometry(manifest, **geometry)
+        self._report_changed_arguments(folder)
+        self.manager.run_id = manifest.facts["run_id"]
         self.progress.load_state_dict(manifest.facts["progress"])
 
     def load_model(self, folder: Path) -> None:
@@ -112,12 +134,15 @@ class RunCheckpoints:
     def load_rest(self, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Load what the optimizer and its company had reached, and return the random numbers' state."""
         trainer, strategy = self.trainer, self.trainer.strategy
+        check_geometry(read_manifest(folder), optimizer=type(optimizer).__name__)
         strategy.load_optimizer_state(trainer.model_wrapped, optimizer, load_optimizer(folder))
         if trainer.lr_scheduler is not None:
             trainer.lr_scheduler.load_state_dict(load_scheduler(folder))
+            refresh_rate(trainer.lr_scheduler)
         if trainer.precision.state_dict():
             trainer.precision.load_state_dict(load_scaler(folder))
         own = load_rng(folder, rank=strategy.rank, world_size=strategy.world_size)
+        self.epoch_rng = own.pop("epoch_rng")
         self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
         self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
         trainer.callback_handler.restore(
@@ -135,18 +160,36 @@ class RunCheckpoints:
         self.load_model(best)
         logger.info("Loaded the best model from %s (%s).", best, self.trainer.state.best_metric)
 
-    def _geometry(self) -> dict[str, int]:
-        args = self.trainer.args
-        return {
-            "world_size": self.trainer.strategy.world_size,
+    def _geometry(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Return what a resume must find as it was: the shape of a step, and what decides the data's order."""
+        trainer, args = self.trainer, self.trainer.args
+        geometry = {
+            "world_size": trainer.strategy.world_size,
             "batch_size": args.train_batch_size,
             "accumulation": args.gradient_accumulation_steps,
+            "samples": len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
+            "data_seed": data_seed(args),
+            "drop_last": args.dataloader_drop_last,
+            "precision": trainer.precision.policy.name,
         }
+        return geometry if optimizer is None else {**geometry, "optimizer": type(optimizer).__name__}
+
+    def _report_changed_arguments(self, folder: Path) -> None:
+        """Name the arguments whose values the checkpoint's state overrides."""
+        if not (folder / ARGUMENTS).exists():
+            return
+        saved, current = load_arguments(folder), self.trainer.args.to_dict()
+        changed = [name for name in _OVERRIDDEN if name in saved and saved[name] != current.get(name)]
+        if changed:
+            logger.warning(
+                "These arguments changed since the checkpoint, whose optimizer and schedule go on with theirs: %s.",
+                ", ".join(f"{name} (was {saved[name]!r}, now {current.get(name)!r})" for name in changed),
+            )
 
 
 def make_manager(trainer: Trainer) -> CheckpointManager:
     """Return what saves and finds the run's checkpoints."""
-    return CheckpointManager(checkpoint_config(trainer.args), group=trainer.strategy)
+    return CheckpointManager(checkpoint_config(trainer.args, output_dir=trainer.output_dir), group=trainer.strategy)
 
 
 def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
@@ -155,6 +198,15 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
     Raises:
         CheckpointError: There is no valid one, or the folder named is none.
     """
+    if not isinstance(resume, (str, Path, bool, type(None))):
+        raise ConfigError(
+            explain(
+                "train(resume_from_checkpoint=...) was called.",
+                f"A {type(resume).__name__} names no checkpoint.",
+                "Pass a folder, or True for the newest one in output_dir.",
+                resume_from_checkpoint=resume,
+            )
+        )
     if resume is None or resume is False or not trainer.strategy.is_main:
         return None
     manager = make_manager(trainer)
@@ -169,19 +221,25 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
                 )
             )
         return latest
-    manager.open(Path(resume))
+    if manager.open(Path(resume)) is None:
+        raise CheckpointError(
+            explain(
+                f"Resuming from {str(resume)!r} was asked for.",
+                "It was not written by hftrain (it has no manifest), and this version resumes only its own.",
+                "Load its weights into the model and start a new run.",
+            )
+        )
     return Path(resume)
-
-
-def manifest_of(folder: Path) -> Manifest | None:
-    """Return a checkpoint's manifest; None for one that another trainer wrote."""
-    return read_manifest(folder) if (folder / MANIFEST).exists() else None
 
 
 def best_checkpoint(trainer: Trainer) -> Path | None:
     """Return the folder of the best model so far."""
     best = trainer.state.best_model_checkpoint
-    return None if best is None else Path(best)
+    if best is None:
+        return None
+    # By name first: the folder of the run may have been moved or copied since.
+    here = trainer.output_dir / Path(best).name
+    return here if here.is_dir() else Path(best)
 
 
 def task_state(task: TaskModule) -> dict[str, torch.Tensor]:

@@ -17,18 +17,17 @@ from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.errors import ConfigError, explain, suggest
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
-from hftrain.core.seed import restore_rng, set_seed
+from hftrain.core.seed import capture_rng, restore_rng, set_seed
 from hftrain.core.types import TrainOutput
 from hftrain.data.feed import TrainFeed
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
-from hftrain.loops.window import LogWindow, LossWindow
-from hftrain.optim.schedules import is_metric_driven
+from hftrain.loops.window import LogWindow, LossWindow, merge_reports
 from hftrain.step.assemble import assemble_stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
-from hftrain.trainer.checks import best_metric_key
+from hftrain.trainer.checks import best_metric_key, check_optimizer
 from hftrain.trainer.reports import speed_metrics
-from hftrain.trainer.saving import RunCheckpoints, best_checkpoint, manifest_of
+from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.weighing import LossShares
 
 if TYPE_CHECKING:
@@ -87,10 +86,9 @@ class TrainSession:
         self._start_state(max_steps=max_steps, num_epochs=num_epochs)
         stepper = self._set_up(max_steps)
         if self.resume is not None:
-            self._rng = self.checkpoints.load_rest(self.resume, self.optimizer)
-            if args.ignore_data_skip:
-                # Documented: start the epoch's data over, with random numbers as they come.
-                self._rng, self.progress.micro_steps_in_epoch = None, 0
+            self._load_rest(self.resume)
+        else:
+            self.checkpoints.warn_of_others()
         trainer.callback_handler.refresh(
             model=trainer.model,
             optimizer=trainer.optimizer,
@@ -102,7 +100,13 @@ class TrainSession:
         start_s, first_step = time.perf_counter(), self.progress.step
         trainer.task.train()
         trainer.callback_handler.fire("on_train_begin")
-        config = fit_config(args, max_steps=max_steps, num_batches=plan[5], world_size=trainer.strategy.world_size)
+        config = fit_config(
+            args,
+            max_steps=max_steps,
+            num_batches=plan[5],
+            num_epochs=num_epochs if plan[4] else None,
+            world_size=trainer.strategy.world_size,
+        )
         self._loop(config, loader, stepper).run()
         has_trained = self.progress.step > first_step
         if args.save_strategy == "steps" and has_trained and self.checkpoints.saved_step != self.progress.step:
@@ -116,6 +120,8 @@ class TrainSession:
         trainer.task.model = trainer.model
         trainer._backward, trainer._autocast = trainer.precision.backward, trainer.precision.autocast
         trainer.is_in_train = False
+        # Workers that persist live as long as their loader.
+        trainer.callback_handler.refresh(train_dataloader=None, eval_dataloader=None)
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -136,7 +142,7 @@ class TrainSession:
         for flag in vars(trainer.control):
             setattr(trainer.control, flag, False)
         if self.resume is not None:
-            self.checkpoints.check(manifest_of(self.resume), self.resume)
+            self.checkpoints.check(self.resume)
 
     def _set_up(self, max_steps: int) -> Any:
         """Place and wrap the model, make optimizer and schedule, assemble the step."""
@@ -146,9 +152,7 @@ class TrainSession:
         place_task(trainer.task, strategy, is_model_placed=True)
         self._enable_checkpointing(trainer.model)
         trainer.model = precision.convert(trainer.model)
-        if trainer._schedule_is_own:
-            # That of an earlier train() has run out; the optimizer goes on.
-            trainer.lr_scheduler = None
+        trainer._forget_schedule()
 
         def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
             trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
@@ -157,6 +161,9 @@ class TrainSession:
 
         wrapped, optimizer = strategy.setup(trainer.model, make_optimizer, precision.policy)
         assert optimizer is not None
+        check_optimizer(optimizer, trainer.lr_scheduler, trainer.model)
+        # An interrupted run, or the user, may have left gradients.
+        trainer.model.zero_grad()
         trainer.optimizer = self.optimizer = optimizer
         trainer.task.model = trainer.model_wrapped = wrapped
         trainer._shares = LossShares(trainer)
@@ -168,6 +175,19 @@ class TrainSession:
         )
         trainer._backward, trainer._autocast = stepper.backward, stepper.autocast
         return stepper
+
+    def _load_rest(self, folder: Path) -> None:
+        """Load what a checkpoint holds beside the model."""
+        trainer = self.trainer
+        self._rng = self.checkpoints.load_rest(folder, self.optimizer)
+        for flag in vars(trainer.control):
+            # A run that was stopped is resumed to go on; the plan says how far.
+            setattr(trainer.control, flag, False)
+        if trainer.args.ignore_data_skip:
+            # Documented: start the epoch's data over, with random numbers as they come.
+            self._rng, self.progress.micro_steps_in_epoch = None, 0
+        elif self.losses.num_steps and trainer.task.metrics("train"):
+            logger.warning("Training metrics of the open logging window are not in a checkpoint: they start anew.")
 
     def _enable_checkpointing(self, model: nn.Module) -> None:
         args = self.trainer.args
@@ -189,12 +209,11 @@ class TrainSession:
 
     def _loop(self, config: FitConfig, loader: Any, stepper: Any) -> FitLoop:
         trainer, strategy = self.trainer, self.trainer.strategy
-        schedule = trainer.lr_scheduler
-        if schedule is not None and is_metric_driven(str(trainer.args.lr_scheduler_type)):
-            schedule = None
+        schedule = None if self._follows_metric else trainer.lr_scheduler
         slots = FitSlots(
             get_batch_samples=trainer._shares.take,
             training_step=trainer._training_step,
+            before_epoch=self._before_epoch,
             restore_rng=self._restore_rng,
             log=self._log,
             evaluate=self._evaluate,
@@ -218,7 +237,18 @@ class TrainSession:
             losses=self.losses,
         )
 
+    @property
+    def _follows_metric(self) -> bool:
+        return isinstance(self.trainer.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
     # -- what the loop calls between steps -----------------------------------------------------------------------
+
+    def _before_epoch(self) -> None:
+        """Remember the random numbers an epoch's order may be drawn from, or put the checkpoint's back."""
+        if self._rng is None:
+            self.checkpoints.epoch_rng = capture_rng()
+        else:
+            restore_rng(self.checkpoints.epoch_rng)
 
     def _restore_rng(self) -> None:
         """Put the checkpoint's random numbers back, once the first epoch's data is open."""
@@ -227,19 +257,19 @@ class TrainSession:
             self._rng = None
 
     def _log(self, logs: dict[str, Any]) -> None:
-        logs.update(self.logs.read())
+        own: dict[str, Any] = dict(self.logs.read())
         for name, metric in self.trainer.task.metrics("train").items():
             value = metric.compute()
             metric.reset()
-            logs.update({k: float(v) for k, v in (value if isinstance(value, Mapping) else {name: value}).items()})
-        self.trainer._log(logs)
+            own.update({k: float(v) for k, v in (value if isinstance(value, Mapping) else {name: value}).items()})
+        self.trainer._log(merge_reports(logs, own))
 
     def _evaluate(self) -> None:
         trainer = self.trainer
         metrics = trainer.evaluate(ignore_keys=self.ignore_keys)
         if trainer.args.metric_for_best_model is not None and trainer.state.global_step > 0:
             self._note_best(metrics, trainer.args.metric_for_best_model)
-        if is_metric_driven(str(trainer.args.lr_scheduler_type)) and trainer.state.global_step > 0:
+        if self._follows_metric and trainer.state.global_step > 0:
             trainer.lr_scheduler.step(self._metric(metrics, trainer.args.metric_for_best_model or "loss"))
 
     def _note_best(self, metrics: Mapping[str, Any], wanted: str) -> None:
@@ -247,7 +277,9 @@ class TrainSession:
         state, args = self.trainer.state, self.trainer.args
         value = self._metric(metrics, wanted)
         best = state.best_metric
-        is_better = best is None or (value > best if args.greater_is_better else value < best)
+        # NaN is never better, and everything is better than NaN.
+        is_better = best is None or best != best or (value > best if args.greater_is_better else value < best)
+        is_better = is_better and value == value
         if is_better:
             state.best_metric, state.best_global_step = value, state.global_step
         if args.save_strategy == "best" and is_better:
@@ -271,9 +303,9 @@ class TrainSession:
         """Evaluate one batch to see that the metric that picks the best model exists, before hours are spent."""
         trainer = self.trainer
         wanted = trainer.args.metric_for_best_model
+        datasets = trainer.eval_dataset
         if wanted is None or trainer.args.eval_strategy == "no" or best_metric_key(wanted) == "eval_loss":
             return
-        datasets = trainer.eval_dataset
         names = list(datasets) if isinstance(datasets, Mapping) else [None]
         found: dict[str, Any] = {}
         with trainer._evaluating("eval"):
@@ -301,12 +333,15 @@ class TrainSession:
         trainer = self.trainer
         self.losses.read()
         training_loss = self.losses.mean_over_run()
+        num_nonfinite = self.losses.num_nonfinite
         trainer.task.model = trainer.model
         if trainer.args.load_best_model_at_end:
             self.checkpoints.load_best()
         share = num_steps / max(trainer.state.max_steps, 1)
         metrics = speed_metrics("train", start_s, num_samples=round(num_samples * share), num_steps=num_steps)
         metrics["train_loss"] = training_loss
+        if num_nonfinite:
+            metrics["nonfinite_losses"] = num_nonfinite
         trainer.is_in_train = False
         trainer._log(metrics)
         best = best_checkpoint(trainer)
@@ -318,11 +353,11 @@ class TrainSession:
 
 def place_task(task: TaskModule, strategy: Strategy, *, is_model_placed: bool = False) -> None:
     """Move a task's metrics and what else it holds to the device, and the model unless the strategy does."""
-    for name, child in task.named_children():
-        if name != "model":
-            child.to(strategy.device)
-        elif not is_model_placed:
-            strategy.place(child)
+    model = task.model
+    # Its other children, and the tensors it holds itself.
+    del task.model
+    task.to(strategy.device)
+    task.model = model if is_model_placed else strategy.place(model)
 
 
 def _empty_cache() -> None:

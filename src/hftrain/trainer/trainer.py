@@ -28,7 +28,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackRunner, TrainerCallback, default_callbacks
 from hftrain.checkpoint.parts import save_arguments
 from hftrain.checkpoint.weights import save_task_state, save_weights
-from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.errors import ConfigError, TaskError, explain, suggest
 from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
@@ -56,11 +56,14 @@ from hftrain.task.module import TaskModule, as_step_output
 from hftrain.trainer.checks import (
     check_arguments,
     check_best_metric,
+    check_eval_data,
     check_evaluation,
     check_model,
     check_parts,
     check_task,
     check_train_data,
+    check_unused_by_task,
+    read_optimizers,
 )
 from hftrain.trainer.reports import (
     format_metrics,
@@ -144,6 +147,7 @@ class Trainer:
         )
         self._make_parts(model, strategy, precision)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        check_eval_data(self.args, eval_dataset)
         check_evaluation(
             self.args, eval_dataset=eval_dataset, has_own_loader=self._is_overridden("get_eval_dataloader")
         )
@@ -161,6 +165,7 @@ class Trainer:
             set_verbosity(self.args.get_process_log_level())
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
+        check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
         check_best_metric(self.args, task=self.task, compute_metrics=compute_metrics, eval_dataset=eval_dataset)
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
@@ -246,6 +251,7 @@ class Trainer:
 
     def _start_idle(self) -> None:
         """Set what only a running verb changes."""
+        self._start_folder = Path.cwd()
         self.is_in_train = False
         self.is_model_parallel = False
         self._session: TrainSession | None = None
@@ -255,7 +261,7 @@ class Trainer:
         # Replaced for as long as a run lasts by what its stepper says.
         self._backward: Callable[[torch.Tensor], None] = self.precision.backward
         self._autocast: Callable[[], AbstractContextManager[Any]] = self.precision.autocast
-        self._schedule_is_own = False
+        self._schedule_is_own = self._optimizer_is_the_tasks = False
 
     @property
     def tokenizer(self) -> Any:
@@ -264,8 +270,8 @@ class Trainer:
 
     @property
     def output_dir(self) -> Path:
-        """The folder that checkpoints and results go to."""
-        return Path(str(self.args.output_dir))
+        """The folder that checkpoints and results go to; it stays where it is when the working directory changes."""
+        return self._start_folder / str(self.args.output_dir)
 
     @property
     def place_model_on_device(self) -> bool:
@@ -301,6 +307,14 @@ class Trainer:
         if "model_path" in kwargs:
             warn_once("model_path is deprecated; use resume_from_checkpoint.", FutureWarning)
             resume_from_checkpoint = kwargs.pop("model_path")
+        if self._session is not None:
+            raise ConfigError(
+                explain(
+                    "train() was called while this Trainer trains.",
+                    "One Trainer runs one training at a time.",
+                    "Call it after the run, or use a second Trainer.",
+                )
+            )
         if kwargs:
             raise TypeError(f"train() got unexpected keyword arguments: {', '.join(sorted(kwargs))}.")
         if trial is not None:
@@ -317,11 +331,11 @@ class Trainer:
         self._check_optimizer()
         resume = find_resume(self, resume_from_checkpoint)
         with self._running("train"):
-            self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
+            session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
             try:
-                return self._session.run()
+                return session.run()
             finally:
-                self._session.close()
+                session.close()
                 self._session = None
 
     def evaluate(
@@ -439,6 +453,7 @@ class Trainer:
             evaluate_batch=evaluate_batch,
             count_items=self.task.count_items,
             compute_metrics=None if loss_only else self.compute_metrics,
+            needs_labels=not is_prediction,
             preprocess_logits=self.preprocess_logits_for_metrics,
             read_metrics=None if is_prediction and not isinstance(self.task, ModelTask) else self._read_metrics,
         )
@@ -548,8 +563,7 @@ class Trainer:
         with self.compute_loss_context_manager():
             loss: torch.Tensor = self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         if share is not None:
-            # In this order, so that the counts take the loss's floating-point type.
-            loss = loss * share[0] / share[1]
+            loss = self._shares.weigh(loss, share)
         self._backward(loss)
         return loss.detach()
 
@@ -567,7 +581,10 @@ class Trainer:
         if isinstance(self.task, ModelTask):
             loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
         else:
-            output = as_step_output(self.task.training_step(inputs))
+            result = self.task.training_step(inputs)
+            if isinstance(result, torch.Tensor):
+                return (result, None) if return_outputs else result
+            output = as_step_output(result)
             if output.loss is None:
                 raise TaskError(
                     explain(
@@ -617,7 +634,7 @@ class Trainer:
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move a batch to the device."""
-        if isinstance(inputs, Mapping) and not inputs:
+        if isinstance(inputs, (dict, Mapping)) and not inputs:
             raise TaskError(
                 explain(
                     "A batch was made ready for the model.",
@@ -690,7 +707,16 @@ class Trainer:
         if eval_dataset is None:
             eval_dataset = self.eval_dataset
         elif isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
+            known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+            if eval_dataset not in known:
+                raise ConfigError(
+                    explain(
+                        f"The evaluation set {eval_dataset!r} was asked for.",
+                        "eval_dataset has no set of that name.",
+                        suggest(eval_dataset, known) if known else "Pass a dict of datasets as eval_dataset.",
+                    )
+                )
+            eval_dataset = known[eval_dataset]
         if eval_dataset is None:
             raise ConfigError(
                 explain(
@@ -790,11 +816,11 @@ class Trainer:
     def create_optimizer(self) -> torch.optim.Optimizer:
         """Make the optimizer unless there is one, and return it. Source: the documented `create_optimizer`."""
         if self.optimizer is None:
-            made = self.task.configure_optimizers()
-            if isinstance(made, (tuple, list)):
-                self.optimizer, self.lr_scheduler = made
-            elif made is not None:
-                self.optimizer = made
+            made = read_optimizers(self.task.configure_optimizers(), maker=type(self.task).__name__)
+            self._optimizer_is_the_tasks = made[0] is not None
+            self.optimizer = made[0]
+            if made[1] is not None:
+                self.lr_scheduler = made[1]
         if self.optimizer is None:
             if self.optimizer_cls_and_kwargs is None:
                 chosen = self.get_optimizer_cls_and_kwargs(self.args, self.model)
@@ -805,6 +831,15 @@ class Trainer:
                 *chosen, self.model, weight_decay=self.args.weight_decay, decay_names=names
             )
         return self.optimizer
+
+    def _forget_schedule(self) -> None:
+        """Forget a schedule that an earlier train() used up; the optimizer goes on unless the task makes both."""
+        if self._optimizer_is_the_tasks:
+            self.optimizer = self.lr_scheduler = None
+        elif self._schedule_is_own:
+            self.lr_scheduler = None
+        elif getattr(self.lr_scheduler, "last_epoch", 0) > 0:
+            logger.warning("The given schedule has been stepped before; it goes on from where it is.")
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Make the schedule unless there is one, and return it. Source: the documented `create_scheduler`."""
@@ -935,6 +970,7 @@ class Trainer:
         """Evaluate the unwrapped model in evaluation mode, and leave modes and random numbers as they were."""
         with self._running(stage), preserved_rng():
             if self._session is None:
+                self.model = self.task.model = self.precision.convert(self.model)
                 place_task(self.task, self.strategy)
             wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
             self.task.model = self.strategy.for_evaluation(wrapped)

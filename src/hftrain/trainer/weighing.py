@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,7 @@ class LossShares:
     ) -> tuple[list[Any], Count | None]:
         """Take a step's micro-batches, and note how many samples they hold for losses that nothing else weighs."""
         batches, num_items = self.trainer._get_batch_samples(epoch_iterator, num_batches, device)
-        if self.is_on:
+        if self.is_on and num_items is None:
             self._window_samples = sum(batch_size_of(batch) or 1 for batch in batches)
         return batches, num_items
 
@@ -50,12 +50,20 @@ class LossShares:
         """Return the items of a step, over all ranks if asked for; None where nobody needs them. Collective."""
         if not batches or not (self.is_on or self.may_divide):
             return None
-        if self.may_divide and not all(isinstance(batch, Mapping) and "labels" in batch for batch in batches):
+        task = self.trainer.task
+        if self.may_divide and isinstance(task, ModelTask) and not all(map(task.label_key, batches)):
             return None
-        num_items: Any = sum(self.trainer.task.count_items(batch) for batch in batches)
+        num_items: Any = sum(task.count_items(batch) for batch in batches)
         if self.num_ranks > 1:
             num_items = self.trainer.strategy.reduce(torch.as_tensor(num_items, device=device), op="sum")
         return num_items  # type: ignore[no-any-return]
+
+    @staticmethod
+    def weigh(loss: torch.Tensor, share: tuple[Any, Any]) -> torch.Tensor:
+        """Multiply a loss by its share; one that is a mean over no item (NaN) has none."""
+        # In this order, so that the counts take the loss's floating-point type.
+        weighed = loss * share[0] / share[1]
+        return torch.where(share[0] > 0, weighed, 0.0) if isinstance(share[0], torch.Tensor) else weighed
 
     def of(self, inputs: Any, num_items: Count | None) -> tuple[Any, Any]:
         """Return the fraction, as numerator and denominator, that a micro-batch's loss is multiplied by.

@@ -236,12 +236,13 @@ def test_rotate_never_touches_a_folder_it_does_not_know(make_manager, output_dir
     assert listing(output_dir) == ["best", "checkpoint-0", "checkpoint-1", "checkpoint-2", "checkpoint-4"]
 
 
-def test_rotate_keeps_what_was_just_committed_beside_an_older_run(make_manager, output_dir):
+def test_rotate_touches_no_other_run_and_latest_goes_by_commit(make_manager, output_dir):
     save_notes(make_manager(), 90, 100)
     manager = make_manager(save_total_limit=1)
     save_notes(manager, 5)
     manager.rotate()
-    assert listing(output_dir) == ["checkpoint-100", "checkpoint-5"]
+    assert listing(output_dir) == ["checkpoint-100", "checkpoint-5", "checkpoint-90"]
+    assert manager.latest() == output_dir / "checkpoint-5"
 
 
 def test_keep_only_leaves_one_and_what_it_does_not_know(make_manager, output_dir):

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateLoop, EvaluateSlots, to_host
 from hftrain.loops.predict import PredictLoop
@@ -209,15 +209,53 @@ def test_prediction_keeps_what_evaluation_need_not() -> None:
     assert output.label_ids.tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("tree", [None, (), {"a": None}])
+@pytest.mark.parametrize("tree", [None, (), {}])
 def test_tree_without_tensors_moves_to_the_host_as_it_is(tree: Any) -> None:
     assert to_host(tree) == tree
 
 
 def test_tree_moves_to_the_host_as_numpy() -> None:
-    moved = to_host({"a": (torch.ones(2, requires_grad=True), "text")})
+    moved = to_host({"a": (torch.ones(2, requires_grad=True),)})
     assert isinstance(moved["a"][0], numpy.ndarray)
-    assert moved["a"][1] == "text"
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+@pytest.mark.parametrize("answer", [3.0, [("f1", 1.0)]])
+def test_metrics_that_are_no_mapping_are_named(per_batch: bool, answer: Any) -> None:
+    loop = make_loop(
+        keeps_predictions=not per_batch,
+        computes_per_batch=per_batch,
+        slots={"compute_metrics": lambda prediction, **rest: answer},
+    )
+    with pytest.raises(TaskError, match=f"compute_metrics was called. It returned a {type(answer).__name__}"):
+        loop.run(make_batches([1]))
+
+
+def test_no_metrics_count_as_none() -> None:
+    loop = make_loop(keeps_predictions=True, slots={"compute_metrics": lambda prediction: None})
+    assert set(loop.run(make_batches([1])).metrics) == {"loss", "size"}
+
+
+@pytest.mark.parametrize(("missing", "named"), [("outputs", "predictions"), ("labels", "labels")])
+def test_metrics_that_must_come_need_predictions_and_labels(missing: str, named: str) -> None:
+    def step(batch: Any) -> StepOutput:
+        output = mean_of_labels(batch)
+        setattr(output, missing, None)
+        return output
+
+    loop = make_loop(
+        keeps_predictions=True,
+        slots={"evaluate_batch": step, "compute_metrics": lambda prediction: {}, "needs_labels": True},
+    )
+    with pytest.raises(TaskError, match=rf"gave no {named} .*the columns x, labels, input_ids"):
+        loop.run(make_batches([1]))
+
+
+def test_number_under_a_name_that_is_taken_is_left_out_with_a_warning() -> None:
+    loop = make_loop(keeps_predictions=True, slots={"compute_metrics": lambda prediction: {"loss": 99.0, "f1": 1.0}})
+    with pytest.warns(UserWarning, match="their names are taken: loss"):
+        metrics = loop.run(make_batches([1, 3])).metrics
+    assert (metrics["loss"], metrics["f1"]) == (2.0, 1.0)
 
 
 # -- several ranks ---------------------------------------------------------------------------------------------------

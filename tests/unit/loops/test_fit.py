@@ -59,6 +59,7 @@ class Bench:
             slots=FitSlots(
                 get_batch_samples=lambda batches, number, device: (list(islice(batches, number)), "items"),
                 training_step=self.train,
+                before_epoch=lambda: self.note("before_epoch"),
                 restore_rng=lambda: self.note("restore_rng"),
                 log=lambda logs: self.logs.append(logs),
                 evaluate=lambda: self.note("evaluate"),
@@ -139,7 +140,7 @@ def at_step(step: int, **flags: bool) -> Hook:
 def test_step_gathers_gradients_and_exchanges_them_last() -> None:
     bench = run(5, max_steps=2, accumulation=3)
     assert bench.diary == [
-        ("open", 0, 0), "restore_rng",
+        "before_epoch", ("open", 0, 0), "restore_rng",
         "no_sync(", 0, ")", "no_sync(", 1, ")", 2, "step", "zero_grad",
         "no_sync(", 3, ")", 4, "step", "zero_grad",
     ]  # fmt: skip

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 
+from hftrain.core.errors import TaskError
 from hftrain.loops.gather import PADDING, Kept, concatenate, interleaved_order, to_numpy
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8)
@@ -152,6 +153,23 @@ def test_scalars_become_rows() -> None:
     assert more["a"].tolist() == [1, 2]
 
 
+def test_arrays_and_numbers_are_kept_like_tensors() -> None:
+    kept = Kept()
+    for number in (1, 2):
+        kept.add({"array": numpy.full((2, number), number), "number": float(number), "flag": True, "none": None})
+    joined = kept.joined(Alone(), is_interleaved=False)
+    assert list(joined) == ["array", "number", "flag"]
+    assert joined["array"].tolist() == [[1, PADDING], [1, PADDING], [2, 2], [2, 2]]
+    assert joined["number"].tolist() == [1.0, 2.0]
+    assert joined["flag"].tolist() == [True, True]
+
+
+@pytest.mark.parametrize("tree", ["text", (torch.ones(1), ["text"]), {"cache": object()}])
+def test_what_cannot_be_kept_is_named(tree: Any) -> None:
+    with pytest.raises(TaskError, match=r"They hold a (str|object), and only tensors, arrays and numbers"):
+        Kept().add(tree)
+
+
 def test_nothing_kept_is_none() -> None:
     kept = Kept()
     kept.add(None)
@@ -238,17 +256,16 @@ def test_ranks_agree_on_a_type(run_ranks: RunRanks, dtype: torch.dtype, widths: 
     numpy.testing.assert_array_equal(one, to_numpy(concatenate(batches)))
 
 
-def test_ranks_keep_none_and_other_leaves_in_place(run_ranks: RunRanks) -> None:
+def test_ranks_agree_where_none_stood_among_the_tensors(run_ranks: RunRanks) -> None:
     def join(group: Any) -> Any:
         kept = Kept()
         if group.rank == 1:
-            kept.add((None, torch.ones(2), {"text": "a", "x": torch.zeros(2, 1)}))
+            kept.add((None, torch.ones(2), {"nothing": None, "x": torch.zeros(2, 1)}))
         return kept.joined(group, is_interleaved=False)
 
-    for nothing, ones, more in run_ranks(join, 2):
-        assert nothing is None
+    for ones, more in run_ranks(join, 2):
         assert ones.tolist() == [1, 1]
-        assert more["text"] is None
+        assert list(more) == ["x"]
         assert more["x"].shape == (2, 1)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hftrain.loops.window import LogWindow, LossWindow
+from hftrain.loops.window import LogWindow, LossWindow, merge_reports
 
 NAN, INF = math.nan, math.inf
 
@@ -75,14 +75,14 @@ def test_loss_is_reduced_once_per_reading() -> None:
 @pytest.mark.parametrize(
     ("losses", "filtered"),
     [
-        ([1.0, NAN, 3.0], [1.0, 1.0, 3.0]),
-        ([1.0, 3.0, INF], [1.0, 3.0, 2.0]),
-        ([NAN, 2.0], [0.0, 2.0]),
-        ([NAN, -INF], [0.0, 0.0]),
-        ([4.0, NAN, NAN, 2.0, INF], [4.0, 4.0, 4.0, 2.0, 3.5]),
+        ([1.0, NAN, 3.0], [1.0, 2.0, 3.0]),
+        ([1.0, 3.0, INF], [1.0, 2.0, 3.0]),
+        ([NAN, 2.0], [2.0, 2.0]),
+        ([NAN, -INF], [NAN, NAN]),
+        ([4.0, NAN, NAN, 2.0, INF], [3.0, 3.0, 3.0, 3.0, 3.0]),
     ],
 )
-def test_filter_puts_the_running_mean_in_place_of_what_is_not_finite(
+def test_filter_puts_the_windows_mean_in_place_of_what_is_not_finite(
     losses: list[float], filtered: list[float]
 ) -> None:
     window = make_window()
@@ -90,14 +90,17 @@ def test_filter_puts_the_running_mean_in_place_of_what_is_not_finite(
     with pytest.warns(UserWarning, match="nonfinite_losses"):
         logs = window.read()
     num_nonfinite = sum(not math.isfinite(loss) for loss in losses)
-    assert logs == {"loss": pytest.approx(sum(filtered) / len(filtered)), "nonfinite_losses": num_nonfinite}
+    assert logs == {
+        "loss": pytest.approx(sum(filtered) / len(filtered), nan_ok=True),
+        "nonfinite_losses": num_nonfinite,
+    }
 
 
 def test_filter_takes_the_mean_over_micro_steps() -> None:
     window = make_window()
     add_steps(window, [[0.5, 1.5], [NAN, 2.0]])
     with pytest.warns(UserWarning, match="at least once"):
-        assert window.read()["loss"] == (0.5 + 1.5 + 1.0 + 2.0) / 2
+        assert window.read()["loss"] == pytest.approx((0.5 + 1.5 + 2.0) / 3 * 4 / 2)
 
 
 def test_filter_warns_once_and_counts_on() -> None:
@@ -141,6 +144,17 @@ def test_loss_window_goes_on_from_its_state(num_before: int) -> None:
 
 def test_state_holds_no_functions() -> None:
     assert not any(callable(value) for value in make_window().state_dict().values())
+
+
+@pytest.mark.filterwarnings("ignore:The loss was NaN")
+def test_window_without_a_finite_loss_is_left_out_of_the_run() -> None:
+    window = make_window()
+    add_steps(window, [[NAN]])
+    assert math.isnan(window.read()["loss"])
+    assert math.isnan(window.mean_over_run())
+    add_steps(window, [[2.0]])
+    window.read()
+    assert window.mean_over_run() == 2.0
 
 
 # -- what steps log --------------------------------------------------------------------------------------------------
@@ -202,3 +216,16 @@ def test_older_checkpoint_without_logs_gives_an_empty_window() -> None:
     window = LogWindow(gather_object=alone)
     window.load_state_dict({}, device=torch.device("cpu"))
     assert window.read() == {}
+
+
+# -- merging ---------------------------------------------------------------------------------------------------------
+
+
+def test_reports_are_merged_in_order() -> None:
+    assert list(merge_reports({"b": 1}, {}, {"a": 2}).items()) == [("b", 1), ("a", 2)]
+    assert merge_reports() == {}
+
+
+def test_name_that_is_taken_stays_with_its_first_owner() -> None:
+    with pytest.warns(UserWarning, match="their names are taken: a, b. Rename them"):
+        assert merge_reports({"a": 1, "b": 2}, {"b": 3, "a": 4, "c": 5}) == {"a": 1, "b": 2, "c": 5}

@@ -278,3 +278,49 @@ shifted = torch.tensor([[6, -100, -100], [7, 8, 9]])
 )
 def test_items_are_the_labels_the_loss_is_a_mean_over(model: nn.Module, batch: Any, count: int) -> None:
     assert int(ModelTask(model).count_items(batch)) == count
+
+
+# -- labels under another name ---------------------------------------------------------------------------------------
+
+
+class Targets(Answer):
+    """The same with labels under another name."""
+
+    def forward(self, x: torch.Tensor, target_labels: Any = None) -> Any:  # type: ignore[override]
+        return super().forward(x, target_labels)
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple", "tensor"])
+def test_label_smoothing_finds_labels_under_their_name(form: str) -> None:
+    batch, model = make_batch(), Targets(form)
+    batch["target_labels"] = batch.pop("labels")
+    loss, _ = ModelTask(model, label_smoothing=0.2).compute_loss(model, batch)
+    expected = cross_entropy(model.linear(batch["x"]), batch["target_labels"], label_smoothing=0.2)
+    torch.testing.assert_close(loss, expected)
+    assert int(ModelTask(model).count_items({"x": batch["x"], "target_labels": torch.tensor([1, -100])})) == 1
+
+
+@pytest.mark.parametrize(
+    "inputs", [{"x": torch.ones(2, 4)}, (torch.ones(2, 4),), {"x": torch.ones(2, 4), "a": 1, "b": 2}]
+)
+def test_label_smoothing_needs_one_column_of_labels(inputs: Any) -> None:
+    names = ["a", "b"] if "a" in inputs else None
+    task = ModelTask(Net(), label_smoothing=0.1, label_names=names)
+    with pytest.raises(TaskError, match=r"label_smoothing_factor=0\.1 .* no labels to smooth"):
+        task.compute_loss(task.model, inputs)
+
+
+@pytest.mark.parametrize(
+    ("names", "batch", "key"),
+    [
+        (["labels"], {"labels": 1}, "labels"),
+        (["y"], {"y": 1}, "y"),
+        (["y"], {"y": 1, "labels": 2}, "labels"),
+        (["y"], {"y": None}, None),
+        (["y", "z"], {"y": 1, "z": 2}, None),
+        ([], {"labels": 1}, "labels"),
+        (["y"], (1, 2), None),
+    ],
+)
+def test_key_of_the_labels(names: list[str], batch: Any, key: str | None) -> None:
+    assert ModelTask(Net(), label_names=names).label_key(batch) == key

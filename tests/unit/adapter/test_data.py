@@ -1,0 +1,86 @@
+"""How data is loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import make_arguments
+
+from hftrain.adapter.data import data_seed, eval_loader_config, read_accelerator_config, train_loader_config
+from hftrain.core.errors import ConfigError
+from hftrain.data.loaders import LoaderConfig
+
+
+@dataclass
+class Sharing:
+    """Settings as an object, like accelerate's `AcceleratorConfig`."""
+
+    split_batches: bool = True
+    even_batches: bool = False
+
+
+def test_loaders_follow_the_arguments(tmp_path: Path) -> None:
+    arguments = make_arguments(
+        tmp_path,
+        per_device_train_batch_size=3,
+        per_device_eval_batch_size=5,
+        dataloader_drop_last=True,
+        dataloader_num_workers=2,
+        dataloader_prefetch_factor=4,
+        dataloader_persistent_workers=True,
+        data_seed=7,
+        accelerator_config={"split_batches": True, "even_batches": False, "use_seedable_sampler": False},
+    )
+    arguments.dataloader_pin_memory = True
+    workers = {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, "drop_last": True, "seed": 7}
+    assert train_loader_config(arguments, has_accelerator=True) == LoaderConfig(
+        batch_size=3, pin_memory=True, split_batches=True, even_batches=False, use_seedable_sampler=False, **workers
+    )
+    assert eval_loader_config(arguments, has_accelerator=True) == LoaderConfig(batch_size=5, pin_memory=True, **workers)
+
+
+def test_defaults_are_those_of_the_loader(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path)
+    assert train_loader_config(arguments, has_accelerator=False) == LoaderConfig(batch_size=4, seed=42)
+    assert eval_loader_config(arguments, has_accelerator=False) == LoaderConfig(batch_size=4, seed=42)
+
+
+@pytest.mark.parametrize(("pins", "has_accelerator"), [(True, False), (False, True)])
+def test_memory_is_pinned_where_asked_for_and_of_use(tmp_path: Path, pins: bool, has_accelerator: bool) -> None:
+    arguments = make_arguments(tmp_path)
+    arguments.dataloader_pin_memory = pins
+    assert not train_loader_config(arguments, has_accelerator=has_accelerator).pin_memory
+
+
+@pytest.mark.parametrize(("options", "seed"), [({}, 42), ({"seed": 3}, 3), ({"seed": 3, "data_seed": 0}, 0)])
+def test_data_has_its_own_seed_or_the_runs(tmp_path: Path, options: dict[str, int], seed: int) -> None:
+    assert data_seed(make_arguments(tmp_path, **options)) == seed
+
+
+@pytest.mark.parametrize("form", ["dict", "object", "path", "text"])
+def test_accelerator_config_is_read_in_every_form(tmp_path: Path, form: str) -> None:
+    settings = {"split_batches": True, "even_batches": False}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    config: Any = {"dict": settings, "object": Sharing(), "path": path, "text": str(path)}[form]
+    arguments = make_arguments(tmp_path, accelerator_config=config)
+    assert read_accelerator_config(arguments) == settings
+    assert train_loader_config(arguments, has_accelerator=False).split_batches
+    assert not train_loader_config(arguments, has_accelerator=False).even_batches
+
+
+def test_no_accelerator_config_says_nothing(tmp_path: Path) -> None:
+    assert read_accelerator_config(make_arguments(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("content", [None, "{not json", "[1, 2]", "3"])
+def test_accelerator_config_that_cannot_be_read_is_refused(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"accelerator_config='.*config\.json' was given\. It cannot be read"):
+        read_accelerator_config(make_arguments(tmp_path, accelerator_config=str(path)))

@@ -1,0 +1,108 @@
+"""How long a run is."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import make_arguments
+from torch.utils.data import DataLoader
+
+from hftrain.adapter.plan import TrainPlan, fit_config, require_max_steps, train_plan
+from hftrain.core.errors import ConfigError
+from hftrain.loops.fit import FitConfig
+
+
+def count_steps(num_batches: int, accumulation: int, *, epochs: float, max_steps: int | None) -> tuple[int, int]:
+    """Go through the epochs window by window; return the steps done and the epochs begun."""
+    windows = len(range(0, num_batches, accumulation)) or 1
+    wanted = epochs * windows if max_steps is None else max_steps
+    steps = num_epochs = 0
+    while steps < wanted:
+        num_epochs += 1
+        for _ in range(windows):
+            steps += 1
+            if steps >= wanted:
+                break
+    return steps, num_epochs
+
+
+def test_plan_is_what_counting_gives(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path)
+    rng = random.Random(0)
+    for _ in range(1500):
+        num_examples, batch_size = rng.randint(1, 60), rng.randint(1, 9)
+        arguments.gradient_accumulation_steps = accumulation = rng.randint(1, 6)
+        # Quarters, which floating-point numbers hold exactly.
+        epochs = rng.randint(1, 20) / 4
+        max_steps = rng.randint(1, 50) if rng.random() < 0.5 else None
+        arguments.num_train_epochs, arguments.max_steps = epochs, max_steps or -1
+        num_batches = len(DataLoader(range(num_examples), batch_size, drop_last=rng.random() < 0.3))  # type: ignore[arg-type]
+        total = batch_size * accumulation
+        plan = train_plan(arguments, num_batches=num_batches, num_examples=num_examples, total_batch_size=total)
+        steps, num_epochs = count_steps(num_batches, accumulation, epochs=epochs, max_steps=max_steps)
+        assert plan == TrainPlan(
+            max_steps=steps,
+            num_epochs=num_epochs,
+            steps_per_epoch=max(-(-num_batches // accumulation), 1),
+            num_batches=num_batches,
+            num_examples=num_examples,
+            num_samples=total * steps if max_steps else int(num_examples * epochs),
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "accumulation", "options", "expected"),
+    [
+        (6, 1, {"num_train_epochs": 2}, (12, 2, 6)),
+        (6, 4, {"num_train_epochs": 2}, (4, 2, 2)),
+        (6, 1, {"num_train_epochs": 1.5}, (9, 2, 6)),
+        (6, 1, {"num_train_epochs": 0.1}, (1, 1, 6)),
+        (6, 1, {"max_steps": 6}, (6, 1, 6)),
+        (6, 1, {"max_steps": 7, "num_train_epochs": 1}, (7, 2, 6)),
+        (6, 1, {"max_steps": 0, "num_train_epochs": 1}, (6, 1, 6)),
+        (1, 8, {"num_train_epochs": 3}, (3, 3, 1)),
+        (0, 8, {"num_train_epochs": 3}, (3, 3, 1)),
+    ],
+)
+def test_steps_epochs_and_steps_per_epoch(
+    tmp_path: Path, num_batches: int, accumulation: int, options: dict[str, Any], expected: tuple[int, int, int]
+) -> None:
+    arguments = make_arguments(tmp_path, gradient_accumulation_steps=accumulation, **options)
+    plan = train_plan(arguments, num_batches=num_batches, num_examples=24, total_batch_size=4 * accumulation)
+    assert (plan.max_steps, plan.num_epochs, plan.steps_per_epoch) == expected
+
+
+def test_data_without_a_length_is_planned_by_steps(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, max_steps=10, gradient_accumulation_steps=2)
+    assert train_plan(arguments, num_batches=None, num_examples=0, total_batch_size=16) == TrainPlan(
+        max_steps=10, num_epochs=sys.maxsize, steps_per_epoch=10, num_batches=None, num_examples=160, num_samples=160
+    )
+
+
+@pytest.mark.parametrize("max_steps", [-1, 0])
+def test_data_without_a_length_needs_max_steps(tmp_path: Path, max_steps: int) -> None:
+    arguments = make_arguments(tmp_path, max_steps=max_steps)
+    for ask in (
+        lambda: require_max_steps(arguments),
+        lambda: train_plan(arguments, num_batches=None, num_examples=0, total_batch_size=4),
+    ):
+        with pytest.raises(ConfigError, match=rf"without __len__ .*Received: max_steps={max_steps}\."):
+            ask()
+
+
+def test_loop_is_told_what_it_needs(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, gradient_accumulation_steps=3, torch_empty_cache_steps=5)
+    arguments.eval_on_start = True
+    assert fit_config(arguments, max_steps=7, num_batches=4, num_epochs=2, world_size=2) == FitConfig(
+        max_steps=7,
+        num_epochs=2,
+        accumulation=3,
+        num_batches=4,
+        world_size=2,
+        evaluates_on_start=True,
+        empty_cache_every=5,
+    )

@@ -1,0 +1,104 @@
+"""Which precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import Net, make_arguments
+
+from hftrain import ConfigError, Trainer
+from hftrain.adapter.precision import precision_request
+from hftrain.precision.autocast import AutocastPrecision
+from hftrain.precision.full import FullPrecision
+from hftrain.precision.registry import precisions
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "expected"),
+    [
+        (None, {}, ("fp32", {})),
+        (None, {"fp16": True}, ("fp16", {})),
+        (None, {"bf16": True}, ("bf16", {})),
+        (None, {"tf32": True}, ("tf32", {})),
+        (None, {"tf32": False}, ("fp32", {"matmul": "highest"})),
+        (None, {"bf16": True, "tf32": True}, ("bf16", {"matmul": "high"})),
+        (None, {"fp16": True, "tf32": False}, ("fp16", {"matmul": "highest"})),
+        ("bf16", {}, ("bf16", {})),
+        ("bf16", {"bf16": True}, ("bf16", {})),
+        ("tf32", {"tf32": True}, ("tf32", {})),
+        ("fp32", {"tf32": True}, ("fp32", {"matmul": "high"})),
+        (FullPrecision(), {}, ("fp32", {})),
+        (FullPrecision(matmul="high"), {"tf32": True}, ("tf32", {})),
+        (AutocastPrecision(matmul="highest"), {"bf16": True, "tf32": False}, ("bf16", {})),
+    ],
+)
+def test_name_and_options(tmp_path: Path, precision: Any, options: dict[str, Any], expected: Any) -> None:
+    assert precision_request(make_arguments(tmp_path, **options), precision) == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        ("bf16", {"fp16": True}),
+        ("fp32", {"bf16": True}),
+        ("tf32", {"fp16": True}),
+        ("tf32", {"tf32": False}),
+        (FullPrecision(), {"fp16": True}),
+        (FullPrecision(), {"tf32": True}),
+        (FullPrecision(), {"tf32": False}),
+        (FullPrecision(matmul="high"), {"tf32": False}),
+        (AutocastPrecision(), {"bf16": True, "tf32": True}),
+    ],
+)
+def test_keyword_that_contradicts_an_argument_is_refused(
+    tmp_path: Path, precision: Any, options: dict[str, Any]
+) -> None:
+    name = precision if isinstance(precision, str) else precision.policy.name
+    field, value = list(options.items())[-1]
+    with pytest.raises(ConfigError, match=f"precision='{name}' was asked for together with {field}={value}") as caught:
+        precision_request(make_arguments(tmp_path, **options), precision)
+    assert f"Received: precision='{name}', {field}={value}" in str(caught.value)
+
+
+def test_unknown_name_is_refused_with_or_without_tf32(tmp_path: Path) -> None:
+    for options in ({}, {"tf32": True}):
+        with pytest.raises(ConfigError, match="Did you mean"):
+            Trainer(Net(), make_arguments(tmp_path, **options), precision="fp3")
+
+
+def test_precision_that_takes_any_option_is_told_of_tf32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precisions, "_entries", dict(precisions._entries))
+    precisions.register("open", lambda **options: FullPrecision(**options))
+    assert precision_request(make_arguments(tmp_path, tf32=False), "open") == ("open", {"matmul": "highest"})
+    precisions.register("closed", lambda: FullPrecision())
+    assert precision_request(make_arguments(tmp_path), "closed") == ("closed", {})
+    with pytest.raises(ConfigError, match="precision='closed' was asked for together with tf32=False"):
+        precision_request(make_arguments(tmp_path, tf32=False), "closed")
+
+
+def test_object_is_used_as_it_is(tmp_path: Path) -> None:
+    precision = AutocastPrecision()
+    assert Trainer(Net(), make_arguments(tmp_path, bf16=True), precision=precision).precision is precision
+
+
+@pytest.mark.parametrize(
+    ("launched", "precision", "options", "name"),
+    [
+        ("bf16", None, {}, "bf16"),
+        ("no", None, {}, "fp32"),
+        ("bf16", None, {"fp16": True}, "fp16"),
+        ("bf16", "fp32", {}, "fp32"),
+    ],
+)
+def test_launcher_decides_where_nobody_else_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launched: str,
+    precision: str | None,
+    options: dict[str, Any],
+    name: str,
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    assert precision_request(make_arguments(tmp_path, **options), precision)[0] == name

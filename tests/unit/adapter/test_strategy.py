@@ -1,0 +1,149 @@
+"""Which strategy, with which options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import Net, make_arguments
+
+from hftrain import ConfigError, Trainer, TrainingArguments
+from hftrain.adapter.strategy import strategy_request
+from hftrain.strategies.registry import strategies
+from hftrain.strategies.single import SingleDeviceStrategy
+
+
+ALWAYS = {"use_cpu": True, "place_model": True}
+
+
+class Mine(SingleDeviceStrategy):
+    """A strategy that no registry knows."""
+
+    name = "mine"
+
+
+def request(folder: Path, strategy: Any = None, *, is_checkpointing: bool = False, **options: Any) -> Any:
+    return strategy_request(make_arguments(folder, **options), strategy, is_checkpointing=is_checkpointing)
+
+
+@pytest.mark.parametrize(("world_size", "name"), [("1", "single"), ("2", "ddp")])
+@pytest.mark.parametrize("strategy", [None, "auto"])
+def test_launcher_decides_where_nobody_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str | None, world_size: str, name: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    assert request(tmp_path, strategy)[0] == name
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_checkpointing", "options", "expected"),
+    [
+        (None, False, {}, {"find_unused_parameters": True}),
+        (None, True, {}, {"find_unused_parameters": False, "broadcast_buffers": False}),
+        ("ddp", False, {}, {}),
+        ("ddp", True, {}, {"broadcast_buffers": False}),
+        (None, False, {"ddp_find_unused_parameters": False}, {"find_unused_parameters": False}),
+        ("ddp", True, {"ddp_broadcast_buffers": True}, {"broadcast_buffers": True}),
+        (
+            "ddp",
+            False,
+            {"ddp_backend": "gloo", "ddp_bucket_cap_mb": 25, "ddp_timeout": 60},
+            {"backend": "gloo", "bucket_cap_mb": 25, "timeout_s": 60},
+        ),
+        ("ddp_find_unused", False, {"ddp_find_unused_parameters": True}, {"find_unused_parameters": True}),
+    ],
+)
+def test_options_of_ddp_follow_the_arguments_then_the_documented_defaults(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: str | None,
+    is_checkpointing: bool,
+    options: dict[str, Any],
+    expected: dict[str, Any],
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _, found = request(tmp_path, strategy, is_checkpointing=is_checkpointing, **options)
+    assert found == ALWAYS | expected
+
+
+def test_single_device_takes_no_option_of_a_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert request(tmp_path, is_checkpointing=True) == ("single", ALWAYS)
+    assert not caplog.records
+    assert request(tmp_path, ddp_bucket_cap_mb=5, ddp_backend="gloo") == ("single", ALWAYS)
+    assert "change nothing: backend='gloo', bucket_cap_mb=5." in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [({"deepspeed": {"zero": 3}}, "deepspeed"), ({"fsdp": "full_shard"}, "fsdp"), ({"sharded_ddp": "simple"}, "fsdp")],
+)
+@pytest.mark.parametrize("strategy", ["ddp", Mine(use_cpu=True)])
+def test_keyword_that_contradicts_an_argument_is_refused(
+    tmp_path: Path, strategy: Any, option: dict[str, Any], field: str
+) -> None:
+    name = getattr(strategy, "name", strategy)
+    with pytest.raises(
+        ConfigError, match=rf"strategy='{name}' was asked for together with {field}=.*Keep one"
+    ) as caught:
+        request(tmp_path, strategy, **option)
+    assert f"Received: strategy='{name}', {field}=" in str(caught.value)
+
+
+def test_argument_that_takes_back_a_preset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'ddp_find_unused' .* ddp_find_unused_parameters=False"):
+        request(tmp_path, "ddp_find_unused", ddp_find_unused_parameters=False)
+
+
+def test_unknown_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'single'"):
+        request(tmp_path, "singel")
+
+
+def test_object_is_used_as_it_is_and_needs_no_registered_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    strategy = Mine(use_cpu=True)
+    assert request(tmp_path, strategy) == ("mine", {})
+    assert not caplog.records
+    trainer = Trainer(Net(), make_arguments(tmp_path, ddp_backend="gloo"), strategy=strategy)
+    assert trainer.strategy is strategy
+    assert "strategy='mine' was given as an object, so these settings change nothing: backend='gloo'." in caplog.text
+
+
+def test_object_without_a_name_goes_by_its_class(tmp_path: Path) -> None:
+    class Nameless(SingleDeviceStrategy):
+        name = ""
+
+    assert request(tmp_path, Nameless(use_cpu=True)) == ("Nameless", {})
+
+
+def test_factory_with_open_options_gets_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "_entries", dict(strategies._entries))
+    strategies.register("open", lambda **options: Mine(use_cpu=options["use_cpu"]))
+    assert request(tmp_path, "open", ddp_backend="gloo") == ("open", {**ALWAYS, "backend": "gloo"})
+    assert isinstance(Trainer(Net(), make_arguments(tmp_path), strategy="open").strategy, Mine)
+
+
+def test_auto_is_a_name_of_the_trainer_too(tmp_path: Path) -> None:
+    assert Trainer(Net(), make_arguments(tmp_path), strategy="auto").strategy.name == "single"
+
+
+def test_model_that_is_placed_already_stays_where_it_is(tmp_path: Path) -> None:
+    class Placed(TrainingArguments):
+        place_model_on_device = False
+
+    args = Placed(str(tmp_path), use_cpu=True)
+    assert strategy_request(args, None, is_checkpointing=False)[1]["place_model"] is False
+
+
+@pytest.mark.parametrize(
+    ("variable", "engine"), [("ACCELERATE_USE_FSDP", "fsdp"), ("ACCELERATE_USE_DEEPSPEED", "deepspeed")]
+)
+def test_engine_that_only_the_launcher_asks_for_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, engine: str
+) -> None:
+    monkeypatch.setenv(variable, "false")
+    assert request(tmp_path)[0] == "single"
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ConfigError, match=rf"The launcher asked for {engine} \({variable}=true\)"):
+        request(tmp_path)
