@@ -115,7 +115,12 @@ class SkippedBatches(Sampler[Any]):
         self._skip = skip
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(self.batch_sampler, self._skip, None)
+        # Not a generator: an order that comes from the global generator must be drawn now, while the caller has put
+        # back the random numbers of the epoch's start.
+        batches = iter(self.batch_sampler)
+        for _ in zip(range(self._skip), batches, strict=False):
+            pass
+        return batches
 
     def __len__(self) -> int:
         return max(0, len(self.batch_sampler) - self._skip)

@@ -271,7 +271,8 @@ class Trainer:
     @property
     def output_dir(self) -> Path:
         """The folder that checkpoints and results go to; it stays where it is when the working directory changes."""
-        return self._start_folder / str(self.args.output_dir)
+        folder = str(self.args.output_dir)
+        return Path(folder) if "://" in folder else self._start_folder / folder
 
     @property
     def place_model_on_device(self) -> bool:

@@ -13,7 +13,6 @@ from hftrain.adapter.strategy import strategy_request
 from hftrain.strategies.registry import strategies
 from hftrain.strategies.single import SingleDeviceStrategy
 
-
 ALWAYS = {"use_cpu": True, "place_model": True}
 
 

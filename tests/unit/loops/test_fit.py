@@ -204,7 +204,7 @@ def test_checkpoint_at_an_epochs_end_resumes_with_the_next() -> None:
 
 
 def test_evaluation_comes_first_on_request() -> None:
-    assert run(2, max_steps=1, evaluates_on_start=True).diary[:2] == ["evaluate", ("open", 0, 0)]
+    assert run(2, max_steps=1, evaluates_on_start=True).diary[:3] == ["evaluate", "before_epoch", ("open", 0, 0)]
 
 
 def test_loop_acts_in_one_order_after_a_step() -> None:
@@ -212,7 +212,7 @@ def test_loop_acts_in_one_order_after_a_step() -> None:
         2, max_steps=2, hooks={"on_step_end": at_step(1, should_log=True, should_evaluate=True, should_save=True)}
     )
     bench.loop.run()
-    assert bench.diary[2:] == [0, "step", "zero_grad", "evaluate", "save", 1, "step", "zero_grad"]
+    assert bench.diary[3:] == [0, "step", "zero_grad", "evaluate", "save", 1, "step", "zero_grad"]
     assert len(bench.logs) == 1
     assert bench.control == TrainerControl()
 
@@ -275,6 +275,15 @@ def test_stopped_epoch_counts_as_done() -> None:
     assert [entry for entry in bench.diary if isinstance(entry, tuple)] == [("open", 0, 0), ("open", 1, 0)]
     assert [entry for entry in bench.diary if isinstance(entry, int)] == [0, 0, 1, 2, 3]
     assert (bench.progress.epoch, bench.progress.micro_steps_in_epoch) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_epochs", "cut_at", "steps"), [(None, 1, 8), (2, 1, 5), (2, 5, 5), (2, None, 8), (3, 1, 8)]
+)
+def test_run_with_a_cut_epoch_ends_after_its_epochs(num_epochs: int | None, cut_at: int | None, steps: int) -> None:
+    hook = at_step(-1 if cut_at is None else cut_at, should_epoch_stop=True)
+    bench = run(4, max_steps=8, num_epochs=num_epochs, hooks={"on_step_end": hook})
+    assert bench.progress.step == steps
 
 
 def test_unheard_events_are_not_fired_within_a_step() -> None:

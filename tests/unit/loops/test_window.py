@@ -142,6 +142,28 @@ def test_loss_window_goes_on_from_its_state(num_before: int) -> None:
     assert second.mean_over_run() == whole.mean_over_run()
 
 
+def test_long_window_is_the_same_to_the_last_bit_after_a_resume() -> None:
+    losses = [loss.item() for loss in torch.randn(150).exp()]
+    whole = make_window()
+    add_steps(whole, [[loss] for loss in losses])
+    expected = whole.read()
+    assert expected == {"loss": pytest.approx(sum(losses) / len(losses))}
+    for num_before in (1, 63, 64, 65, 128, 149):
+        first, second = make_window(), make_window()
+        add_steps(first, [[loss] for loss in losses[:num_before]])
+        second.load_state_dict(from_file(first.state_dict()), device=torch.device("cpu"))
+        add_steps(second, [[loss] for loss in losses[num_before:]])
+        assert second.read() == expected
+
+
+@pytest.mark.filterwarnings("ignore:The loss was NaN")
+def test_filter_counts_over_a_long_window() -> None:
+    window = make_window()
+    add_steps(window, [[NAN if step % 10 == 3 else float(step)] for step in range(200)])
+    finite = [step for step in range(200) if step % 10 != 3]
+    assert window.read() == {"loss": pytest.approx(sum(finite) / len(finite)), "nonfinite_losses": 20}
+
+
 def test_state_holds_no_functions() -> None:
     assert not any(callable(value) for value in make_window().state_dict().values())
 

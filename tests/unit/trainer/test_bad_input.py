@@ -34,7 +34,9 @@ def train(
     folder: Path, model: Any = None, *, data: Any = None, trainer: dict[str, Any] | None = None, **options: Any
 ) -> None:
     rows = make_rows() if data is None else data
-    Trainer(model or Net(), make_arguments(folder, **options), train_dataset=rows, **(trainer or {})).train()
+    keywords = trainer or {}
+    model = None if "model_init" in keywords else model or Net()
+    Trainer(model, make_arguments(folder, **options), train_dataset=rows, **keywords).train()
 
 
 @pytest.mark.parametrize(

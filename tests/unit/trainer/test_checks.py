@@ -189,7 +189,7 @@ def test_optimizer_must_hold_parameters_of_the_model() -> None:
 def test_schedule_must_drive_the_optimizer_that_trains() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="A StepLR was to drive the learning rate.*another optimizer"):
+    with pytest.raises(ConfigError, match=r"A StepLR was to drive the learning rate.*another optimizer"):
         check_optimizer(optimizer, torch.optim.lr_scheduler.StepLR(sgd, 1), model)
 
 

@@ -1,0 +1,471 @@
+"""Ways in which a run could go wrong without a word, each closed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from support.tiny import Net, Noisy, Stream, Task, make_arguments, make_rows
+from torch import nn
+
+from hftrain import (
+    CheckpointError,
+    ConfigError,
+    StepOutput,
+    TaskError,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
+
+
+def share(prediction: Any) -> dict[str, float]:
+    return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def test_gradients_left_by_an_interrupt_do_not_leak_into_the_next_run(tmp_path: Path) -> None:
+    class Interrupt(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    set_seed(0)
+    trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=1), train_dataset=make_rows())
+    trainer.add_callback(Interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(Interrupt)
+    trainer.train()
+    set_seed(0)
+    clean = Trainer(Net(), make_arguments(tmp_path, max_steps=1), train_dataset=make_rows())
+    clean.train()
+    assert trainer.state.log_history[0]["grad_norm"] == clean.state.log_history[0]["grad_norm"]
+
+
+@pytest.mark.parametrize("greater", [True, False])
+def test_nan_is_never_the_best_metric(tmp_path: Path, greater: bool) -> None:
+    values = iter([0.0, math.nan, 0.5, 0.4, 0.6])
+    arguments = make_arguments(
+        tmp_path, num_train_epochs=4, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
+        metric_for_best_model="score", greater_is_better=greater,
+    )  # fmt: skip
+    trainer = Trainer(
+        Net(), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(4),
+        compute_metrics=lambda prediction: {"score": next(values)},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_metric == (0.6 if greater else 0.4)
+
+
+def test_a_restored_control_does_not_stop_the_resumed_run(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100, "num_train_epochs": 3}
+    Trainer(Net(), make_arguments(tmp_path, **options), train_dataset=make_rows(22), callbacks=[StopAt(5)]).train()
+    arguments = make_arguments(tmp_path, restore_callback_states_from_checkpoint=True, **options)
+    resumed = Trainer(Net(), arguments, train_dataset=make_rows(22))
+    assert resumed.train(resume_from_checkpoint=True).global_step == 18
+
+
+def test_a_tasks_schedule_starts_anew_with_each_run(tmp_path: Path) -> None:
+    class Own(Task):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+            return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=3)
+
+    trainer = Trainer(Own(), make_arguments(tmp_path, max_steps=3), train_dataset=make_rows())
+    trainer.train()
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == 0.5
+
+
+def test_a_used_schedule_of_the_users_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=3)
+    trainer = Trainer(
+        model, make_arguments(tmp_path, max_steps=3), train_dataset=make_rows(), optimizers=(optimizer, schedule)
+    )
+    trainer.train()
+    assert "stepped before" not in caplog.text
+    trainer.train()
+    assert "stepped before" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "keywords"),
+    [
+        ({"label_smoothing_factor": 0.1}, {}),
+        ({"label_names": ["y"]}, {}),
+        ({}, {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: labels}),
+    ],
+)
+def test_a_loss_setting_that_a_task_would_not_read_is_refused(
+    tmp_path: Path, options: dict[str, Any], keywords: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="A task computes its own loss"):
+        Trainer(Task(), make_arguments(tmp_path, **options), **keywords)
+
+
+class Targets(nn.Module):
+    """Calls its labels by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        logits = self.layer(x)
+        return (
+            (nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits)
+            if targets is not None
+            else (logits,)
+        )
+
+
+def make_targets() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for index in range(12):
+        targets = torch.randint(0, 3, (5,), generator=generator)
+        targets[1 + index % 5 :] = -100
+        rows.append({"x": torch.randn(5, 4, generator=generator), "targets": targets})
+    return rows
+
+
+def test_labels_of_another_name_weigh_smooth_and_count_alike(tmp_path: Path) -> None:
+    set_seed(0)
+    model, rows = Targets(), make_targets()
+    losses, norms = [], []
+    for size, accumulation in ((12, 1), (4, 3), (1, 12)):
+        arguments = make_arguments(
+            tmp_path, per_device_train_batch_size=size, per_device_eval_batch_size=size, max_steps=1,
+            gradient_accumulation_steps=accumulation, learning_rate=0.0, label_names=["targets"],
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        norms.append(trainer.state.log_history[0]["grad_norm"])
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+    smoothed = Trainer(model, make_arguments(tmp_path, label_names=["targets"], label_smoothing_factor=0.3))
+    assert smoothed.evaluate(rows)["eval_loss"] != pytest.approx(losses[0], rel=1e-3)
+
+
+def test_smoothing_without_labels_is_an_error(tmp_path: Path) -> None:
+    class Two(Targets):
+        def forward(self, x: torch.Tensor, label_a: Any = None, label_b: Any = None) -> Any:  # type: ignore[override]
+            return (self.layer(x).sum(),)
+
+    rows = [{"x": torch.ones(5, 4), "label_a": 1, "label_b": 2}] * 4
+    trainer = Trainer(Two(), make_arguments(tmp_path, label_smoothing_factor=0.1), train_dataset=rows)
+    with pytest.raises(TaskError, match="no labels to smooth"):
+        trainer.train()
+
+
+def test_compute_metrics_that_would_never_run_is_an_error(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path), compute_metrics=share)
+    with pytest.raises(TaskError, match=r"gave no labels.*the columns x"):
+        trainer.evaluate([{"x": row["x"]} for row in make_rows(4)])
+    with pytest.raises(TaskError, match="gave no predictions"):
+        Trainer(LossOnly(), make_arguments(tmp_path), compute_metrics=share).evaluate(make_rows(4))
+
+
+class LossOnly(Task):
+    def evaluation_step(self, batch: Any) -> Any:
+        return super().training_step(batch).loss
+
+
+def test_arrays_are_kept_and_other_outputs_refused(tmp_path: Path) -> None:
+    class Arrays(Task):
+        answer: Any = numpy.ones((2, 3))
+
+        def evaluation_step(self, batch: Any) -> StepOutput:
+            return StepOutput(loss=torch.zeros(()), outputs=self.answer, labels=batch["labels"])
+
+    trainer = Trainer(Arrays(), make_arguments(tmp_path, per_device_eval_batch_size=2), compute_metrics=share)
+    assert "eval_share" in trainer.evaluate(make_rows(4))
+    Arrays.answer = ["text"]
+    with pytest.raises(TaskError, match="They hold a str"):
+        trainer.evaluate(make_rows(4))
+
+
+def test_best_checkpoint_is_found_where_the_run_was_moved_to(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "save_total_limit": 2,
+        "metric_for_best_model": "score", "greater_is_better": False, "num_train_epochs": 2,
+    }  # fmt: skip
+
+    def make(folder: str, **more: Any) -> Trainer:
+        return Trainer(
+            Net(), make_arguments(tmp_path / folder, **{**options, **more}), train_dataset=make_rows(8),
+            eval_dataset=make_rows(4),
+            compute_metrics=lambda prediction: {"score": float(trainer.state.global_step)},
+        )  # fmt: skip
+
+    trainer = make("old")
+    trainer.train()
+    (tmp_path / "old").rename(tmp_path / "new")
+    trainer = make("new", num_train_epochs=5)
+    trainer.train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["checkpoint-10", "checkpoint-2"]
+
+
+def test_resume_takes_the_newer_run_though_an_older_one_got_further(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(*callbacks: Any) -> Trainer:
+        arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=100)
+        return Trainer(Net(), arguments, train_dataset=make_rows(22), callbacks=list(callbacks))
+
+    make(StopAt(6)).train()
+    assert "of another run" not in caplog.text
+    make(StopAt(3)).train()
+    assert "checkpoint-6" in caplog.text
+    resumed = make(StopAt(4))
+    assert resumed.train(resume_from_checkpoint=True).global_step == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [({"data_seed": 7}, "data_seed"), ({"dataloader_drop_last": True}, "drop_last"), ({"rows": 30}, "samples"),
+     ({"precision": "bf16"}, "precision"), ({"optim": "sgd"}, "optimizer")],
+)  # fmt: skip
+def test_resume_with_other_data_or_numerics_is_refused(tmp_path: Path, change: dict[str, Any], name: str) -> None:
+    def make(rows: int = 22, precision: Any = None, **options: Any) -> Trainer:
+        arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=100, **options)
+        return Trainer(Net(), arguments, train_dataset=make_rows(rows), callbacks=[StopAt(2)], precision=precision)
+
+    make().train()
+    with pytest.raises(CheckpointError, match=name):
+        make(**change).train(resume_from_checkpoint=True)
+
+
+def test_changed_learning_rate_is_reported_on_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make(**options: Any) -> Trainer:
+        arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=100, **options)
+        return Trainer(Net(), arguments, train_dataset=make_rows(22), callbacks=[StopAt(2)])
+
+    make().train()
+    make(learning_rate=0.5).train(resume_from_checkpoint=True)
+    assert "learning_rate (was 0.01, now 0.5)" in caplog.text
+
+
+def test_longer_run_goes_on_with_the_longer_schedule(tmp_path: Path) -> None:
+    def make(epochs: int) -> Trainer:
+        arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=100, num_train_epochs=epochs)
+        return Trainer(Net(), arguments, train_dataset=make_rows(22))
+
+    make(2).train()
+    longer = make(4)
+    longer.train(resume_from_checkpoint=True)
+    assert [e["learning_rate"] for e in longer.state.log_history if e["step"] == 13] == [pytest.approx(1e-2 * 12 / 24)]
+
+
+def test_resume_is_exact_when_the_order_comes_from_the_global_generator(tmp_path: Path) -> None:
+    def make(folder: str, *callbacks: Any) -> Trainer:
+        set_seed(0)
+        arguments = make_arguments(
+            tmp_path / folder, save_strategy="steps", save_steps=100,
+            accelerator_config={"use_seedable_sampler": False},
+        )  # fmt: skip
+        return Trainer(Net(0.2), arguments, train_dataset=Noisy(make_rows(22)), callbacks=list(callbacks))
+
+    whole = make("a")
+    whole.train()
+    make("b", StopAt(9)).train()
+    resumed = make("b")
+    resumed.train(resume_from_checkpoint=True)
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_masked_micro_batch_has_no_share_wherever_it_stands(tmp_path: Path) -> None:
+    class Words(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Linear(4, 3)
+
+        def training_step(self, batch: Any) -> StepOutput:
+            logits = self.model(batch["x"]).flatten(0, 1)
+            return StepOutput(loss=nn.functional.cross_entropy(logits, batch["labels"].flatten()))
+
+    losses = []
+    for position in range(3):
+        rows = [{"x": row["x"], "labels": row["targets"]} for row in make_targets()[:3]]
+        order = torch.randperm(3, generator=torch.Generator().manual_seed(42)).tolist()
+        rows[order[position]] = {"x": torch.ones(5, 4), "labels": torch.full((5,), -100)}
+        set_seed(0)
+        task = Words()
+        valid = [row for row in rows if (row["labels"] != -100).any()]
+        expected = task.training_step(
+            {"x": torch.stack([r["x"] for r in valid]), "labels": torch.stack([r["labels"] for r in valid])}
+        ).loss
+        arguments = make_arguments(
+            tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=3, num_train_epochs=1
+        )
+        trainer = Trainer(task, arguments, train_dataset=rows)
+        trainer.train()
+        assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.item(), rel=1e-6)
+        losses.append(trainer.state.log_history[0])
+    assert all("nonfinite_losses" not in entry for entry in losses)
+
+
+def test_run_of_nothing_but_nan_says_so(tmp_path: Path) -> None:
+    rows = [{**row, "x": row["x"] * math.nan} for row in make_rows(8)]
+    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=rows)
+    with pytest.warns(UserWarning, match="nonfinite_losses"):
+        output = trainer.train()
+    assert math.isnan(output.training_loss)
+    assert output.metrics["nonfinite_losses"] == 4
+
+
+def test_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(Net().parameters(), lr=1.0)
+    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(), optimizers=(optimizer, None))
+    with pytest.raises(ConfigError, match="holds none of the model's parameters"):
+        trainer.train()
+    model = Net()
+    mine = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    trainer = Trainer(model, make_arguments(tmp_path), train_dataset=make_rows(), optimizers=(mine, schedule))
+    with pytest.raises(ConfigError, match="made for another optimizer"):
+        trainer.train()
+    trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=1), train_dataset=make_rows())
+    trainer.train()
+    trainer.model = Net()
+    with pytest.raises(ConfigError, match="after replacing the model"):
+        trainer.train()
+
+
+def test_epochs_cut_short_by_callbacks_still_count(tmp_path: Path) -> None:
+    class Cut(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = True
+
+    trainer = Trainer(Net(), make_arguments(tmp_path, num_train_epochs=3), train_dataset=make_rows(22), callbacks=[Cut])
+    assert trainer.train().global_step == 3
+
+
+def test_names_that_clash_are_named(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path), compute_metrics=lambda prediction: {"loss": -1.0})
+    with pytest.warns(UserWarning, match="names are taken: loss"):
+        assert trainer.evaluate(make_rows(4))["eval_loss"] > 0
+
+
+def test_relative_folder_stays_when_the_working_directory_changes(
+    tmp_cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Move(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            (tmp_cwd / "elsewhere").mkdir(exist_ok=True)
+            monkeypatch.chdir(tmp_cwd / "elsewhere")
+
+    arguments = make_arguments(Path("out"), save_strategy="epoch")
+    Trainer(Net(), arguments, train_dataset=make_rows(8), callbacks=[Move]).train()
+    assert len(list((tmp_cwd / "out").iterdir())) == 2
+    assert not list((tmp_cwd / "elsewhere").iterdir())
+
+
+def test_workers_that_would_read_a_stream_twice_are_named(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path, dataloader_num_workers=2))
+    with pytest.warns(UserWarning, match="each worker reads the whole stream"):
+        trainer.get_eval_dataloader(Stream(make_rows(4)))
+
+
+@pytest.mark.parametrize(
+    ("made", "shown"),
+    [(lambda o: ([o], [None]), "of \\(list, list\\)"), (lambda o: {"optimizer": o}, "a dict"),
+     (lambda o: [o, o], "of \\(SGD, SGD\\)")],
+)  # fmt: skip
+def test_optimizers_in_an_unknown_form_are_named(tmp_path: Path, made: Any, shown: str) -> None:
+    class Own(Task):
+        def configure_optimizers(self) -> Any:
+            return made(torch.optim.SGD(self.model.parameters(), lr=1.0))
+
+    with pytest.raises(TaskError, match=f"configure_optimizers.*{shown}"):
+        Trainer(Own(), make_arguments(tmp_path), train_dataset=make_rows()).train()
+
+
+def test_a_tasks_plateau_schedule_follows_the_evaluations(tmp_path: Path) -> None:
+    class Own(Task):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+            return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
+
+    arguments = make_arguments(tmp_path, num_train_epochs=3, eval_strategy="epoch")
+    trainer = Trainer(Own(), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(4))
+    trainer.train()
+    assert trainer.get_learning_rates()[0] < 0.5
+
+
+def test_train_within_train_is_refused(tmp_path: Path) -> None:
+    class Again(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            with pytest.raises(ConfigError, match="one training at a time"):
+                trainer.train()
+
+    trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=2), train_dataset=make_rows(), callbacks=[Again])
+    assert trainer.train().global_step == 2
+
+
+def test_tensors_of_a_task_itself_are_placed(tmp_path: Path) -> None:
+    class Weighted(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.ones(3))
+
+    task = Weighted()
+    trainer = Trainer(task, make_arguments(tmp_path, max_steps=1, save_strategy="steps"), train_dataset=make_rows())
+    moved = []
+    task._apply = lambda function, recurse=True: moved.append(function) or task  # type: ignore[method-assign]
+    trainer.train()
+    assert moved
+    assert (tmp_path / "checkpoint-1" / "task_state.safetensors").exists()
+
+
+def test_launchers_settings_are_heeded_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert Trainer(Net(), make_arguments(tmp_path)).precision.policy.name == "bf16"
+    assert Trainer(Net(), make_arguments(tmp_path), precision="fp32").precision.policy.name == "fp32"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="fsdp"):
+        Trainer(Net(), make_arguments(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "error"), [(lambda p: 3.0, "returned a float"), (lambda p: {"a": {1, 2}}, "It is a set")]
+)
+def test_metrics_that_no_log_can_hold_are_named(tmp_path: Path, metrics: Any, error: str) -> None:
+    with pytest.raises(TaskError, match=error):
+        Trainer(Net(), make_arguments(tmp_path), compute_metrics=metrics).evaluate(make_rows(4))
+    trainer = Trainer(Net(), make_arguments(tmp_path), compute_metrics=lambda p: None)
+    assert "eval_loss" in trainer.evaluate(make_rows(4))
+
+
+def test_evaluation_set_that_is_not_there_is_named(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path), eval_dataset={"valid": make_rows(4)})
+    with pytest.raises(ConfigError, match="Did you mean 'valid'"):
+        trainer.evaluate("vali")
+    with pytest.raises(ConfigError, match="eval_dataset is empty"):
+        Trainer(Net(), make_arguments(tmp_path, eval_strategy="epoch"), eval_dataset=[])
+    with pytest.raises(ConfigError, match="eval_valid_loss"):
+        Trainer(
+            Net(), make_arguments(tmp_path, eval_strategy="epoch", metric_for_best_model="loss"),
+            eval_dataset={"valid": make_rows(4)}, compute_metrics=share,
+        )  # fmt: skip
+
+
+def test_resume_from_a_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="names no checkpoint"):
+        Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows()).train(resume_from_checkpoint=1)  # type: ignore[arg-type]
