@@ -65,6 +65,10 @@ class TrainFeed:
         loader, to_drop = (self.loader, 0) if skip == 0 else _skip_indices(self.loader, skip)
         _start_epoch(loader, epoch=epoch, seed=self._seed)
         iterator = iter(loader)
+        for sampler in samplers_of(loader) if skip else ():
+            if isinstance(sampler, SkippedBatches):
+                # Now, while the caller has put back the random numbers that the epoch's order was drawn from.
+                sampler.start()
         if to_drop:
             _logger.info("Reading and dropping %d batches that were trained on before the checkpoint.", to_drop)
         for _, _batch in zip(range(to_drop), iterator, strict=False):

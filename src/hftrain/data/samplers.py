@@ -103,7 +103,7 @@ class ContiguousShard(Sampler[Any]):
 
 
 class SkippedBatches(Sampler[Any]):
-    """Leave out the first batches of another batch sampler; only indices are drawn for them.
+    """Leave out the first batches of another batch sampler; only indices are drawn for them. For one pass.
 
     Args:
         batch_sampler: Yields batches of indices.
@@ -112,15 +112,22 @@ class SkippedBatches(Sampler[Any]):
 
     def __init__(self, batch_sampler: Any, *, skip: int) -> None:
         self.batch_sampler = batch_sampler
-        self._skip = skip
+        self._skip = self._left = skip
+        self._batches: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        # Not a generator: an order that comes from the global generator must be drawn now, while the caller has put
-        # back the random numbers of the epoch's start.
-        batches = iter(self.batch_sampler)
-        for _ in zip(range(self._skip), batches, strict=False):
-            pass
-        return batches
+        self._batches, self._left = iter(self.batch_sampler), self._skip
+        return self
+
+    def __next__(self) -> Any:
+        self.start()
+        return next(self._batches)
+
+    def start(self) -> None:
+        """Draw the order, if the pass has begun and has not: samplers wait with it until the first batch."""
+        for _ in range(self._left):
+            next(self._batches, None)
+        self._left = 0
 
     def __len__(self) -> int:
         return max(0, len(self.batch_sampler) - self._skip)
