@@ -8,7 +8,7 @@ from typing import Any
 
 from hftrain.adapter.data import read_accelerator_config
 from hftrain.arguments import Seq2SeqTrainingArguments
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError, explain, suggest
 
 UNWIRED: dict[str, str] = {
     "logging_dir": "TensorBoard",
@@ -139,6 +139,16 @@ def _changed_values(args: Any) -> dict[str, tuple[Any, str]]:
     if args.half_precision_backend not in _HALF_PRECISION_BACKENDS:
         changed["half_precision_backend"] = (args.half_precision_backend, "Apex")
     sharing = read_accelerator_config(args)
+    known = {**_ACCELERATOR_DEFAULTS, **dict.fromkeys(("split_batches", "even_batches", "use_seedable_sampler"))}
+    unknown = [key for key in sharing if key not in known]
+    if unknown:
+        raise ConfigError(
+            explain(
+                f"accelerator_config={{{unknown[0]!r}: ...}} was given.",
+                "accelerator_config has no such key.",
+                suggest(unknown[0], known),
+            )
+        )
     keys = [key for key, allowed in _ACCELERATOR_DEFAULTS.items() if key in sharing and sharing[key] not in allowed]
     if keys:
         changed["accelerator_config"] = ({key: sharing[key] for key in keys}, "loader sharing")

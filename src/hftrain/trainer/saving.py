@@ -119,7 +119,7 @@ class RunCheckpoints:
         manifest = read_manifest(folder)
         geometry = self._geometry(None)
         if self.trainer.args.ignore_data_skip:
-            geometry = {name: geometry[name] for name in ("world_size", "batch_size", "accumulation")}
+            geometry = {name: geometry[name] for name in ("world_size", "batch_size", "accumulation", "precision")}
         check_geometry(manifest, **geometry)
         self._report_changed_arguments(folder)
         self.manager.run_id = manifest.facts["run_id"]

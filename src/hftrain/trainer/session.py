@@ -257,12 +257,12 @@ class TrainSession:
             self._rng = None
 
     def _log(self, logs: dict[str, Any]) -> None:
-        own: dict[str, Any] = dict(self.logs.read())
+        own: dict[str, Any] = {}
         for name, metric in self.trainer.task.metrics("train").items():
             value = metric.compute()
             metric.reset()
             own.update({k: float(v) for k, v in (value if isinstance(value, Mapping) else {name: value}).items()})
-        self.trainer._log(merge_reports(logs, own))
+        self.trainer._log(merge_reports(logs, self.logs.read(), own))
 
     def _evaluate(self) -> None:
         trainer = self.trainer

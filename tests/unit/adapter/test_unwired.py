@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -180,3 +181,10 @@ def test_local_rank_that_the_launcher_confirms_passes(monkeypatch, given, launch
     if launched is not None:
         monkeypatch.setenv("LOCAL_RANK", launched)
     check_local_rank(TrainingArguments("out", local_rank=given))
+
+
+def test_unknown_key_in_a_file_of_accelerator_settings_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sharing.json"
+    path.write_text('{"split_batchs": true}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="Did you mean 'split_batches'"):
+        check_wired(TrainingArguments(accelerator_config=str(path)))
