@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import sys
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +23,7 @@ from hftrain.strategies.environment import (
     launched_world_size,
 )
 
+_DRAIN_S = 0.1
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
@@ -83,7 +86,13 @@ class DistributedStrategy(Strategy):
         if self._owns_group:
             atexit.unregister(self.close)
             if dist.is_initialized():
+                # Wrapped models that nobody uses any more hold the group, whose threads end with it.
+                gc.collect()
                 dist.destroy_process_group()
+                if self.world_size > 1:
+                    # One that still holds a tensor of the last exchange needs the interpreter to let it go. At exit it
+                    # would find the interpreter gone, and abort the process after a good run.
+                    time.sleep(_DRAIN_S)
             # torch put its own hook in, and leaves it there.
             if sys.excepthook is self._excepthooks[1]:
                 sys.excepthook = self._excepthooks[0]
