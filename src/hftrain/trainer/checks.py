@@ -66,6 +66,15 @@ def check_parts(
     args: Any, *, model_init: Any, optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any, collator: Any
 ) -> None:
     """Raise where constructor arguments contradict each other."""
+    if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
+        raise ConfigError(
+            explain(
+                "optimizers was given.",
+                "It is no pair of an optimizer and a schedule.",
+                "Pass (optimizer, schedule); either may be None.",
+                optimizers=optimizers,
+            )
+        )
     has_optimizers = any(part is not None for part in optimizers)
     if model_init is not None and has_optimizers:
         raise ConfigError(

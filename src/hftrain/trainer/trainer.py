@@ -940,6 +940,12 @@ class Trainer:
         assert self.model_init is not None
         set_seed(self.args.seed)
         parameters = inspect.signature(self.model_init).parameters.values()
+        if sum(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters) > 1:
+            raise ConfigError(
+                explain(
+                    "model_init was given.", "It takes more than the trial.", "Let it take no argument, or the trial."
+                )
+            )
         takes_trial = any(p.name == "trial" or (p.default is p.empty and p.kind < p.VAR_POSITIONAL) for p in parameters)
         model = self.model_init(trial) if takes_trial else self.model_init()
         if model is None:

@@ -53,6 +53,8 @@ def train(
         ({}, {"eval_strategy": "epoch"}, "no eval_dataset"),
         ({"data_collator": 3}, {}, "data_collator"),
         ({"optimizers": (None, object()), "model_init": Net}, {}, "optimizers.*model_init"),
+        ({"optimizers": (None,)}, {}, "no pair of an optimizer and a schedule"),
+        ({"model_init": lambda trial, other: Net()}, {}, "takes more than the trial"),
         ({"tokenizer": object(), "processing_class": object()}, {}, "processing_class and tokenizer"),
     ],
 )  # fmt: skip
