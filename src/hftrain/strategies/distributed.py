@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import sys
 import time
 from datetime import timedelta
@@ -86,13 +85,11 @@ class DistributedStrategy(Strategy):
         if self._owns_group:
             atexit.unregister(self.close)
             if dist.is_initialized():
-                # Wrapped models that nobody uses any more hold the group, whose threads end with it.
-                gc.collect()
-                dist.destroy_process_group()
                 if self.world_size > 1:
-                    # One that still holds a tensor of the last exchange needs the interpreter to let it go. At exit it
-                    # would find the interpreter gone, and abort the process after a good run.
+                    # A thread of the backend may still hold tensors of the last exchange, and needs the interpreter
+                    # to let them go: at exit it would find it gone, and abort the process after a good run.
                     time.sleep(_DRAIN_S)
+                dist.destroy_process_group()
             # torch put its own hook in, and leaves it there.
             if sys.excepthook is self._excepthooks[1]:
                 sys.excepthook = self._excepthooks[0]
