@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,17 @@ def joined() -> dict[str, Any]:
     return answer
 
 
+def met_again(late_rank: int) -> int:
+    """Form one more group, while one rank takes its time."""
+    strategy = create_strategy("ddp", use_cpu=True, timeout_s=20)
+    if strategy.rank == late_rank:
+        time.sleep(1)
+    strategy.launch()
+    total = strategy.reduce(torch.tensor(strategy.rank + 1)).item()
+    strategy.close()
+    return int(total)
+
+
 def work() -> dict[str, Any]:
     """Do everything that the tests ask about, in one launch."""
     strategy = create_strategy("auto", use_cpu=True, find_unused_parameters=True, timeout_s=60)
@@ -169,6 +181,7 @@ def work() -> dict[str, Any]:
     from accelerate import PartialState
 
     answers["left"] = [torch.distributed.is_initialized(), bool(PartialState._shared_state)]
+    answers["met again"] = [met_again(late_rank) for late_rank in (0, 1)]
     answers["joined"] = joined()
     return answers
 
@@ -185,6 +198,10 @@ def test_ranks_know_who_they_are_before_and_after_launch(answers: list[dict[str,
         assert answer["name"] == "ddp"
         assert answer["before"] == answer["after"] == [rank, rank, 2]
         assert answer["main"] == [rank == 0] * 2
+
+
+def test_processes_meet_as_often_as_they_like_and_wait_for_the_late_one(answers: list[dict[str, Any]]) -> None:
+    assert [answer["met again"] for answer in answers] == [[3, 3], [3, 3]]
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import functools
+import itertools
+import os
 import sys
 import time
 from datetime import timedelta
@@ -23,6 +26,7 @@ from hftrain.strategies.environment import (
 )
 
 _DRAIN_S = 0.1
+_meetings = itertools.count()
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
@@ -135,7 +139,9 @@ class DistributedStrategy(Strategy):
 
         self._owns_accelerate_state = not PartialState._shared_state
         # Without cpu=True accelerate stays single on a machine without accelerators, and says nothing.
-        state = PartialState(cpu=self.device_type == "cpu", backend=self.backend, timeout=self.timeout)
+        state = PartialState(
+            cpu=self.device_type == "cpu", backend=self.backend, timeout=self.timeout, **self._meeting_place()
+        )
         if state.num_processes != self.world_size:
             self.close()
             raise StrategyError(
@@ -149,6 +155,19 @@ class DistributedStrategy(Strategy):
         self.local_rank = state.local_process_index
         device: torch.device = state.device
         return torch.device("cpu") if device.type == "cpu" else device
+
+    def _meeting_place(self) -> dict[str, Any]:
+        """Return where in the launcher's store the processes leave their addresses, each time somewhere else.
+
+        A second group at the place of the first finds the addresses of the first, which nobody answers any more; a
+        rank that looks before the others have written theirs then waits until the timeout.
+        """
+        if self.backend == "mpi" or "MASTER_ADDR" not in os.environ:
+            return {}
+        address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+        store = _launchers_store(*address, self.rank, self.world_size, self.timeout)
+        place = dist.PrefixStore(f"hftrain/{next(_meetings)}", store)
+        return {"store": place, "rank": self.rank, "world_size": self.world_size}
 
     def _stay_alone(self) -> torch.device:
         """Form a group of one."""
@@ -165,6 +184,13 @@ class DistributedStrategy(Strategy):
             timeout=self.timeout,
         )
         return self.planned_device
+
+
+@functools.cache
+def _launchers_store(address: str, port: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Connect to the store of one launch, once: rank 0 may be the one who serves it, for all the groups to come."""
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    return store
 
 
 def check_backend(backend: str, device_type: str) -> None:
