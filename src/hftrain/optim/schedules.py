@@ -18,8 +18,6 @@ from hftrain.core.registry import Registry
 from hftrain.optim import multipliers, settle
 from hftrain.optim.options import refuse_unknown
 
-_PLATEAU = "reduce_lr_on_plateau"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
@@ -51,8 +49,8 @@ def build_schedule(config: ScheduleConfig, optimizer: Optimizer) -> LRScheduler:
         optimizer: Mutated. Rates given as such (`lr_end`, `min_lr`) relate to its default `lr`.
 
     Returns:
-        A scheduler to step once per optimizer update, or with the metric when `is_metric_driven`. Its state dict
-        holds plain values only.
+        A scheduler to step once per optimizer update, or with the metric after each evaluation if it is a
+        `ReduceLROnPlateau`. Its state dict holds plain values only.
 
     Raises:
         ConfigError: The name is unknown; an option is unknown, missing or impossible.
@@ -71,16 +69,6 @@ def refresh_rate(schedule: LRScheduler) -> None:
         groups = schedule.optimizer.param_groups
         for group, base, multiply in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
             group["lr"] = base * multiply(schedule.last_epoch)
-
-
-def is_metric_driven(name: str) -> bool:
-    """Tell whether a schedule is stepped with a metric after each evaluation, instead of once per update.
-
-    Example:
-        >>> is_metric_driven("reduce_lr_on_plateau"), is_metric_driven("linear")
-        (True, False)
-    """
-    return name == _PLATEAU
 
 
 def reduce_on_plateau(config: ScheduleConfig, optimizer: Optimizer) -> LRScheduler:
@@ -177,7 +165,7 @@ schedules.register("polynomial", by_multiplier, multiplier=multipliers.polynomia
 schedules.register("constant", by_multiplier, multiplier=multipliers.constant)
 schedules.register("constant_with_warmup", by_multiplier, multiplier=multipliers.constant_with_warmup)
 schedules.register("inverse_sqrt", by_multiplier, multiplier=multipliers.inverse_sqrt)
-schedules.register(_PLATEAU, reduce_on_plateau)
+schedules.register("reduce_lr_on_plateau", reduce_on_plateau)
 schedules.register(
     "cosine_with_min_lr",
     by_multiplier,

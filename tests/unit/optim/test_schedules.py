@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from hftrain.core.errors import ConfigError
-from hftrain.optim.schedules import ScheduleConfig, build_schedule, is_metric_driven, schedules
+from hftrain.optim.schedules import ScheduleConfig, build_schedule, schedules
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "cosine_with_min_lr": {"min_lr": 0.01},
@@ -119,10 +119,6 @@ def test_plateau_lowers_the_rate_and_its_state_survives() -> None:
     restored.load_state_dict(through_file(schedule.state_dict()))
     restored.step(1.0)
     assert [group["lr"] for group in restored.optimizer.param_groups] == [0.05, 0.05]
-
-
-def test_is_metric_driven_only_for_the_plateau() -> None:
-    assert [name for name in schedules.names() if is_metric_driven(name)] == ["reduce_lr_on_plateau"]
 
 
 @pytest.mark.parametrize("name", ["constant", "reduce_lr_on_plateau"])
