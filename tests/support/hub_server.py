@@ -15,6 +15,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from hftrain.core.optional import is_available
+from hftrain.hub.uploads import REQUIREMENT
+
 LARGE = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -69,6 +72,11 @@ class HubServer:
         self.requests: list[str] = []
 
     @property
+    def messages(self) -> list[str]:
+        """What the commits of the only repository say, in order."""
+        return [commit.message for commit in self.repo.commits]
+
+    @property
     def repo(self) -> Repo:
         """The only repository."""
         (found,) = self.repos.values()
@@ -111,7 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             return self._create(json.loads(body), hub.users[token])
         if found := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
-            return self._answer(200, {"transfer": "basic", "objects": [self._slot(o) for o in json.loads(body)["objects"]]})
+            slots = [self._slot(wanted) for wanted in json.loads(body)["objects"]]
+            return self._answer(200, {"transfer": "basic", "objects": slots})
         if (found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/(\w+)/(.+)", path)) and found[1] in hub.repos:
             return getattr(self, f"_{found[2]}")(hub.repos[found[1]], found[3], body, token)
         return self._answer(404, {"error": "not found"}, {"X-Error-Code": "RepoNotFound"})
@@ -205,6 +214,8 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def running_hub(monkeypatch: pytest.MonkeyPatch | None = None) -> Iterator[HubServer]:
     """Run a Hub; with `monkeypatch`, huggingface_hub in this process uses it as alice, in place of the real one."""
+    if not is_available(REQUIREMENT):
+        pytest.skip(f"{REQUIREMENT} is not installed")
     hub = HubServer()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"

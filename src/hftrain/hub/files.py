@@ -21,7 +21,7 @@ _RESUME_ONLY = re.compile(
     r"|pytorch_model_fsdp(_[0-9]+)?|.*\.sagemaker-upload(ing|ed)"
 )
 _SNAPSHOT = "hub"
-_ABANDONED_S = 24 * 3600.0
+ABANDONED_S = 24 * 3600.0
 
 
 def output_files(output_dir: Path) -> dict[str, Path]:
@@ -66,7 +66,7 @@ def take_snapshot(files: Mapping[str, Path], output_dir: Path) -> Path:
 def drop_abandoned(output_dir: Path) -> None:
     """Delete the snapshots of pushes that were killed at least a day ago."""
     for path in output_dir.glob(f".staging-{_SNAPSHOT}-*"):
-        if path.stat().st_mtime < time.time() - _ABANDONED_S:
+        if path.stat().st_mtime < time.time() - ABANDONED_S:
             discard(path)
 
 
