@@ -296,7 +296,7 @@ def test_token_goes_to_the_hub_and_nowhere_else(
 ) -> None:
     with caplog.at_level(logging.DEBUG, "hftrain"):
         trainer = make_trainer(tmp_path / "mine", hub_token="hf_bob", hub_strategy="all_checkpoints")
-        hub.failing = {"/preupload/": 500}
+        hub.failing = {"/commit/": 500}
         trainer.save_model()
         hub.failing = {}
         trainer.train()
