@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         return self._route(path, body, token)
 
-    do_GET = do_PUT = do_HEAD = do_POST  # noqa: N815
+    do_GET = do_PUT = do_HEAD = do_POST
 
     def _route(self, path: str, body: bytes, token: str) -> None:
         hub = self.hub

@@ -46,7 +46,7 @@ def folder_files(folder: Path, *, under: str = "") -> dict[str, Path]:
 
 
 def take_snapshot(files: Mapping[str, Path], output_dir: Path) -> Path:
-    """Return a hidden folder in `output_dir` with the same files, that nothing else writes to or deletes.
+    """Return a hidden folder in `output_dir`, where the files lie, with the same ones; nothing else touches them.
 
     A committed checkpoint is never written to again, so its files are linked: that costs no space, and outlives the
     deletion of the checkpoint. All others, and links where the file system has none, are copied.
@@ -56,7 +56,8 @@ def take_snapshot(files: Mapping[str, Path], output_dir: Path) -> Path:
         for name, source in files.items():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(source, target)
+            is_committed = any(checkpoint_step(part) is not None for part in source.relative_to(output_dir).parts[:-1])
+            (_link_or_copy if is_committed else shutil.copy2)(source, target)
     except BaseException:
         discard(folder)
         raise
@@ -76,10 +77,7 @@ def _is_left_out(part: str) -> bool:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    if any(checkpoint_step(folder) is not None for folder in source.parents):
-        try:
-            os.link(source, target)
-        except OSError:
-            shutil.copy2(source, target)
-    else:
+    try:
+        os.link(source, target)
+    except OSError:
         shutil.copy2(source, target)

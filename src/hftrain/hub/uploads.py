@@ -161,7 +161,7 @@ class Uploads:
             return self._commit(push, folder_files(snapshot))
         except Exception as error:
             logger.warning(
-                "Could not push %r to the Hub repository %s: %s Training goes on; the next push tries again.",
+                "Could not push %r to the Hub repository %s: %s Nothing is lost; what it left out goes with the next.",
                 push.message,
                 self.repo_id or self.config.model_id,
                 reason(error),

@@ -42,6 +42,11 @@ class TrainerHub:
         """The future of the newest push in the background."""
         return None if self.uploads is None else self.uploads.newest
 
+    def start(self) -> None:
+        """Open the repository if `push_to_hub` is set, before anything is launched."""
+        if self.trainer.args.push_to_hub:
+            self.trainer.init_hf_repo()
+
     def open(self, *, token: str | None = None) -> None:
         """Create the repository, or find it.
 
@@ -97,7 +102,7 @@ class TrainerHub:
         self.after_save_model(message="End of training")
         if self.uploads is not None and self.uploads.num_failed:
             logger.warning(
-                "%d of %d pushes to %s failed during this run.",
+                "%d of %d pushes to %s failed.",
                 self.uploads.num_failed,
                 self.uploads.num_pushes,
                 self.uploads.config.model_id,

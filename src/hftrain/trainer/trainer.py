@@ -171,8 +171,7 @@ class Trainer:
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
         self._resolve_hooks()
-        if self.args.push_to_hub:
-            self.init_hf_repo()
+        self._hub.start()
         self._make_callbacks([*(callbacks or ()), *(callback or ())])
 
     # -- construction --------------------------------------------------------------------------------------------

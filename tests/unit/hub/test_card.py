@@ -75,9 +75,18 @@ def test_write_card_shows_several_evaluation_sets_in_one_row(tmp_path: Path) -> 
     assert "| no log | 1 | 4 | 1 | 2 |" in write(tmp_path, log_history=history).text
 
 
-def test_write_card_keeps_what_others_wrote(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "tags",
+    [
+        "[mine]",
+        pytest.param(
+            "mine", marks=pytest.mark.skipif(not is_available("huggingface_hub>=1"), reason="it makes letters of it")
+        ),
+    ],
+)
+def test_write_card_keeps_what_others_wrote(tmp_path: Path, tags: str) -> None:
     path = tmp_path / "README.md"
-    path.write_text("---\nlicense: mit\ntags: mine\nextra: 1\n---\n\nMy own words.\n", encoding="utf-8")
+    path.write_text(f"---\nlicense: mit\ntags: {tags}\nextra: 1\n---\n\nMy own words.\n", encoding="utf-8")
     write(tmp_path, tags=["b"], hyperparameters={"seed": 1})
     path.write_text(path.read_text("utf-8") + "\nMore words.\n", encoding="utf-8")
     card = write(tmp_path, tags=["c"], hyperparameters={"seed": 2})
