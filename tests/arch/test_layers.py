@@ -16,9 +16,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("arguments",),
     ("precision", "strategies", "data", "optim", "storage", "loggers"),
     ("task", "step", "callbacks", "checkpoint"),
-    ("loops",),
+    ("loops", "hub"),
     ("adapter",),
-    ("trainer", "hub", "search", "cli"),
+    ("trainer", "search", "cli"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

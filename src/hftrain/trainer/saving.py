@@ -77,7 +77,10 @@ class RunCheckpoints:
             main += self._resume_writers(optimizer)
             each.append(self._rank_writer())
         facts = {"progress": self.progress.state_dict(), "geometry": self._geometry(optimizer)}
-        self.manager.save(state.global_step, main=main, each=each, facts=facts)
+        committed = self.manager.save(state.global_step, main=main, each=each, facts=facts)
+        if trainer.args.push_to_hub:
+            # Before rotation, which may delete it.
+            trainer._hub.after_save(committed)
         self.manager.rotate(best=best_checkpoint(trainer))
         self.saved_step = state.global_step
         trainer.callback_handler.fire("on_save")
@@ -221,7 +224,8 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
                 )
             )
         return latest
-    if manager.open(Path(resume)) is None:
+    folder = find_folder(resume, trainer.output_dir)
+    if manager.open(folder) is None:
         raise CheckpointError(
             explain(
                 f"Resuming from {str(resume)!r} was asked for.",
@@ -229,7 +233,13 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
                 "Load its weights into the model and start a new run.",
             )
         )
-    return Path(resume)
+    return folder
+
+
+def find_folder(name: str | Path, output_dir: Path) -> Path:
+    """Return the folder of that name: as it stands (relative to the working directory), else in the output folder."""
+    inside = output_dir / name
+    return inside if inside.is_dir() and not Path(name).is_dir() else Path(name)
 
 
 def best_checkpoint(trainer: Trainer) -> Path | None:

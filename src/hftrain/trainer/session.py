@@ -348,6 +348,8 @@ class TrainSession:
         if trainer.args.save_total_limit == 1 and trainer.args.load_best_model_at_end and best is not None:
             self.checkpoints.manager.keep_only(best)
         trainer.callback_handler.fire("on_train_end")
+        if trainer.args.push_to_hub:
+            trainer._hub.after_training()
         return TrainOutput(trainer.state.global_step, training_loss, metrics)
 
 

@@ -65,6 +65,7 @@ from hftrain.trainer.checks import (
     check_unused_by_task,
     read_optimizers,
 )
+from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.reports import (
     format_metrics,
     metrics_table,
@@ -170,6 +171,7 @@ class Trainer:
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
         self._resolve_hooks()
+        self._hub.start()
         self._make_callbacks([*(callbacks or ()), *(callback or ())])
 
     # -- construction --------------------------------------------------------------------------------------------
@@ -252,6 +254,7 @@ class Trainer:
     def _start_idle(self) -> None:
         """Set what only a running verb changes."""
         self._start_folder = Path.cwd()
+        self._hub = TrainerHub(self)
         self.is_in_train = False
         self.is_model_parallel = False
         self._session: TrainSession | None = None
@@ -465,6 +468,7 @@ class Trainer:
         """Write the model (and what belongs to it) so that it can be loaded again; the main process writes.
 
         A transformers model can be reloaded with `from_pretrained`. Collective where the strategy shards the model.
+        With `push_to_hub=True` the model is pushed as well, from `args.output_dir`, and waited for.
 
         Args:
             output_dir: The folder; None takes `args.output_dir`.
@@ -478,6 +482,8 @@ class Trainer:
             self._save(str(folder), state_dict=weights)
         if not _internal_call:
             self.strategy.barrier()
+            if self.args.push_to_hub:
+                self._hub.after_save_model(message="Model save", folder=folder)
 
     def _save(self, output_dir: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         folder = Path(output_dir)
@@ -522,6 +528,116 @@ class Trainer:
         """Write ``<split>_results.json`` and add to ``all_results.json``; the main process writes."""
         if self.is_world_process_zero():
             store_metrics(self.output_dir, split, metrics, combined=combined)
+
+    # -- the Hub -------------------------------------------------------------------------------------------------
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The full name of the repository on the Hub, known once it was created or found; the main process knows it."""
+        return self._hub.repo_id
+
+    @property
+    def push_in_progress(self) -> Any:
+        """The future of the newest push in the background, None before the first; it may be done."""
+        return self._hub.newest
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Create the repository on the Hub, or find it; the main process does.
+
+        Args:
+            token: Access token for this call; None takes `args.hub_token` or the stored login.
+
+        Raises:
+            ConfigError: The Hub refuses the name or the token; a Hub that does not answer is warned of.
+            MissingDependencyError: huggingface_hub is not installed.
+
+        Source: the documented `Trainer.init_hf_repo`.
+        """
+        self._hub.open(token=token)
+
+    def init_git_repo(self, at_init: bool = False) -> None:
+        """Do what `init_hf_repo` does; pushes need no git clone, and no file is ever deleted.
+
+        Source: the documented `Trainer.init_git_repo` (4.24).
+        """
+        warn_once("init_git_repo is deprecated; use init_hf_repo.", FutureWarning)
+        self.init_hf_repo()
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Write a draft of a model card, `README.md` in `output_dir`; the main process writes.
+
+        A card that is there keeps its tags and all text that others wrote.
+
+        Args:
+            language: Of the model.
+            license: None takes that of the base model's page on the Hub.
+            tags: Added to the card's tags.
+            model_name: None takes the repository's name.
+            finetuned_from: The base model; None takes the name the model was loaded by.
+            tasks: The Hub's names of tasks; with a dataset they make the metrics readable for the Hub.
+            dataset_tags: The Hub's names of datasets.
+            dataset: Names of datasets for people.
+            dataset_args: Which part of each dataset.
+
+        Raises:
+            MissingDependencyError: huggingface_hub is not installed.
+
+        Source: the documented `Trainer.create_model_card`.
+        """
+        self._hub.write_card(
+            language=language,
+            license=license,
+            tags=tags,
+            model_name=model_name,
+            finetuned_from=finetuned_from,
+            tasks=tasks,
+            dataset_tags=dataset_tags,
+            dataset=dataset,
+            dataset_args=dataset_args,
+        )
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model into `output_dir` with a model card, and push the folder; collective, the main process pushes.
+
+        Works without `args.push_to_hub` too. Checkpoints, optimizer states and hidden files are left out.
+
+        Args:
+            commit_message: Of the commit.
+            blocking: Wait for the end.
+            token: Access token for this push; None takes `args.hub_token` or the stored login.
+            revision: Branch for this push, created if absent; None takes `args.hub_revision`, then the main branch.
+            **kwargs: For `create_model_card`; `tags` are added to those of the model and of the card.
+
+        Returns:
+            The commit's `CommitInfo` if `blocking`, else its `Future`; None on other processes than the main one. (One
+            text of the documentation says this the other way round.)
+
+        Raises:
+            ConfigError: The Hub refuses the name or the token.
+            MissingDependencyError: huggingface_hub is not installed.
+            Exception: What huggingface_hub raises when a push fails; with ``blocking=False`` the future holds it.
+
+        Source: the documented `Trainer.push_to_hub`.
+        """
+        return self._hub.push(message=commit_message, blocking=blocking, token=token, revision=revision, **kwargs)
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback: an instance, or a class that takes no arguments."""

@@ -28,6 +28,8 @@ local_rank xpu_backend ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb 
 accelerator_config bf16 fp16 half_precision_backend fp16_backend gradient_checkpointing gradient_checkpointing_kwargs
 dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
 dataloader_prefetch_factor remove_unused_columns
+push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision
+push_to_hub_model_id push_to_hub_organization push_to_hub_token
 """
 WIRED = set(WIRED_NAMES.split())
 
@@ -70,16 +72,6 @@ CHANGED = {
     "liger_kernel_config": {"rope": True},
     "group_by_length": True,
     "length_column_name": "size",
-    "push_to_hub": True,
-    "hub_model_id": "m",
-    "hub_strategy": "end",
-    "hub_token": "secret",
-    "hub_private_repo": True,
-    "hub_always_push": True,
-    "hub_revision": "main",
-    "push_to_hub_model_id": "m",
-    "push_to_hub_organization": "org",
-    "push_to_hub_token": "secret",
     "sortish_sampler": True,
     "predict_with_generate": True,
     "generation_max_length": 5,

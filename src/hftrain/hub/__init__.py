@@ -1,0 +1,1 @@
+"""The Hub: what is pushed, when, and the model card."""

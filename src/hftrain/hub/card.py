@@ -1,0 +1,180 @@
+"""The model card: a draft in `README.md` that says how the model was trained, beside what people wrote there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from hftrain.storage.files import write_text
+
+_BEGIN = "<!-- Written by hftrain. What stands between these two comments is replaced at each push. -->"
+_END = "<!-- End of what hftrain wrote. -->"
+_TAGS = ("generated_from_trainer", "hftrain")
+_PACKAGES = ("hftrain", "torch", "transformers", "datasets", "tokenizers", "accelerate")
+_NO_METRICS = ("runtime", "samples_per_second", "steps_per_second")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardFacts:
+    """What a model card tells.
+
+    Args:
+        model_name: The title.
+        library_name: What loads the model.
+        language, license, tags, tasks: Metadata of the Hub.
+        finetuned_from: The model that training began with.
+        dataset_tags: Datasets by their names on the Hub.
+        datasets: Datasets by the names people use; `dataset_args` names a part of each.
+        hyperparameters: By name.
+        log_history: The run's, as in `TrainerState`.
+    """
+
+    model_name: str
+    library_name: str
+    language: Any = None
+    license: str | None = None
+    tags: Sequence[str] = ()
+    finetuned_from: str | None = None
+    tasks: Sequence[str] = ()
+    dataset_tags: Sequence[str] = ()
+    datasets: Sequence[str] = ()
+    dataset_args: Sequence[Any] = ()
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    log_history: Sequence[Mapping[str, Any]] = ()
+
+
+def write_card(path: Path, facts: CardFacts) -> None:
+    """Write a model card, or renew the part of it that is ours.
+
+    The text that others wrote stays, and so do metadata that `facts` does not give. Tags are added to those there.
+
+    Args:
+        path: The `README.md`.
+        facts: What to tell.
+    """
+    from huggingface_hub import ModelCard
+
+    old = ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else ModelCard("---\n{}\n---\n")
+    text = f"{_BEGIN}\n\n{_body(facts)}\n{_END}\n"
+    before, begin, rest = old.text.partition(_BEGIN)
+    _, end, after = rest.partition(_END + "\n")
+    if begin and end:
+        text = before + text + after
+    elif old.text.strip():
+        text = f"{old.text.rstrip()}\n\n{text}"
+    _fill_metadata(old.data, facts)
+    old.text = text if text.startswith("\n") else f"\n{text}"
+    write_text(path, str(old))
+
+
+def _fill_metadata(data: Any, facts: CardFacts) -> None:
+    """Put the facts into a card's metadata, where a value that is there already stays unless one is given."""
+    given = {
+        "language": facts.language,
+        "license": facts.license,
+        "base_model": facts.finetuned_from,
+        "datasets": list(facts.dataset_tags),
+        "pipeline_tag": facts.tasks[0] if facts.tasks else None,
+        "model_name": facts.model_name,
+    }
+    for name, value in given.items():
+        if value:
+            setattr(data, name, value)
+    data.library_name = data.library_name or facts.library_name
+    old = [data.tags] if isinstance(data.tags, str) else data.tags or []
+    data.tags = list(dict.fromkeys([*old, *facts.tags, *_TAGS]))
+    data.eval_results = _results(facts) or data.eval_results
+
+
+def _results(facts: CardFacts) -> list[Any]:
+    """Return the last evaluation in the Hub's form, which needs to know task and dataset."""
+    from huggingface_hub import EvalResult
+
+    if not facts.tasks or not (facts.datasets or facts.dataset_tags):
+        return []
+    names = list(facts.datasets) or list(facts.dataset_tags)
+    kinds = list(facts.dataset_tags) or names
+    last = _last_evaluation(facts.log_history)
+    return [
+        EvalResult(
+            task_type=task,
+            dataset_type=kinds[min(index, len(kinds) - 1)],
+            dataset_name=name,
+            dataset_args=facts.dataset_args[index] if index < len(facts.dataset_args) else None,
+            metric_type=metric,
+            metric_name=metric.replace("_", " ").capitalize(),
+            metric_value=value,
+        )
+        for task in facts.tasks
+        for index, name in enumerate(names)
+        for metric, value in last.items()
+        if metric != "loss"
+    ]
+
+
+def _body(facts: CardFacts) -> str:
+    trained = "trained" if facts.finetuned_from is None else f"fine-tuned from `{facts.finetuned_from}`"
+    names = list(facts.datasets) or list(facts.dataset_tags)
+    parts = [f"{name} ({arg})" for name, arg in zip(names, facts.dataset_args, strict=False)]
+    on = " and ".join(parts + names[len(parts) :]) or "an unnamed dataset"
+    lines = [f"# {facts.model_name}", "", f"This model was {trained} on {on}. Please check and complete this draft."]
+    last = _last_evaluation(facts.log_history)
+    if last:
+        lines += ["", "Its last evaluation gave:", "", *(f"- {name}: {_text(value)}" for name, value in last.items())]
+    lines += ["", "## Training", "", "### Hyper-parameters", ""]
+    lines += [f"- {name}: {_text(value)}" for name, value in facts.hyperparameters.items()]
+    table = _table(facts.log_history)
+    lines += ["", "### Results", "", *table] if table else []
+    lines += ["", "### Framework versions", "", *(f"- {name} {number}" for name, number in _versions().items()), ""]
+    return "\n".join(lines)
+
+
+def _table(history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return one row for each evaluation, with the training loss that was logged last before it."""
+    rows: list[dict[str, Any]] = []
+    loss: Any = "no log"
+    for entry in history:
+        loss = entry.get("loss", loss)
+        metrics = _metrics(entry)
+        if metrics:
+            rows.append({"training loss": loss, "epoch": entry.get("epoch"), "step": entry.get("step"), **metrics})
+    # Several evaluation sets are logged one after the other at the same step.
+    merged: dict[Any, dict[str, Any]] = {}
+    for row in rows:
+        merged.setdefault(row["step"], {}).update(row)
+    columns = list(dict.fromkeys(name for row in merged.values() for name in row))
+    if not columns:
+        return []
+    body = [[_text(row.get(name, "")) for name in columns] for row in merged.values()]
+    return [_row(columns), _row([":---:"] * len(columns)), *(_row(cells) for cells in body)]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _last_evaluation(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return next((found for entry in reversed(history) if (found := _metrics(entry))), {})
+
+
+def _metrics(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an entry of the log says of an evaluation, without speeds."""
+    found = {name.removeprefix("eval_"): value for name, value in entry.items() if name.startswith("eval_")}
+    return {name: value for name, value in found.items() if not name.endswith(_NO_METRICS)}
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,83 @@
+"""Which files go to the Hub, and a copy of them that stays still while they are uploaded."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_step
+from hftrain.storage.files import begin, discard, walk_files
+
+LAST_CHECKPOINT = "last-checkpoint"
+CARD = "README.md"
+
+# What only a resume needs, in the layouts of every strategy; and SageMaker's marks beside the files that it copies.
+_RESUME_ONLY = re.compile(
+    r"(optimizer|scheduler|scaler)([._].*)?|rng_state.*|global_step[0-9]+|latest|zero_to_fp32\.py"
+    r"|pytorch_model_fsdp(_[0-9]+)?|.*\.sagemaker-upload(ing|ed)"
+)
+_SNAPSHOT = "hub"
+ABANDONED_S = 24 * 3600.0
+
+
+def output_files(output_dir: Path) -> dict[str, Path]:
+    """Map names in the repository to the files of an output folder: no checkpoints, no optimizer, nothing hidden."""
+    return {
+        name: path
+        for name, path in folder_files(output_dir).items()
+        if not any(_is_left_out(part) for part in Path(name).parts)
+    }
+
+
+def model_files(checkpoint: Path) -> dict[str, Path]:
+    """Map names in the repository to those files of a checkpoint that a model needs, not a resume."""
+    found = output_files(checkpoint)
+    return {name: path for name, path in found.items() if name not in (MANIFEST, TRAINER_STATE)}
+
+
+def folder_files(folder: Path, *, under: str = "") -> dict[str, Path]:
+    """Map names in the repository, in the folder `under`, to all files of a folder."""
+    found = {path.relative_to(folder).as_posix(): path for path in walk_files(folder) if path.is_file()}
+    return {f"{under}/{name}" if under else name: found[name] for name in sorted(found)}
+
+
+def take_snapshot(files: Mapping[str, Path], output_dir: Path) -> Path:
+    """Return a hidden folder in `output_dir`, where the files lie, with the same ones; nothing else touches them.
+
+    A committed checkpoint is never written to again, so its files are linked: that costs no space, and outlives the
+    deletion of the checkpoint. All others, and links where the file system has none, are copied.
+    """
+    folder = begin(output_dir / _SNAPSHOT)
+    try:
+        for name, source in files.items():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            is_committed = any(checkpoint_step(part) is not None for part in source.relative_to(output_dir).parts[:-1])
+            (_link_or_copy if is_committed else shutil.copy2)(source, target)
+    except BaseException:
+        discard(folder)
+        raise
+    return folder
+
+
+def drop_abandoned(output_dir: Path) -> None:
+    """Delete the snapshots of pushes that were killed at least a day ago."""
+    for path in output_dir.glob(f".staging-{_SNAPSHOT}-*"):
+        if path.stat().st_mtime < time.time() - ABANDONED_S:
+            discard(path)
+
+
+def _is_left_out(part: str) -> bool:
+    is_checkpoint = checkpoint_step(part) is not None or part == LAST_CHECKPOINT
+    return is_checkpoint or part.startswith(".") or _RESUME_ONLY.fullmatch(part) is not None
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

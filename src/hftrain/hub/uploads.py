@@ -1,0 +1,237 @@
+"""Commits to one repository of the Hub, in the background or not; a failure never passes in silence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import get_logger
+from hftrain.core.optional import require
+from hftrain.hub.files import drop_abandoned, folder_files, take_snapshot
+from hftrain.storage.files import discard
+
+REQUIREMENT = "huggingface_hub>=0.34"
+
+# References of which no branch can be made: a commit's hash, a pull request, and the branch that is always there.
+_NO_BRANCH = re.compile(r"[0-9a-f]{40}|refs/.+|main")
+
+logger = get_logger(__name__)
+
+
+def require_hub(feature: str) -> None:
+    """Raise `MissingDependencyError` unless huggingface_hub is installed."""
+    require(REQUIREMENT, feature=feature, extra="hub")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubConfig:
+    """Where pushes go, and which there are.
+
+    Args:
+        output_dir: The run's folder.
+        model_id: The repository: ``name``, in the user's own namespace, or ``owner/name``.
+        strategy: ``end``, ``every_save``, ``checkpoint`` or ``all_checkpoints``.
+        token: Access token; None takes the stored login.
+        private: Whether a new repository is private; None follows the owner's default.
+        always_push: Whether a save is pushed although the previous push has not ended.
+        revision: The branch to push to; None is the main one.
+
+    Source: the documented `hub_model_id`, `hub_strategy`, `hub_token`, `hub_private_repo`, `hub_always_push`,
+    `hub_revision`.
+    """
+
+    output_dir: Path
+    model_id: str
+    strategy: str = "every_save"
+    token: str | None = field(default=None, repr=False)
+    private: bool | None = None
+    always_push: bool = False
+    revision: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Push:
+    """One commit.
+
+    Args:
+        message: What the commit says.
+        files: The files, by their names in the repository.
+        folders: Whole folders, by their names in the repository, whose other files there are deleted.
+        revision: The branch.
+        token: Access token; None takes the configuration's.
+        shows_progress: Whether progress bars are shown.
+    """
+
+    message: str
+    files: Mapping[str, Path]
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    shows_progress: bool = True
+
+
+class Uploads:
+    """Push to one repository, one commit after the other; for the main process alone.
+
+    Args:
+        config: Where to.
+    """
+
+    def __init__(self, config: HubConfig) -> None:
+        from huggingface_hub import HfApi
+
+        self.config = config
+        self.api = HfApi(token=config.token, library_name="hftrain")
+        self.repo_id: str | None = None
+        self.newest: Future[Any] | None = None
+        self.num_pushes = self.num_failed = 0
+        self._waiting: dict[str, Path] = {}
+        self._branches: set[str] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a push in the background has not ended."""
+        return self.newest is not None and not self.newest.done()
+
+    def open_repo(self, *, token: str | None = None) -> str:
+        """Create the repository unless it exists, and return its full name.
+
+        Raises:
+            ConfigError: The Hub refuses the name or the token.
+        """
+        try:
+            url = self.api.create_repo(
+                self.config.model_id, token=token, private=self.config.private, exist_ok=True, repo_type="model"
+            )
+        except Exception as error:
+            status = getattr(getattr(error, "response", None), "status_code", 500)
+            if not isinstance(error, ValueError) and (status >= 500 or status in (408, 429)):
+                raise
+            raise ConfigError(
+                explain(
+                    f"Pushing to the Hub repository {self.config.model_id!r} was asked for.",
+                    f"The Hub refuses it: {str(error).strip()}.",
+                    "Set hub_model_id to a repository of yours, and log in with `hf auth login` or give a hub_token "
+                    "that may write there.",
+                    hub_model_id=self.config.model_id,
+                )
+            ) from error
+        drop_abandoned(self.config.output_dir)
+        self.repo_id = str(url.repo_id)
+        return self.repo_id
+
+    def remember(self, name: str, folder: Path) -> None:
+        """Let the next push bring a whole folder along, in place of the one of that name in the repository."""
+        self._waiting[name] = folder
+
+    def upload(self, push: Push) -> Any:
+        """Wait for the pushes in the background, push, and return the commit; raises what huggingface_hub raises."""
+        self.wait()
+        push, self._waiting = self._with_folders(push), {}
+        return self._commit(push, _all_files(push))
+
+    def submit(self, push: Push) -> Future[Any]:
+        """Push in the background, from a snapshot; a failure is warned of, and stays in the future that is returned.
+
+        Folders that could not be pushed go with the next push.
+        """
+        push = self._with_folders(push)
+        snapshot = take_snapshot(_all_files(push), self.config.output_dir)
+        self._waiting = {}
+        self.newest = self.api.run_as_future(self._run, push, snapshot)
+        return self.newest
+
+    def wait(self) -> None:
+        """Return when no push runs in the background."""
+        if self.newest is not None:
+            wait([self.newest])
+
+    def _with_folders(self, push: Push) -> Push:
+        # A checkpoint that rotation has deleted since is gone for good.
+        return replace(push, folders={name: folder for name, folder in self._waiting.items() if folder.is_dir()})
+
+    def _run(self, push: Push, snapshot: Path) -> Any:
+        try:
+            return self._commit(push, folder_files(snapshot))
+        except Exception as error:
+            logger.warning(
+                "Could not push %r to the Hub repository %s: %s Nothing is lost; what it left out goes with the next.",
+                push.message,
+                self.repo_id or self.config.model_id,
+                reason(error),
+            )
+            raise
+        finally:
+            discard(snapshot)
+
+    def _commit(self, push: Push, files: Mapping[str, Path]) -> Any:
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+        self.num_pushes += 1
+        try:
+            with _progress_bars(push.shows_progress):
+                repo_id = self.repo_id or self.open_repo(token=push.token)
+                self._make_branch(repo_id, push)
+                stale = self._stale(repo_id, push, files)
+                return self.api.create_commit(
+                    repo_id,
+                    operations=[
+                        *(CommitOperationDelete(path_in_repo=name) for name in stale),
+                        *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=files[name]) for name in files),
+                    ],
+                    commit_message=push.message,
+                    revision=push.revision,
+                    token=push.token,
+                )
+        except BaseException:
+            self.num_failed += 1
+            self._waiting = {**push.folders, **self._waiting}
+            raise
+
+    def _make_branch(self, repo_id: str, push: Push) -> None:
+        if push.revision is None or push.revision in self._branches or _NO_BRANCH.fullmatch(push.revision):
+            return
+        self.api.create_branch(repo_id, branch=push.revision, token=push.token, exist_ok=True)
+        self._branches.add(push.revision)
+
+    def _stale(self, repo_id: str, push: Push, files: Mapping[str, Path]) -> list[str]:
+        """List what the repository holds in the folders of a push, and the push does not."""
+        if not push.folders:
+            return []
+        there = self.api.list_repo_files(repo_id, revision=push.revision, token=push.token)
+        return [name for name in there if name.split("/")[0] in push.folders and name not in files]
+
+
+def reason(error: BaseException) -> str:
+    """Word what went wrong with the Hub, and what caused that, without keeping the error itself alive."""
+    cause = "" if error.__cause__ is None else f" ({reason(error.__cause__)})"
+    return f"{type(error).__name__}: {str(error).strip()}{cause}"
+
+
+def _all_files(push: Push) -> dict[str, Path]:
+    files = dict(push.files)
+    for name, folder in push.folders.items():
+        files.update(folder_files(folder, under=name))
+    return files
+
+
+@contextmanager
+def _progress_bars(is_shown: bool) -> Iterator[None]:
+    """Hide huggingface_hub's progress bars, unless its environment variable decides."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if is_shown or constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

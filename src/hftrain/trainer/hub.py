@@ -1,0 +1,246 @@
+"""What a Trainer pushes to the Hub, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hftrain.adapter.hub import hub_config, told_hyperparameters
+from hftrain.core.errors import ConfigError
+from hftrain.core.log import get_logger
+from hftrain.hub.card import CardFacts, write_card
+from hftrain.hub.files import CARD, LAST_CHECKPOINT, model_files, output_files
+from hftrain.hub.uploads import Push, Uploads, reason, require_hub
+from hftrain.storage.files import check_writable
+
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+
+class TrainerHub:
+    """Push what a Trainer saves; only the world's main process talks to the Hub.
+
+    Args:
+        trainer: Whose arguments, model and state are read.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.uploads: Uploads | None = None
+        self._licenses: dict[str, str | None] = {}
+
+    @property
+    def repo_id(self) -> str | None:
+        """The repository's full name, once it was created or found."""
+        return None if self.uploads is None else self.uploads.repo_id
+
+    @property
+    def newest(self) -> Any:
+        """The future of the newest push in the background."""
+        return None if self.uploads is None else self.uploads.newest
+
+    def start(self) -> None:
+        """Open the repository if `push_to_hub` is set, before anything is launched."""
+        if self.trainer.args.push_to_hub:
+            self.trainer.init_hf_repo()
+
+    def open(self, *, token: str | None = None) -> None:
+        """Create the repository, or find it.
+
+        Raises:
+            ConfigError: The Hub refuses the name or the token, or the output folder cannot be written to.
+            MissingDependencyError: huggingface_hub is not installed.
+        """
+        require_hub("push_to_hub")
+        if not self.trainer.is_world_process_zero():
+            return
+        check_writable(self.trainer.output_dir)
+        uploads = self._made()
+        try:
+            uploads.open_repo(token=token)
+        except ConfigError:
+            raise
+        except Exception as error:
+            logger.warning(
+                "The Hub cannot be reached to create %s: %s Training can start; the first push tries again.",
+                uploads.config.model_id,
+                reason(error),
+            )
+
+    def after_save(self, checkpoint: Path) -> None:
+        """Push a committed checkpoint in the background as the strategy asks; a failure is warned of, never raised.
+
+        Args:
+            checkpoint: Its folder, which may be deleted after the call.
+        """
+        if not self.trainer.is_world_process_zero():
+            return
+        try:
+            self._push_checkpoint(checkpoint)
+        except Exception as error:
+            self._warn(f"step {self.trainer.state.global_step}", error)
+
+    def after_save_model(self, *, message: str, folder: Path | None = None) -> None:
+        """Push the model, which was just saved to `folder`, and wait; a failed push is warned of, never raised.
+
+        Collective: it is saved to the output folder first, unless that is where it is.
+        """
+        if folder is None or folder.resolve() != self.trainer.output_dir.resolve():
+            self.trainer.save_model(_internal_call=True)
+        if not self.trainer.is_world_process_zero():
+            return
+        try:
+            self._push_output(message=message, blocking=True)
+        except Exception as error:
+            self._warn(message, error)
+
+    def after_training(self) -> None:
+        """Push the final model and what earlier pushes left out; collective. Says how many pushes failed."""
+        self.after_save_model(message="End of training")
+        if self.uploads is not None and self.uploads.num_failed:
+            logger.warning(
+                "%d of %d pushes to %s failed.",
+                self.uploads.num_failed,
+                self.uploads.num_pushes,
+                self.uploads.config.model_id,
+            )
+
+    def push(self, *, message: str, blocking: bool, token: str | None, revision: str | None, **card: Any) -> Any:
+        """Save the model to the output folder and push that; collective. See `Trainer.push_to_hub`."""
+        require_hub("push_to_hub()")
+        self.trainer.save_model(_internal_call=True)
+        if not self.trainer.is_world_process_zero():
+            return None
+        return self._push_output(message=message, blocking=blocking, token=token, revision=revision, card=card)
+
+    def write_card(self, **given: Any) -> None:
+        """Write `README.md` into the output folder; see `Trainer.create_model_card`."""
+        require_hub("create_model_card()")
+        trainer = self.trainer
+        if not trainer.is_world_process_zero():
+            return
+        trainer.output_dir.mkdir(parents=True, exist_ok=True)
+        config = getattr(trainer.model, "config", None)
+        base = given["finetuned_from"] or _hub_name(getattr(config, "_name_or_path", None))
+        facts = CardFacts(
+            model_name=given["model_name"] or self._model_name(),
+            library_name="transformers" if _is_transformers(trainer.model) else "hftrain",
+            language=given["language"],
+            license=given["license"] or self._license_of(base),
+            tags=_as_list(given["tags"]),
+            finetuned_from=base,
+            tasks=_as_list(given["tasks"]),
+            dataset_tags=_as_list(given["dataset_tags"]),
+            datasets=_as_list(given["dataset"]),
+            dataset_args=_as_list(given["dataset_args"]),
+            hyperparameters=self._hyperparameters(),
+            log_history=trainer.state.log_history,
+        )
+        write_card(trainer.output_dir / CARD, facts)
+        renew = getattr(trainer.model, "create_or_update_model_card", None)
+        if renew is not None:
+            renew(str(trainer.output_dir))  # PEFT adds what it knows of its adapters
+
+    def _made(self) -> Uploads:
+        if self.uploads is None:
+            self.uploads = Uploads(hub_config(self.trainer.args, output_dir=self.trainer.output_dir))
+        return self.uploads
+
+    def _push_checkpoint(self, checkpoint: Path) -> None:
+        trainer, uploads = self.trainer, self._made()
+        strategy = uploads.config.strategy
+        if strategy == "end":
+            return
+        keeps_all = strategy == "all_checkpoints"
+        if keeps_all or strategy == "checkpoint":
+            uploads.remember(checkpoint.name if keeps_all else LAST_CHECKPOINT, checkpoint)
+        # A skipped checkpoint may be rotated away before the next push, so where all are wanted none is skipped.
+        if uploads.is_busy and not (uploads.config.always_push or keeps_all):
+            logger.info("Skipped the push of step %d: the previous one has not ended.", trainer.state.global_step)
+            return
+        trainer.create_model_card(model_name=self._model_name(), tags=self._model_tags())
+        files = {**model_files(checkpoint), CARD: trainer.output_dir / CARD}
+        message = f"Training in progress, step {trainer.state.global_step}"
+        uploads.submit(Push(message=message, files=files, revision=uploads.config.revision, shows_progress=False))
+
+    def _push_output(
+        self,
+        *,
+        message: str,
+        blocking: bool,
+        token: str | None = None,
+        revision: str | None = None,
+        card: Mapping[str, Any] | None = None,
+    ) -> Any:
+        trainer, uploads = self.trainer, self._made()
+        card = dict(card or {})
+        tags = [*self._model_tags(), *_as_list(card.pop("tags", None))]
+        card.setdefault("model_name", self._model_name())
+        trainer.create_model_card(tags=list(dict.fromkeys(tags)), **card)
+        push = Push(
+            message=message,
+            files=output_files(trainer.output_dir),
+            revision=revision or uploads.config.revision,
+            token=token,
+        )
+        return uploads.upload(push) if blocking else uploads.submit(push)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        uploads = self.uploads
+        where = uploads.config.model_id if uploads is not None else "the Hub"
+        logger.warning(
+            "Could not push %r to %s: %s Nothing is lost, the files are in %s; try again with push_to_hub().",
+            what,
+            where,
+            reason(error),
+            self.trainer.output_dir,
+        )
+
+    def _model_name(self) -> str:
+        config = hub_config(self.trainer.args, output_dir=self.trainer.output_dir)
+        return config.model_id.split("/")[-1]
+
+    def _model_tags(self) -> list[str]:
+        return _as_list(getattr(self.trainer.model, "model_tags", None))
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        trainer = self.trainer
+        return {
+            **told_hyperparameters(trainer.args),
+            "total_train_batch_size": trainer.get_total_train_batch_size(trainer.args),
+            "num_processes": trainer.strategy.world_size,
+            "precision": trainer.precision.policy.name,
+        }
+
+    def _license_of(self, base: str | None) -> str | None:
+        """Return what the base model's page on the Hub says of its license; None if it says nothing now."""
+        if base is None or Path(base).exists():
+            return None
+        if base not in self._licenses:
+            try:
+                info = self._made().api.model_info(base, timeout=10.0)
+                found = None if info.card_data is None else info.card_data.get("license")
+                tags = [tag.removeprefix("license:") for tag in info.tags or () if tag.startswith("license:")]
+                self._licenses[base] = found or (tags[0] if tags else None)
+            except Exception as error:
+                logger.info("The license of %s cannot be looked up: %s", base, error)
+                self._licenses[base] = None
+        return self._licenses[base]
+
+
+def _is_transformers(model: Any) -> bool:
+    return any(kind.__module__.split(".")[0] == "transformers" for kind in type(model).__mro__)
+
+
+def _hub_name(name: Any) -> str | None:
+    """Return the name a model was loaded by, unless it was a folder."""
+    return name if isinstance(name, str) and name and not Path(name).exists() else None
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
