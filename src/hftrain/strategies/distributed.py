@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from hftrain.core.errors import ConfigError, StrategyError, explain
 from hftrain.core.log import get_logger
@@ -166,7 +168,7 @@ class DistributedStrategy(Strategy):
             return {}
         address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
         store = _launchers_store(*address, self.rank, self.world_size, self.timeout)
-        place = dist.PrefixStore(f"hftrain/{next(_meetings)}", store)
+        place = PrefixStore(f"hftrain/{next(_meetings)}", store)
         return {"store": place, "rank": self.rank, "world_size": self.world_size}
 
     def _stay_alone(self) -> torch.device:
@@ -187,9 +189,9 @@ class DistributedStrategy(Strategy):
 
 
 @functools.cache
-def _launchers_store(address: str, port: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def _launchers_store(address: str, port: str, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Connect to the store of one launch, once: rank 0 may be the one who serves it, for all the groups to come."""
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    store: Store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
     return store
 
 
