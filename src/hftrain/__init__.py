@@ -17,6 +17,7 @@ from hftrain.callbacks import (
     ProgressCallback,
     TrainerCallback,
 )
+from hftrain.cli import HfArgumentParser
 from hftrain.core.errors import (
     CheckpointError,
     ConfigError,
@@ -49,6 +50,7 @@ __all__ = [
     "EvalLoopOutput",
     "EvalPrediction",
     "HFTrainError",
+    "HfArgumentParser",
     "HubStrategy",
     "IntervalStrategy",
     "MissingDependencyError",
