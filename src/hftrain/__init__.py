@@ -36,6 +36,7 @@ from hftrain.precision.registry import precisions
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import strategies
 from hftrain.task import ModelTask, TaskModule
+from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataCollatorWithPadding",
+    "DebugUnderflowOverflow",
     "DefaultDataCollator",
     "DefaultFlowCallback",
     "EarlyStoppingCallback",

@@ -36,8 +36,6 @@ CHANGED = {
     "skip_memory_metrics": False,
     "include_tokens_per_second": True,
     "include_num_input_tokens_seen": "all",
-    "debug": "underflow_overflow",
-    "tpu_metrics_debug": True,
     "project": "mine",
     "trackio_space_id": None,
     "eval_use_gather_object": True,
