@@ -20,7 +20,38 @@ SECTION = re.compile(r"## ([A-Z]+)\. ")
 REQUIREMENT = re.compile(r"- (R\d{3}) \S")
 
 # Sections with requirements that no test holds yet: what is missing there.
-OPEN_SECTIONS: dict[str, str] = {}
+OPEN_SECTIONS: dict[str, str] = {
+    "A": "engines and devices",
+    "B": "the parts that only some engines have",
+    "C": "the accelerator",
+    "D": "Hub, search and legacy methods",
+    "E": "search results",
+    "F": "settings that are not wired",
+    "H": "legacy methods",
+    "K": "generation",
+    "L": "not mapped yet",
+    "M": "not mapped yet",
+    "N": "the Hub",
+    "O": "not mapped yet",
+    "P": "not mapped yet",
+    "Q": "not mapped yet",
+    "R": "memory metrics",
+    "S": "search",
+    "T": "DeepSpeed",
+    "U": "FSDP",
+    "V": "launchers",
+    "W": "FairScale's successors",
+    "X": "launchers",
+    "Y": "devices",
+    "Z": "torch.compile",
+    "AA": "model patches",
+    "AB": "optional optimizers",
+    "AC": "not mapped yet",
+    "AD": "experiment trackers",
+    "AG": "notes on installing",
+    "AH": "examples of the Hub, low-rank optimizers and engines",
+    "AI": "those of the Hub, search, generation and FSDP",
+}
 
 
 def read_sections(text: str) -> dict[str, list[str]]:
@@ -44,7 +75,7 @@ def read_claims(folder: Path) -> Iterator[tuple[str, str, list[str]]]:
 
 
 @functools.cache
-def tests_in(path: Path) -> frozenset[str]:
+def names_in(path: Path) -> frozenset[str]:
     """Return the names of a file's tests: functions, and methods as ``Class::method``."""
     if not path.is_file():
         return frozenset()
@@ -60,7 +91,7 @@ def tests_in(path: Path) -> frozenset[str]:
 def is_test(name: str, root: Path = ROOT) -> bool:
     """Tell whether ``path::test`` names a test."""
     path, _, test = name.partition("::")
-    return test in tests_in(root / path)
+    return test in names_in(root / path)
 
 
 SECTIONS = read_sections((HERE / "requirements.md").read_text(encoding="utf-8"))
