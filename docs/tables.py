@@ -5,17 +5,28 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import inspect
 import json
 import re
 import sys
 import textwrap
+import typing
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import hftrain
-from hftrain import Precision, Strategy, Trainer, TrainingArguments, precisions, strategies
+from hftrain import (
+    Precision,
+    Seq2SeqTrainingArguments,
+    Strategy,
+    Trainer,
+    TrainingArguments,
+    precisions,
+    strategies,
+)
 from hftrain.adapter.unwired import UNWIRED
 from hftrain.core import events
 from hftrain.optim.optimizers import not_wired, optimizers
@@ -207,7 +218,59 @@ def contract_table(base: type) -> str:
     return table(("member", "arguments", "what it does"), rows)
 
 
+def readers(fields: frozenset[str]) -> dict[str, list[str]]:
+    """Map each field to the modules that read it: as an attribute of arguments, or by its name."""
+    found: dict[str, list[str]] = {}
+    package = Path(inspect.getfile(hftrain)).parent
+    for path in sorted(package.glob("**/*.py")):
+        module = ".".join(path.relative_to(package).with_suffix("").parts)
+        # Those hold all names: they check and convert, and read none for a purpose.
+        if module.startswith("arguments.") and module != "arguments.processes":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            owner = ast.unparse(node.value).split(".")[-1] if isinstance(node, ast.Attribute) else ""
+            name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
+            is_read = owner in ("args", "arguments") or (owner == "self" and module == "arguments.processes")
+            is_named = isinstance(node, ast.Constant) and module.startswith(("adapter.", "core.state"))
+            is_named = is_named and module != "adapter.unwired"
+            if (
+                isinstance(name, str)
+                and name in fields
+                and (is_read or is_named)
+                and module not in found.setdefault(name, [])
+            ):
+                found[name].append(module)
+    return found
+
+
+def arguments_table() -> str:
+    """List the fields of the arguments."""
+    versions = json.loads(SURFACE.read_text(encoding="utf-8"))["versions"]
+    documented = {
+        name: {each["name"]: each for each in version["classes"]["Seq2SeqTrainingArguments"]["__init__"]["parameters"]}
+        for name, version in versions.items()
+    }
+    types = typing.get_type_hints(Seq2SeqTrainingArguments)
+    used = readers(frozenset(types))
+    rows = []
+    for field in dataclasses.fields(Seq2SeqTrainingArguments):
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        older = documented["4.24"].get(field.name, {}).get("default", default)
+        since = next((name for name, fields in documented.items() if field.name in fields), "later")
+        kind = re.sub(r"(\w+\.)+|<class '|'>", "", inspect.formatannotation(types[field.name])).replace("|", "\\|")
+        if field.name in OLD_SETTINGS:
+            read = "(older name)"
+        elif field.name in UNWIRED:
+            read = f"refused in this version: {UNWIRED[field.name]}"
+        else:
+            read = code(used.get(field.name, ())) or "(scripts)"
+        shown = f"`{default!r}`" + (f" (`{older!r}`)" if older != default else "")
+        rows.append((f"`{field.name}`", kind, shown, since, field.metadata["help"].replace("|", "\\|"), read))
+    return table(("field", "type", "default", "since", "what it does", "read by"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "arguments": arguments_table,
     "loop": loop_table,
     "hooks": hooks_table,
     "strategies": strategies_table,

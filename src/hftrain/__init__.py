@@ -17,6 +17,7 @@ from hftrain.callbacks import (
     ProgressCallback,
     TrainerCallback,
 )
+from hftrain.cli import HfArgumentParser
 from hftrain.core.errors import (
     CheckpointError,
     ConfigError,
@@ -35,6 +36,7 @@ from hftrain.precision.registry import precisions
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import strategies
 from hftrain.task import ModelTask, TaskModule
+from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -43,12 +45,14 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataCollatorWithPadding",
+    "DebugUnderflowOverflow",
     "DefaultDataCollator",
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
     "EvalLoopOutput",
     "EvalPrediction",
     "HFTrainError",
+    "HfArgumentParser",
     "HubStrategy",
     "IntervalStrategy",
     "MissingDependencyError",

@@ -50,6 +50,7 @@ OPTIONAL_OR_HEAVY = frozenset(
         "tqdm.auto",
         "tqdm.notebook",
         "transformers",
+        "yaml",
     }
 )
 

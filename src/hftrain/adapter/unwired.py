@@ -15,8 +15,6 @@ UNWIRED: dict[str, str] = {
     "skip_memory_metrics": "memory metrics",
     "include_tokens_per_second": "token counts",
     "include_num_input_tokens_seen": "token counts",
-    "debug": "debugging",
-    "tpu_metrics_debug": "debugging",
     "project": "Trackio",
     "trackio_space_id": "Trackio",
     "eval_use_gather_object": "gathering of objects",

@@ -69,7 +69,7 @@ class DistributionArguments:
     parallelism_config: Any = field(default=None, metadata={"help": "accelerate's ParallelismConfig."})
     ray_scope: str | None = field(default="last", metadata={"help": "Which of a trial's results Ray Tune compares."})
     xpu_backend: str | None = field(default=None, metadata={"help": "Old name of ddp_backend."})
-    sharded_ddp: str | bool | list[ShardedDDPOption] | None = field(
+    sharded_ddp: list[ShardedDDPOption] | str | None = field(
         default="", metadata={"help": "FairScale's sharding; use fsdp instead."}
     )
     fsdp_min_num_params: int = field(default=0, metadata={"help": "Old form of fsdp_config={'min_num_params': ...}."})

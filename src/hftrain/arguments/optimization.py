@@ -26,7 +26,7 @@ class OptimizationArguments:
     optim_args: str | None = field(
         default=None, metadata={"help": "Extra optimizer arguments as 'name=value, name=value'."}
     )
-    optim_target_modules: str | list[str] | None = field(
+    optim_target_modules: list[str] | str | None = field(
         default=None,
         metadata={
             "help": "Linear modules that a low-rank optimizer treats: names, a regular expression, or 'all-linear'."

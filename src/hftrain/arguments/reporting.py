@@ -34,7 +34,7 @@ class ReportingArguments:
     logging_nan_inf_filter: bool = field(
         default=True, metadata={"help": "Log the window's mean loss in place of NaN and infinity."}
     )
-    report_to: str | list[str] | None = field(
+    report_to: list[str] | str | None = field(
         default=None, metadata={"help": "Experiment trackers to report to, 'all' or 'none'."}
     )
     disable_tqdm: bool | None = field(
@@ -44,7 +44,7 @@ class ReportingArguments:
     include_tokens_per_second: bool | None = field(
         default=False, metadata={"help": "Report tokens per second and device."}
     )
-    include_num_input_tokens_seen: bool | str | None = field(
+    include_num_input_tokens_seen: bool | str = field(
         default=False, metadata={"help": "Count input tokens: True or 'all', 'non_padding', False or 'no'."}
     )
     debug: str | list[DebugOption] = field(

@@ -25,7 +25,9 @@ from hftrain.loops.window import LogWindow, LossWindow, merge_reports
 from hftrain.step.assemble import assemble_stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
+from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer.checks import best_metric_key, check_optimizer
+from hftrain.trainer.debugging import watch_overflow
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.weighing import LossShares
@@ -68,6 +70,7 @@ class TrainSession:
         self._rng: Mapping[str, Any] | None = None
         self.checkpoints = RunCheckpoints(trainer, progress=self.progress, losses=self.losses, logs=self.logs)
         self.optimizer: torch.optim.Optimizer
+        self._watch: DebugUnderflowOverflow | None = None
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -85,6 +88,7 @@ class TrainSession:
         num_epochs, max_steps = plan[0], plan[6]
         self._start_state(max_steps=max_steps, num_epochs=num_epochs)
         stepper = self._set_up(max_steps)
+        self._watch = watch_overflow(trainer)
         if self.resume is not None:
             self._load_rest(self.resume)
         else:
@@ -117,6 +121,8 @@ class TrainSession:
     def close(self) -> None:
         """Put the unwrapped model back and mark the run as over; safe after an error."""
         trainer = self.trainer
+        if self._watch is not None:
+            self._watch.remove()
         trainer.task.model = trainer.model
         trainer._backward, trainer._autocast = trainer.precision.backward, trainer.precision.autocast
         trainer.is_in_train = False

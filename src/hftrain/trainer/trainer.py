@@ -65,6 +65,7 @@ from hftrain.trainer.checks import (
     check_unused_by_task,
     read_optimizers,
 )
+from hftrain.trainer.debugging import debug_callbacks
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.reports import (
     format_metrics,
@@ -229,7 +230,7 @@ class Trainer:
         self.control = TrainerControl()
         self.state = self._new_state()
         self.callback_handler = CallbackRunner(
-            [*default_callbacks(disable_tqdm=disables), *callbacks],
+            [*default_callbacks(disable_tqdm=disables), *debug_callbacks(self), *callbacks],
             args=self.args,
             state=self.state,
             control=self.control,

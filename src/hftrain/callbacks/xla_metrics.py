@@ -1,0 +1,38 @@
+"""What XLA compiled, transferred and waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hftrain.callbacks.base import TrainerCallback
+from hftrain.core.optional import require
+from hftrain.core.progress import TrainerControl
+from hftrain.core.state import TrainerState
+
+
+class XLAMetricsCallback(TrainerCallback):
+    """Print XLA's own metrics after every epoch and evaluation, on the first process.
+
+    Raises:
+        MissingDependencyError: torch_xla is not installed.
+
+    Source: the documented `debug="tpu_metrics_debug"`.
+    """
+
+    def __init__(self) -> None:
+        require("torch_xla", feature="debug='tpu_metrics_debug'", extra="xla")
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Print the metrics so far."""
+        _print_metrics(state)
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Print the metrics so far."""
+        _print_metrics(state)
+
+
+def _print_metrics(state: TrainerState) -> None:
+    import torch_xla.debug.metrics
+
+    if state.is_world_process_zero:
+        print(torch_xla.debug.metrics.metrics_report(), flush=True)

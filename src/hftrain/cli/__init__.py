@@ -1,0 +1,6 @@
+"""Command lines: options out of dataclasses."""
+
+from hftrain.cli.options import HfArg
+from hftrain.cli.parser import HfArgumentParser
+
+__all__ = ["HfArg", "HfArgumentParser"]

@@ -1,0 +1,182 @@
+"""One option out of one dataclass field: how its text is read, and what argparse is told."""
+
+from __future__ import annotations
+
+import argparse
+import collections.abc
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Literal, Union
+
+from hftrain.core.errors import suggest
+
+_TRUE = ("true", "t", "yes", "y", "1", "on")
+_FALSE = ("false", "f", "no", "n", "0", "off")
+_LISTS = (list, collections.abc.Sequence, collections.abc.Iterable)
+_CONTAINERS = (dict, collections.abc.Mapping, tuple, set, frozenset)
+# What a field's metadata may tell argparse in place of what follows from the type.
+_FROM_METADATA = ("help", "choices", "metavar", "nargs", "type")
+
+
+def HfArg(
+    *,
+    default: Any = dataclasses.MISSING,
+    default_factory: Any = dataclasses.MISSING,
+    aliases: str | list[str] | None = None,
+    help: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Declare a dataclass field together with its option.
+
+    Args:
+        default: The field's default.
+        default_factory: Makes the field's default.
+        aliases: Further spellings of the option, such as ``"-m"``.
+        help: The option's help text.
+        metadata: Further metadata; "choices", "metavar", "nargs" and "type" go to argparse.
+        **kwargs: Go to `dataclasses.field`.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Settings:
+        ...     model: str = HfArg(default="tiny", aliases="-m", help="Which model.")
+        >>> Settings().model
+        'tiny'
+
+    Source: the documented `HfArg`.
+    """
+    extra = {name: value for name, value in (("aliases", aliases), ("help", help)) if value is not None}
+    return dataclasses.field(
+        default=default, default_factory=default_factory, metadata={**(metadata or {}), **extra}, **kwargs
+    )
+
+
+def option_names(field: dataclasses.Field[Any]) -> list[str]:
+    """List the spellings of a field's option: with underscores, with dashes, and its aliases."""
+    aliases = field.metadata.get("aliases", ())
+    names = [f"--{field.name}", f"--{field.name.replace('_', '-')}"]
+    return list(dict.fromkeys([*names, *([aliases] if isinstance(aliases, str) else aliases)]))
+
+
+def option_settings(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """Return the keyword arguments of `add_argument` for a field.
+
+    Args:
+        field: The field.
+        hint: Its type, resolved.
+    """
+    settings = _settings_of_type(hint)
+    if field.default_factory is not dataclasses.MISSING:
+        settings["default"] = field.default_factory()
+    elif field.default is not dataclasses.MISSING:
+        settings["default"] = field.default
+    elif is_flag(hint):
+        settings["default"] = False
+    else:
+        settings["required"] = True
+    return settings | {name: field.metadata[name] for name in _FROM_METADATA if name in field.metadata}
+
+
+def is_flag(hint: Any) -> bool:
+    """Tell whether a type holds booleans and nothing else but None."""
+    return _members(hint) == [bool]
+
+
+def _settings_of_type(hint: Any) -> dict[str, Any]:
+    members = _members(hint)
+    lists = [member for member in members if (typing.get_origin(member) or member) in _LISTS]
+    if lists:
+        element = next(iter(typing.get_args(lists[0])), str)
+        if str not in members:
+            return {"type": _reader(element), "nargs": "+"}
+        return {"type": _reader(Union[element, str]), "nargs": "+", "action": _OneOrMore}  # noqa: UP007
+    settings: dict[str, Any] = {"type": _reader(hint)}
+    if bool in members:
+        settings |= {"nargs": "?", "const": True}
+    choices = list(_choices(members[0])) if len(members) == 1 else []
+    if choices:
+        settings["metavar"] = "{" + ",".join(choices) + "}"
+    return settings
+
+
+class _OneOrMore(argparse.Action):
+    """Keep one value as text and several as a list, where a field takes both."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
+
+
+def _members(hint: Any) -> list[Any]:
+    """Return the types of a union other than None, or the one type."""
+    is_union = typing.get_origin(hint) in (Union, types.UnionType)
+    return [member for member in (typing.get_args(hint) if is_union else (hint,)) if member is not type(None)]
+
+
+def _choices(member: Any) -> dict[str, Any]:
+    """Map the texts that an enum or literal type accepts to its values."""
+    if isinstance(member, type) and issubclass(member, Enum):
+        return {str(choice.value): choice for choice in member}
+    if typing.get_origin(member) is Literal:
+        return {str(value): value for value in typing.get_args(member) if value is not None}
+    return {}
+
+
+def _reader(hint: Any) -> Callable[[str], Any]:
+    """Return a function that reads text as one of a type's members, the strictest that fits."""
+    members = sorted(_members(hint), key=_rank)
+    parsers = [_parser(member) for member in members]
+    known = [choice for member in members for choice in _choices(member)]
+    names = " or ".join(str(getattr(member, "__name__", member)) for member in members)
+
+    def read(text: str) -> Any:
+        for parse in parsers:
+            try:
+                return parse(text)
+            except (KeyError, TypeError, ValueError):
+                continue
+        raise argparse.ArgumentTypeError(f"{text!r} is no {names}. {suggest(text, known) if known else ''}".strip())
+
+    return read
+
+
+def _rank(member: Any) -> int:
+    """Order a union's members: what reads the fewest texts first, text last."""
+    order: Sequence[Any] = (int, float, bool)
+    if member in order:
+        return order.index(member)
+    return 5 if member in (str, Any) else 3 if _choices(member) else 4
+
+
+def _parser(member: Any) -> Callable[[str], Any]:
+    if member in (str, Any):
+        return str
+    if member is bool:
+        return _to_bool
+    choices = _choices(member)
+    if choices:
+        return choices.__getitem__
+    container = typing.get_origin(member) or member
+    if container in _CONTAINERS:
+        return lambda text: _from_json(text, container)
+    return typing.cast("Callable[[str], Any]", container)
+
+
+def _to_bool(text: str) -> bool:
+    word = text.lower()
+    if word not in _TRUE + _FALSE:
+        raise ValueError(word)
+    return word in _TRUE
+
+
+def _from_json(text: str, container: Any) -> Any:
+    """Read a dict, tuple or set from JSON text."""
+    value = json.loads(text)
+    is_mapping = container in (dict, collections.abc.Mapping)
+    if not isinstance(value, dict if is_mapping else list):
+        raise ValueError(text)
+    return value if is_mapping else container(value)

@@ -1,0 +1,225 @@
+"""`HfArgumentParser`: command lines, dicts and files into dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import os
+import re
+import sys
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hftrain.cli.options import is_flag, option_names, option_settings
+from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.optional import require
+
+_WORDS = re.compile(r"""(?P<quote>["'])(?P<quoted>.*?)(?P=quote)(?=\s|$)|(?P<plain>\S+)""", re.DOTALL)
+
+
+class HfArgumentParser(argparse.ArgumentParser):
+    """Turn dataclasses into command-line options, and what is given back into dataclasses.
+
+    Every field becomes ``--its_name`` and ``--its-name``. Booleans are flags that may take a value (``--flag``,
+    ``--flag 0``, ``--flag False``); one that is on by default also has ``--no_its_name``. Lists take several values,
+    enums and literals one of theirs, and dicts, tuples and sets are written as JSON text. A field without a default
+    is required, except for booleans.
+
+    Args:
+        dataclass_types: One dataclass, or several that share no field.
+        **kwargs: Go to `argparse.ArgumentParser`.
+
+    Raises:
+        ConfigError: A type is no dataclass, or an annotation names what its module does not have.
+
+    Source: the documented `HfArgumentParser`.
+
+    Example:
+        >>> from hftrain import TrainingArguments
+        >>> parser = HfArgumentParser(TrainingArguments)
+        >>> (args,) = parser.parse_args_into_dataclasses(["--output_dir", "out", "--log-on-each-node", "0"])
+        >>> args.output_dir, args.log_on_each_node
+        ('out', False)
+    """
+
+    def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        super().__init__(**kwargs)
+        types = [dataclass_types] if isinstance(dataclass_types, type) else dataclass_types or ()
+        self.dataclass_types: list[Any] = list(types)
+        for kind in self.dataclass_types:
+            self._add_dataclass(kind)
+
+    def _add_dataclass(self, kind: Any) -> None:
+        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+            asked, reason = f"HfArgumentParser({kind!r}) was asked for.", "That is no dataclass, so it has no fields."
+            raise ConfigError(explain(asked, reason, "Decorate the class with @dataclass, and give the class itself."))
+        hints, group = _type_hints(kind), self.add_argument_group(kind.__name__)
+        for field in _fields(kind):
+            hint = hints[field.name]
+            group.add_argument(*option_names(field), **option_settings(field, hint))
+            if field.default is True and is_flag(hint):
+                opposites = dict.fromkeys((f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}"))
+                group.add_argument(
+                    *opposites, action="store_false", dest=field.name, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+                )
+
+    def parse_args_into_dataclasses(
+        self,
+        args: Sequence[str] | None = None,
+        return_remaining_strings: bool = False,
+        look_for_args_file: bool = True,
+        args_filename: str | os.PathLike[str] | None = None,
+        args_file_flag: str | None = None,
+    ) -> tuple[Any, ...]:
+        """Parse a command line; what it says wins over what files of arguments say.
+
+        Args:
+            args: The words; the process's own if None.
+            return_remaining_strings: Return unknown words as a last list, instead of raising.
+            look_for_args_file: Read the file beside the script that is named like it, with the suffix ".args", if
+                there is one.
+            args_filename: A file of arguments to read instead. Its words are separated by white space; one that holds
+                some is put in quotes.
+            args_file_flag: An option that names such files; may be given several times, later ones win.
+
+        Returns:
+            One object per dataclass, in order; then a namespace, if options were added to the parser by hand; then
+            the unknown words, if asked for.
+
+        Raises:
+            ConfigError: An option is unknown, or a file does not exist.
+            SystemExit: A value cannot be read, or a required one is missing; argparse's message is printed.
+
+        Source: the documented `HfArgumentParser.parse_args_into_dataclasses`.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        files = [] if args_filename is None else [Path(args_filename)]
+        beside = Path(sys.argv[0]).with_suffix(".args") if sys.argv and Path(sys.argv[0]).name else None
+        if look_for_args_file and not files and beside is not None and beside.is_file():
+            files = [beside]
+        if args_file_flag:
+            named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+            named.add_argument(args_file_flag, dest="files", type=Path, action="append", default=[])
+            found, words = named.parse_known_args(words)
+            files += found.files
+        words = [word for file in files for word in _read_words(file)] + words
+        namespace, remaining = self.parse_known_args(words)
+        outputs = self._build(vars(namespace))
+        if vars(namespace):
+            outputs += (namespace,)
+        if return_remaining_strings:
+            return (*outputs, remaining)
+        if remaining:
+            self._refuse_unknown([word for word in remaining if word.startswith("-")] or remaining)
+        return outputs
+
+    def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """Build the dataclasses from a mapping of field names; values are taken as they are.
+
+        Args:
+            args: The values.
+            allow_extra_keys: Pass over names that no dataclass has, instead of raising.
+
+        Raises:
+            ConfigError: A name is unknown; close matches are listed.
+
+        Source: the documented `HfArgumentParser.parse_dict`.
+        """
+        names = {field.name for kind in self.dataclass_types for field in _fields(kind)}
+        unknown = [name for name in args if name not in names]
+        if unknown and not allow_extra_keys:
+            hints = " ".join(suggest(str(name), names) for name in unknown[:3])
+            raise ConfigError(explain(f"Keys {unknown} were given.", "No dataclass has such fields.", hints))
+        return self._build(dict(args))
+
+    def parse_json_file(self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """Build the dataclasses from a JSON file; see `parse_dict`.
+
+        Raises:
+            ConfigError: The file holds no JSON object, or a name is unknown.
+
+        Source: the documented `HfArgumentParser.parse_json_file`.
+        """
+        text = Path(json_file).read_text(encoding="utf-8")
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            content = error
+        return self.parse_dict(_as_mapping(content, json_file, "JSON object"), allow_extra_keys)
+
+    def parse_yaml_file(self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """Build the dataclasses from a YAML file; see `parse_dict`.
+
+        Raises:
+            MissingDependencyError: PyYAML is not installed.
+            ConfigError: The file holds no YAML mapping, or a name is unknown.
+
+        Source: the documented `HfArgumentParser.parse_yaml_file`.
+        """
+        require("PyYAML", feature="parse_yaml_file()")
+        import yaml
+
+        text = Path(yaml_file).read_text(encoding="utf-8")
+        try:
+            content = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            content = error
+        return self.parse_dict(_as_mapping(content, yaml_file, "YAML mapping"), allow_extra_keys)
+
+    def _build(self, values: dict[str, Any]) -> tuple[Any, ...]:
+        """Build the dataclasses; takes what they need out of `values`."""
+        return tuple(
+            # Defaults must not be shared between two calls.
+            kind(**{f.name: copy.deepcopy(values.pop(f.name)) for f in _fields(kind) if f.name in values})
+            for kind in self.dataclass_types
+        )
+
+    def _refuse_unknown(self, words: list[str]) -> None:
+        options = [name for name in self._option_string_actions if name.startswith("--")]
+        # Both spellings of a name would be suggested.
+        options = [name for name in options if "-" not in name[2:]]
+        hints = " ".join(
+            suggest(word.partition("=")[0].replace("-", "_").replace("__", "--", 1), options)
+            for word in words[:3]
+            if word.startswith("--")
+        )
+        raise ConfigError(
+            explain(f"{' '.join(words)!r} was given.", "The parser knows no such options.", hints or "Remove it.")
+        )
+
+
+def _fields(kind: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if field.init]
+
+
+def _type_hints(kind: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(kind)
+    except NameError as error:
+        raise ConfigError(
+            explain(
+                f"HfArgumentParser({kind.__name__}) was asked for.",
+                f"An annotation of its fields cannot be resolved: {error}.",
+                "Define or import what annotations name at the top of the module, and not under TYPE_CHECKING.",
+            )
+        ) from error
+
+
+def _read_words(file: Path) -> list[str]:
+    if not file.is_file():
+        reason = "There is no such file."
+        raise ConfigError(explain(f"Arguments from {str(file)!r} were asked for.", reason, "Check the path."))
+    found = _WORDS.finditer(file.read_text(encoding="utf-8"))
+    return [word["plain"] if word["quote"] is None else word["quoted"] for word in found]
+
+
+def _as_mapping(content: Any, file: str | os.PathLike[str], kind: str) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        reason = f"It holds no {kind}: {content}."
+        raise ConfigError(explain(f"{os.fspath(file)!r} was given.", reason, "Write one value per field's name."))
+    return content

@@ -1,0 +1,123 @@
+"""Where the first number that is not finite came from: a record of what modules take and give."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.log import get_logger
+
+logger = get_logger(__name__)
+
+_HEAD = " abs min   abs max  what"
+
+
+class DebugUnderflowOverflow:
+    """Watch every module of a model, and stop at the first infinity or NaN with a report of what led to it.
+
+    Hooks the model's modules until `remove` is called. A frame is what one module's forward call took and gave: the
+    smallest and largest absolute value of its parameters, inputs and outputs. Each forward pass of the model counts as
+    a batch. Synchronises with the device at every call of a module: for looking for a fault, not for training.
+
+    Args:
+        model: The model to watch.
+        max_frames_to_save: Frames that the report shows, the newest last.
+        trace_batch_nums: Batches, counted from 0, whose frames are all logged as they come; these never stop.
+        abort_after_batch_num: A batch after which to stop although nothing went wrong.
+
+    Raises:
+        ConfigError: `max_frames_to_save` is below 1.
+
+    Source: the documented `DebugUnderflowOverflow`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_frames_to_save: int = 21,
+        trace_batch_nums: Sequence[int] = (),
+        abort_after_batch_num: int | None = None,
+    ) -> None:
+        if max_frames_to_save < 1:
+            asked, reason = f"max_frames_to_save={max_frames_to_save!r} was asked for.", "A report needs a frame."
+            raise ConfigError(explain(asked, reason, "Use 1 or more."))
+        self.model = model
+        self.trace_batch_nums = frozenset(trace_batch_nums)
+        self.abort_after_batch_num = abort_after_batch_num
+        self.batch_number = 0
+        self._frames: deque[str] = deque(maxlen=max_frames_to_save)
+        self._names = {module: name or "(the model)" for name, module in model.named_modules()}
+        self._handles = [
+            module.register_forward_hook(self._after_forward, with_kwargs=True) for module in model.modules()
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off again; may be repeated."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _after_forward(
+        self, module: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any], output: Any
+    ) -> None:
+        is_traced = self.batch_number in self.trace_batch_nums
+        faults = self._add_frame(module, inputs, options, output)
+        if is_traced:
+            logger.warning("Batch %d\n%s\n%s", self.batch_number, _HEAD, self._frames[-1])
+        elif faults:
+            self._stop(module, faults)
+        if module is self.model:
+            self.batch_number += 1
+            if self.abort_after_batch_num is not None and self.batch_number > self.abort_after_batch_num:
+                asked = f"abort_after_batch_num={self.abort_after_batch_num} was asked for."
+                raise TaskError(explain(asked, "That batch is done.", "Leave abort_after_batch_num out to go on."))
+
+    def _add_frame(self, module: nn.Module, inputs: Any, options: Any, output: Any) -> list[str]:
+        """Record a frame; return the names of inputs and outputs that are not finite."""
+        lines = [f"{'':20}{self._names[module]} {type(module).__name__}"]
+        faults = []
+        parts = {"input": inputs[0] if len(inputs) == 1 else inputs, "output": output}
+        watched = [each for name, value in parts.items() for each in _tensors(value, name)]
+        # Masks hold infinities on purpose, and come by keyword: shown, but no fault by themselves.
+        shown = [*_tensors(dict(module.named_parameters(recurse=False)), "parameter"), *_tensors(options, "input")]
+        for is_watched, tensors in ((False, shown), (True, watched)):
+            for name, tensor in tensors:
+                low, high = torch.stack(torch.aminmax(tensor.detach().abs().float())).tolist()
+                lines.append(f"{low:8.2e}  {high:8.2e}  {name}")
+                if is_watched and not high < math.inf:
+                    faults.append(name)
+        self._frames.append("\n".join(lines))
+        return faults
+
+    def _stop(self, module: nn.Module, faults: list[str]) -> None:
+        frames = "\n".join(self._frames)
+        logger.error("The last %d frames before the fault:\n%s\n%s", len(self._frames), _HEAD, frames)
+        name = f"{self._names[module]} ({type(module).__name__})"
+        raise TaskError(
+            explain(
+                f"A watched forward pass reached {name}.",
+                f"In batch {self.batch_number} its {' and '.join(faults)} held an infinity or NaN.",
+                "The log above this error shows the frames that led to it; look for the first large number.",
+            )
+        )
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the floating-point tensors in nested containers, with where they are."""
+    if isinstance(value, torch.Tensor):
+        # Of a sharded parameter, this process's share.
+        value = value.to_local() if hasattr(value, "to_local") else value
+        if value.is_floating_point() and value.numel():
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _tensors(each, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            yield from _tensors(each, f"{name}[{index}]")
