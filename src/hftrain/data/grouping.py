@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset, Sampler
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.seed import preserved_rng
 from hftrain.data.columns import removable_columns
+from hftrain.data.samplers import samplers_of
 
 # Batches that are sorted together: more pad less, fewer leave more to chance.
 _MOST_BATCHES = 50
@@ -175,6 +176,11 @@ def length_sampler(
     )
 
 
+def reading_order(loader: Any) -> Lengths | None:
+    """Return the order in which a `LengthSortedSampler` inside a loader reads; None if there is none."""
+    return next((part.order for part in samplers_of(loader) if isinstance(part, LengthSortedSampler)), None)
+
+
 def _has_column(dataset: Any, name: str | None) -> bool:
     return name is not None and name in (removable_columns(dataset) or ())
 
@@ -211,7 +217,7 @@ def _length_of(sample: Any, dataset: Any, config: LengthConfig) -> int:
         raise _no_lengths(
             dataset,
             f"A sample has no {config.input_name!r} with a length{found}.",
-            "Add a column of lengths to a datasets.Dataset and name it in length_column_name, or leave the setting out.",
+            "Name a column of lengths of a datasets.Dataset in length_column_name, or leave the setting out.",
         )
     return len(value)
 

@@ -195,6 +195,10 @@ def build_eval_loader(
                 "torch.utils.data.get_worker_info() for its share, each worker reads the whole stream and every "
                 "sample counts several times. Use dataloader_num_workers=1 to be sure."
             )
+        if config.persistent_workers:
+            # Each pass starts the random numbers anew, as it does in workers that are new themselves.
+            dataset = EpochStream(dataset, seed=config.seed, rank=rank)
+            dataset.set_epoch(0)
         return RankLoader(dataset, batch_size=size, drop_last=config.drop_last, **options)
     if sampler is None:
         sampler = SequentialSampler(dataset)
