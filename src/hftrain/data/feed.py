@@ -105,4 +105,7 @@ def _start_epoch(loader: Any, *, epoch: int, seed: int) -> None:
             generator.manual_seed(seed + epoch)
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
+    collate = getattr(loader, "collate_fn", None)
+    if callable(getattr(collate, "set_epoch", None)):
+        collate.set_epoch(epoch)  # type: ignore[union-attr]
     set_dataset_epoch(getattr(loader, "dataset", None), epoch=epoch, seed=seed)
