@@ -119,8 +119,12 @@ class LengthSortedSampler(Sampler[int]):
 
     def __init__(self, lengths: Any, *, world_size: int = 1, unit: int = 1) -> None:
         lengths = numpy.asarray(lengths, dtype=numpy.int64)
-        by_length = numpy.argsort(-lengths, kind="stable")[: len(lengths) // unit * unit]
-        self.order: Lengths = numpy.concatenate([by_length[rank::world_size] for rank in range(world_size)])
+        num_units = len(lengths) // unit
+        # Where the shares of the ranks begin and end, as in `ContiguousShard`; each is filled in turn.
+        bounds = numpy.arange(world_size + 1) * num_units // world_size * unit
+        places = numpy.arange(num_units * unit) - numpy.repeat(bounds[:-1], numpy.diff(bounds))
+        self.order: Lengths = numpy.empty(num_units * unit, dtype=numpy.int64)
+        self.order[numpy.argsort(places, kind="stable")] = numpy.argsort(-lengths, kind="stable")[: len(self.order)]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.order.tolist())
