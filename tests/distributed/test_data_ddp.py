@@ -95,7 +95,8 @@ def test_dispatched_training_equals_that_of_ranks_that_read(
     read = run_distributed(train, folder=str(tmp_path / "b"), dispatch=False, **options)
     assert [each["seen"] for each in sent] == [each["seen"] for each in read]
     assert [each["weights"] for each in sent] == [each["weights"] for each in read]
-    assert sent[1]["num_reads"] == 0 < sent[0]["num_reads"]
+    # Each process looks at one sample to check its columns.
+    assert sent[1]["num_reads"] <= 1 < sent[0]["num_reads"]
 
 
 def test_dispatched_training_resumes_exactly(tmp_path: Path, run_distributed: Any) -> None:
@@ -162,7 +163,8 @@ def fail_to_read(folder: str) -> str:
 def test_failing_reader_tells_the_other_ranks(tmp_path: Path, run_distributed: Any) -> None:
     class_and_text = run_distributed(fail_to_read, folder=str(tmp_path), timeout_s=120)
     assert class_and_text[0] == "OSError: disk gone"
-    assert class_and_text[1].startswith("TaskError") and "disk gone" in class_and_text[1]
+    assert class_and_text[1].startswith("TaskError")
+    assert "disk gone" in class_and_text[1]
 
 
 class Words(Dataset[dict[str, Any]]):
