@@ -9,7 +9,7 @@ import psutil
 import pytest
 from support.tiny import Net, Stream, make_arguments, make_rows
 
-from hftrain import ConfigError, Seq2SeqTrainingArguments, Trainer, TrainerCallback
+from hftrain import ConfigError, Seq2SeqTrainingArguments, TaskError, Trainer, TrainerCallback
 
 
 class Watch(TrainerCallback):
@@ -97,3 +97,23 @@ def test_columns_that_somebody_asked_for_are_kept(tmp_path: Path) -> None:
     trainer._signature_columns = None
     next(iter(trainer.get_train_dataloader()))
     assert seen == [["labels", "x"], ["extra", "labels", "x"], ["extra", "labels", "text", "x"]]
+
+
+@pytest.mark.parametrize("give", [lambda batches: batches, lambda batches: (batches[0], None), lambda batches: None])
+def test_wrong_samples_of_a_step_are_named(tmp_path: Path, give: Any) -> None:
+    class Own(Trainer):
+        def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any = None) -> Any:
+            return give(super().get_batch_samples(epoch_iterator, num_batches, device)[0])
+
+    with pytest.raises(TaskError, match="no pair of a list of batches"):
+        Own(Net(), make_arguments(tmp_path), train_dataset=make_rows(4)).train()
+
+
+def test_fewer_samples_than_asked_for_make_a_shorter_step(tmp_path: Path) -> None:
+    class Short(Trainer):
+        def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any = None) -> Any:
+            return super().get_batch_samples(epoch_iterator, 1, device)
+
+    arguments = make_arguments(tmp_path, gradient_accumulation_steps=2, num_train_epochs=1)
+    output = Short(Net(), arguments, train_dataset=make_rows(16)).train()
+    assert output.global_step == 2
