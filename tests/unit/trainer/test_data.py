@@ -117,3 +117,19 @@ def test_fewer_samples_than_asked_for_make_a_shorter_step(tmp_path: Path) -> Non
     arguments = make_arguments(tmp_path, gradient_accumulation_steps=2, num_train_epochs=1)
     output = Short(Net(), arguments, train_dataset=make_rows(16)).train()
     assert output.global_step == 2
+
+
+def test_resume_without_data_skip_starts_the_epochs_data_over(tmp_path: Path) -> None:
+    seen: list[list[float]] = []
+
+    class Noting(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            seen.append(inputs["x"][:, 0].tolist())
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+    arguments = make_arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=1)
+    Noting(Net(), arguments, train_dataset=make_rows(24)).train()
+    arguments = make_arguments(tmp_path, max_steps=3, ignore_data_skip=True)
+    trainer = Noting(Net(), arguments, train_dataset=make_rows(24))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert seen[3:] == seen[:1]
