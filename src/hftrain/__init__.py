@@ -31,6 +31,12 @@ from hftrain.core.seed import enable_full_determinism, set_seed
 from hftrain.core.state import TrainerState
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, PredictionOutput, StepOutput, TrainOutput
 from hftrain.data.collators import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
+from hftrain.data.collators_packed import DataCollatorWithFlattening
+from hftrain.data.collators_text import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+)
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
 from hftrain.strategies.base import Strategy
@@ -44,6 +50,10 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DataCollatorForLanguageModeling",
+    "DataCollatorForSeq2Seq",
+    "DataCollatorForTokenClassification",
+    "DataCollatorWithFlattening",
     "DataCollatorWithPadding",
     "DebugUnderflowOverflow",
     "DefaultDataCollator",

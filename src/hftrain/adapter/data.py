@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import get_logger
+from hftrain.data.grouping import LengthConfig
 from hftrain.data.loaders import LoaderConfig
+
+logger = get_logger(__name__)
 
 
 def train_loader_config(args: Any, *, has_accelerator: bool) -> LoaderConfig:
@@ -19,6 +23,7 @@ def train_loader_config(args: Any, *, has_accelerator: bool) -> LoaderConfig:
         drop_last=args.dataloader_drop_last,
         split_batches=bool(sharing.get("split_batches", False)),
         even_batches=bool(sharing.get("even_batches", True)),
+        dispatch_batches=sharing.get("dispatch_batches"),
         use_seedable_sampler=bool(sharing.get("use_seedable_sampler", True)),
         seed=data_seed(args),
         **_worker_options(args, has_accelerator),
@@ -30,8 +35,51 @@ def eval_loader_config(args: Any, *, has_accelerator: bool) -> LoaderConfig:
     return LoaderConfig(
         batch_size=args.eval_batch_size,
         drop_last=args.dataloader_drop_last,
+        dispatch_batches=read_accelerator_config(args).get("dispatch_batches"),
         seed=data_seed(args),
         **_worker_options(args, has_accelerator),
+    )
+
+
+def total_batch_size(args: Any, *, world_size: int) -> int:
+    """Return the samples per optimizer update, all ranks together; with `split_batches` they share one batch."""
+    is_split = read_accelerator_config(args).get("split_batches", False)
+    return int(args.train_batch_size * args.gradient_accumulation_steps * (1 if is_split else world_size))
+
+
+def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -> LengthConfig | None:
+    """Return how samples are ordered by length, None where they are not.
+
+    Args:
+        args: The training arguments.
+        tool: The processing class, whose first `model_input_names` is the input that is measured.
+        batch_size: Samples per optimizer update, all ranks together.
+        is_training: Evaluations are ordered by `sortish_sampler` alone.
+
+    Raises:
+        ConfigError: `group_by_length` and `sortish_sampler` are both set.
+    """
+    is_sortish = bool(getattr(args, "sortish_sampler", False))
+    if is_sortish and args.group_by_length:
+        raise ConfigError(
+            explain(
+                "group_by_length=True and sortish_sampler=True were asked for.",
+                "Both choose the order of the training data.",
+                "Keep one of the two.",
+            )
+        )
+    if not is_sortish and not (args.group_by_length and is_training):
+        return None
+    if is_sortish and not is_training and not args.eval_do_concat_batches:
+        logger.warning("sortish_sampler leaves evaluations unsorted: eval_do_concat_batches=False keeps their batches.")
+        return None
+    names = getattr(tool, "model_input_names", None) or ["input_ids"]
+    return LengthConfig(
+        input_name=names[0],
+        column=args.length_column_name,
+        batch_size=batch_size,
+        seed=data_seed(args),
+        shuffles_batches=is_sortish,
     )
 
 

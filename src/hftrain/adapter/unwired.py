@@ -6,9 +6,8 @@ import functools
 import os
 from typing import Any
 
-from hftrain.adapter.data import read_accelerator_config
 from hftrain.arguments import Seq2SeqTrainingArguments
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, explain
 
 UNWIRED: dict[str, str] = {
     "logging_dir": "TensorBoard",
@@ -45,9 +44,6 @@ UNWIRED: dict[str, str] = {
     "torchdynamo": "torch.compile",
     "use_liger_kernel": "Liger kernels",
     "liger_kernel_config": "Liger kernels",
-    "group_by_length": "grouping by length",
-    "length_column_name": "grouping by length",
-    "sortish_sampler": "generation",
     "predict_with_generate": "generation",
     "generation_max_length": "generation",
     "generation_num_beams": "generation",
@@ -56,12 +52,6 @@ UNWIRED: dict[str, str] = {
 
 # Settings of which only some values are acted on.
 _HALF_PRECISION_BACKENDS = ("auto", "cuda_amp", "cpu_amp")
-_ACCELERATOR_DEFAULTS: dict[str, tuple[Any, ...]] = {
-    "dispatch_batches": (None, False),
-    "non_blocking": (False,),
-    "gradient_accumulation_kwargs": (None, {}),
-    "use_configured_state": (False,),
-}
 
 
 def check_wired(args: Any) -> None:
@@ -126,18 +116,4 @@ def _changed_values(args: Any) -> dict[str, tuple[Any, str]]:
         changed["report_to"] = (args.report_to, "experiment tracking")
     if args.half_precision_backend not in _HALF_PRECISION_BACKENDS:
         changed["half_precision_backend"] = (args.half_precision_backend, "Apex")
-    sharing = read_accelerator_config(args)
-    known = {**_ACCELERATOR_DEFAULTS, **dict.fromkeys(("split_batches", "even_batches", "use_seedable_sampler"))}
-    unknown = [key for key in sharing if key not in known]
-    if unknown:
-        raise ConfigError(
-            explain(
-                f"accelerator_config={{{unknown[0]!r}: ...}} was given.",
-                "accelerator_config has no such key.",
-                suggest(unknown[0], known),
-            )
-        )
-    keys = [key for key, allowed in _ACCELERATOR_DEFAULTS.items() if key in sharing and sharing[key] not in allowed]
-    if keys:
-        changed["accelerator_config"] = ({key: sharing[key] for key in keys}, "loader sharing")
     return changed

@@ -106,7 +106,9 @@ def _check_accumulation(args: ArgumentFields) -> None:
     nested = config.get("gradient_accumulation_kwargs") if isinstance(config, Mapping) else None
     if nested is None and config is not None:
         nested = getattr(config, "gradient_accumulation_kwargs", None)
-    if args.gradient_accumulation_steps > 1 and "num_steps" in (nested or {}):
+    steps = args.gradient_accumulation_steps
+    # Equal where a Trainer has let num_steps be the setting.
+    if steps > 1 and (nested or {}).get("num_steps", steps) != steps:
         reason = "accelerator_config's gradient_accumulation_kwargs already say num_steps."
         names = ("gradient_accumulation_steps", "accelerator_config")
         raise _refuse(args, reason, "Remove num_steps there.", *names)

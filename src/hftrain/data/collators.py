@@ -42,17 +42,8 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> An
         {'labels': tensor([0, 1]), 'x': tensor([[1, 2],
                 [3, 4]])}
     """
-    if return_tensors not in ("pt", "np"):
-        raise ConfigError(
-            explain(
-                f"return_tensors={return_tensors!r} was asked for.",
-                "Batches can only be made of torch tensors or NumPy arrays.",
-                "Use 'pt', which training needs, or 'np'.",
-                return_tensors=return_tensors,
-            )
-        )
     batch = _collate_named(features) if _is_named(features[0]) else default_collate(features)
-    return batch if return_tensors == "pt" else map_tensors(batch, torch.Tensor.numpy)
+    return returned_as(return_tensors, batch)
 
 
 @dataclass
@@ -98,22 +89,12 @@ class DataCollatorWithPadding:
     return_tensors: str = "pt"
 
     def __post_init__(self) -> None:
-        if not callable(getattr(self.tokenizer, "pad", None)):
-            raise ConfigError(
-                explain(
-                    f"A {type(self.tokenizer).__name__} was to pad the batches.",
-                    "It has no pad method.",
-                    "Give a tokenizer or feature extractor, or use default_data_collator.",
-                )
-            )
+        check_pads(self.tokenizer)
 
     def __call__(self, features: list[Any]) -> Any:
         """Pad the samples into a batch."""
-        known_warnings = getattr(self.tokenizer, "deprecation_warnings", None)
-        if isinstance(known_warnings, dict):
-            # Tokenizers advise against calling pad, which is for people who tokenize and pad in the same place.
-            known_warnings.setdefault("Asking-to-pad-a-fast-tokenizer", True)
-        batch = self.tokenizer.pad(
+        batch = pad_features(
+            self.tokenizer,
             features,
             padding=self.padding,
             max_length=self.max_length,
@@ -124,6 +105,48 @@ class DataCollatorWithPadding:
             if name in batch:
                 batch["labels"] = batch.pop(name)
         return batch
+
+
+def returned_as(return_tensors: str, batch: Any) -> Any:
+    """Return a batch of torch tensors as ``"pt"``, which it is, or as ``"np"``.
+
+    Raises:
+        ConfigError: `return_tensors` is neither.
+    """
+    if return_tensors not in ("pt", "np"):
+        raise ConfigError(
+            explain(
+                f"return_tensors={return_tensors!r} was asked for.",
+                "Batches can only be made of torch tensors or NumPy arrays.",
+                "Use 'pt', which training needs, or 'np'.",
+                return_tensors=return_tensors,
+            )
+        )
+    return batch if return_tensors == "pt" else map_tensors(batch, torch.Tensor.numpy)
+
+
+def check_pads(tokenizer: Any) -> None:
+    """Raise unless a tokenizer can pad.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if not callable(getattr(tokenizer, "pad", None)):
+        raise ConfigError(
+            explain(
+                f"A {type(tokenizer).__name__} was to pad the batches.",
+                "It has no pad method.",
+                "Give a tokenizer or feature extractor, or use default_data_collator.",
+            )
+        )
+
+
+def pad_features(tokenizer: Any, features: list[Any], **options: Any) -> Any:
+    """Return `tokenizer.pad(features, ...)` without the advice against it, meant for those who tokenize there too."""
+    known_warnings = getattr(tokenizer, "deprecation_warnings", None)
+    if isinstance(known_warnings, dict):
+        known_warnings.setdefault("Asking-to-pad-a-fast-tokenizer", True)
+    return tokenizer.pad(features, **options)
 
 
 def _is_named(feature: Any) -> bool:

@@ -124,6 +124,11 @@ class ColumnPruner:
         # Shared memory, because each worker has its own copy of this object.
         self._has_reported = torch.tensor(False, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to a collator that wants it."""
+        if callable(getattr(self.collator, "set_epoch", None)):
+            self.collator.set_epoch(epoch)  # type: ignore[attr-defined]
+
     def __call__(self, features: list[Any]) -> Any:
         """Collate the features without the dropped keys; features that are no mappings are left as they are.
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hftrain.core.log import get_logger
+from hftrain.data.dispatch import DispatchLoader
 from hftrain.data.samplers import SkippedBatches, give_generator, samplers_of
 from hftrain.data.seeding import new_generator
 from hftrain.data.sharding import is_plain_loader, rebuild_loader
@@ -37,6 +38,8 @@ class TrainFeed:
     def __init__(self, loader: Iterable[Any], *, seed: int) -> None:
         self.loader = loader
         self._seed = seed
+        if isinstance(loader, DispatchLoader):
+            loader = loader.loader
         if isinstance(loader, DataLoader) and issubclass(type(loader), DataLoader):
             if loader.generator is None:
                 loader.generator = new_generator(seed)
@@ -79,6 +82,8 @@ class TrainFeed:
 def _skip_indices(loader: Any, skip: int) -> tuple[Any, int]:
     """Return a loader that leaves batches out, and how many more have to be dropped by reading them."""
     is_map_style = not isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if isinstance(loader, DispatchLoader) and is_map_style and is_plain_loader(loader.loader):
+        return loader.with_loader(_skip_indices(loader.loader, skip * loader.world_size)[0]), 0
     if is_plain_loader(loader) and is_map_style:
         # The one-off loader's workers must end with the epoch; those of the original wait for the next one.
         if loader.batch_sampler is None:
@@ -100,4 +105,7 @@ def _start_epoch(loader: Any, *, epoch: int, seed: int) -> None:
             generator.manual_seed(seed + epoch)
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
+    collate = getattr(loader, "collate_fn", None)
+    if callable(getattr(collate, "set_epoch", None)):
+        collate.set_epoch(epoch)  # type: ignore[union-attr]
     set_dataset_epoch(getattr(loader, "dataset", None), epoch=epoch, seed=seed)

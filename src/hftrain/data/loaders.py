@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import warn_once
+from hftrain.data.dispatch import DispatchLoader, dispatch, dispatches
 from hftrain.data.samplers import (
     ContiguousShard,
     EpochShuffleSampler,
@@ -45,6 +46,7 @@ class LoaderConfig:
         even_batches: In training, fill the last round of batches up from the start, so that no rank runs short.
         use_seedable_sampler: Whether the order depends on `seed` and the epoch alone; else torch's global generator
             decides, and a resume in the middle of an epoch cannot find the order again.
+        dispatch_batches: Whether the main process reads for all ranks; None for streams only.
 
     Raises:
         ConfigError: A number is out of range, or a worker option is given without workers.
@@ -61,6 +63,7 @@ class LoaderConfig:
     split_batches: bool = False
     even_batches: bool = True
     use_seedable_sampler: bool = True
+    dispatch_batches: bool | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.num_workers < 0:
@@ -94,7 +97,7 @@ def build_train_loader(
     sampler: Any = None,
     rank: int = 0,
     world_size: int = 1,
-) -> RankLoader:
+) -> RankLoader | DispatchLoader:
     """Build this rank's training loader.
 
     Args:
@@ -113,10 +116,15 @@ def build_train_loader(
         ConfigError: No batch would come out, or the dataset, sampler and settings do not fit together.
     """
     _check_dataset(dataset, sampler)
+    is_shared = isinstance(dataset, IterableDataset) and is_rank_aware(dataset)
+    if world_size > 1 and not is_shared and dispatches(config.dispatch_batches, dataset):
+        return _dispatch(
+            dataset, config, collate=collate, sampler=sampler, rank=rank, world_size=world_size, is_training=True
+        )
     size = split_size(config.batch_size, world_size=world_size, split_batches=config.split_batches)
     options = _options(config, collate=collate, rank=rank, seed=None)
     if isinstance(dataset, IterableDataset):
-        if world_size > 1:
+        if world_size > 1 and not is_shared:
             dataset = _shard(dataset, config, size=size, rank=rank, world_size=world_size, is_training=True)
         elif config.persistent_workers:
             dataset = EpochStream(dataset, seed=config.seed, rank=rank)
@@ -138,16 +146,7 @@ def build_train_loader(
         batches = shard_batches(
             batches, rank=rank, world_size=world_size, even_batches=config.even_batches, split_batches=False
         )
-    if has_length(batches) and len(batches) == 0:
-        raise ConfigError(
-            explain(
-                "Training was asked for.",
-                "The dataset is too small to give every process a full batch, and incomplete ones are left out.",
-                "Make the batch smaller, or set dataloader_drop_last=False.",
-                batch_size=config.batch_size,
-                world_size=world_size,
-            )
-        )
+    _check_length(batches, config, world_size=world_size)
     return _map_loader(dataset, batches, config, rank=rank, options=options)
 
 
@@ -159,7 +158,7 @@ def build_eval_loader(
     sampler: Any = None,
     rank: int = 0,
     world_size: int = 1,
-) -> RankLoader:
+) -> RankLoader | DispatchLoader:
     """Build this rank's loader for evaluation or prediction: each sample is read once, on one rank.
 
     The ranks' shares of a map-style dataset, one after the other, are the dataset in order. Of a stream, batch i
@@ -180,10 +179,15 @@ def build_eval_loader(
         ConfigError: The dataset is empty, or dataset, sampler and settings do not fit together.
     """
     _check_dataset(dataset, sampler)
+    is_shared = isinstance(dataset, IterableDataset) and is_rank_aware(dataset)
+    if world_size > 1 and not is_shared and dispatches(config.dispatch_batches, dataset):
+        return _dispatch(
+            dataset, config, collate=collate, sampler=sampler, rank=rank, world_size=world_size, is_training=False
+        )
     size = split_size(config.batch_size, world_size=world_size, split_batches=config.split_batches)
     options = _options(config, collate=collate, rank=rank, seed=config.seed)
     if isinstance(dataset, IterableDataset):
-        if world_size > 1:
+        if world_size > 1 and not is_shared:
             dataset = _shard(dataset, config, size=size, rank=rank, world_size=world_size, is_training=False)
         elif config.num_workers > 1 and not splits_among_workers(dataset):
             warn_once(
@@ -191,6 +195,10 @@ def build_eval_loader(
                 "torch.utils.data.get_worker_info() for its share, each worker reads the whole stream and every "
                 "sample counts several times. Use dataloader_num_workers=1 to be sure."
             )
+        if config.persistent_workers:
+            # Each pass starts the random numbers anew, as it does in workers that are new themselves.
+            dataset = EpochStream(dataset, seed=config.seed, rank=rank)
+            dataset.set_epoch(0)
         return RankLoader(dataset, batch_size=size, drop_last=config.drop_last, **options)
     if sampler is None:
         sampler = SequentialSampler(dataset)
@@ -199,6 +207,64 @@ def build_eval_loader(
         unit = size if config.drop_last else 1
         sampler = ContiguousShard(sampler, rank=rank, world_size=world_size, unit=unit)
     return _map_loader(dataset, BatchSampler(sampler, size, config.drop_last), config, rank=rank, options=options)
+
+
+def _dispatch(
+    dataset: Any,
+    config: LoaderConfig,
+    *,
+    collate: Collate,
+    sampler: Any,
+    rank: int,
+    world_size: int,
+    is_training: bool,
+) -> DispatchLoader:
+    """Build the loader of all ranks, as if there were one."""
+    size = split_size(config.batch_size, world_size=world_size, split_batches=config.split_batches)
+    alone = replace(config, batch_size=size, split_batches=False)
+    if sampler is not None and _is_rank_aware(sampler):
+        raise ConfigError(
+            explain(
+                "dispatch_batches=True was asked for.",
+                f"The {type(sampler).__name__} already gives each process its own share, and only one would be read.",
+                "Return a sampler of the whole dataset, or set dispatch_batches=False.",
+            )
+        )
+    if is_training and isinstance(dataset, IterableDataset):
+        # The innermost, which the epoch has to reach.
+        dataset = EpochStream(dataset, seed=config.seed, rank=0)
+    elif is_training and sampler is None:
+        sampler = _train_sampler(dataset, config, world_size=world_size)
+    loader = dispatch(
+        partial(_build_alone, build_train_loader if is_training else build_eval_loader, alone, collate),
+        dataset=dataset,
+        sampler=sampler,
+        batch_size=size,
+        rank=rank,
+        world_size=world_size,
+        evens_out=is_training and config.even_batches and not config.drop_last,
+        drops_rest=is_training and config.drop_last,
+    )
+    if is_training:
+        _check_length(loader, config, world_size=world_size)
+    return loader
+
+
+def _build_alone(build: Callable[..., Any], config: LoaderConfig, collate: Collate, dataset: Any, sampler: Any) -> Any:
+    return build(dataset, config, collate=collate, sampler=sampler)
+
+
+def _check_length(batches: Any, config: LoaderConfig, *, world_size: int) -> None:
+    if has_length(batches) and len(batches) == 0:
+        raise ConfigError(
+            explain(
+                "Training was asked for.",
+                "The dataset is too small to give every process a full batch, and incomplete ones are left out.",
+                "Make the batch smaller, or set dataloader_drop_last=False.",
+                batch_size=config.batch_size,
+                world_size=world_size,
+            )
+        )
 
 
 def _check_dataset(dataset: Any, sampler: Any) -> None:

@@ -157,8 +157,11 @@ def give_generator(sampler: Any, *, seed: int) -> None:
 def is_rank_aware(sampler: Any) -> bool:
     """Tell whether a sampler or dataset already gives each rank its own share.
 
-    Known by the attributes of torch's `DistributedSampler` and of accelerate's shards, which look-alikes share.
+    Known by the attributes of torch's `DistributedSampler` and of accelerate's shards, which look-alikes share, and of
+    what `datasets.distributed.split_dataset_by_node` returns.
     """
+    if getattr(getattr(sampler, "_distributed", None), "world_size", 1) > 1:
+        return True
     for size, place in (("num_replicas", "rank"), ("num_processes", "process_index")):
         if hasattr(sampler, place) and getattr(sampler, size, 1) > 1:
             return True

@@ -7,8 +7,9 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hftrain.core.errors import ConfigError, explain
+from hftrain.data.dispatch import DispatchLoader, dispatch, dispatches
 from hftrain.data.samplers import ContiguousShard, give_generator, is_rank_aware, samplers_of
-from hftrain.data.streams import shard_stream
+from hftrain.data.streams import EpochStream, shard_stream
 
 _COPIED = (
     "dataset",
@@ -86,6 +87,7 @@ def shard_loader(
     even_batches: bool = True,
     split_batches: bool = False,
     seed: int = 42,
+    dispatch_batches: bool | None = None,
 ) -> Any:
     """Give one rank its share of a plain loader, such as one that a user's override returned.
 
@@ -100,6 +102,7 @@ def shard_loader(
         even_batches: In training, fill the last round up from the start instead of leaving ranks without a batch.
         split_batches: The loader's batch size is that of all ranks together.
         seed: Seeds random samplers that have no generator, so that all ranks agree on the order; mutates them.
+        dispatch_batches: Whether the main process reads for all ranks; None for streams only.
 
     Returns:
         The loader itself, or a new one over the same dataset.
@@ -112,6 +115,16 @@ def shard_loader(
     if not is_plain_loader(loader):
         raise _cannot_split(loader, "it iterates in its own way, which a new loader would lose.")
     give_generator(loader, seed=seed)
+    if dispatches(dispatch_batches, loader.dataset):
+        return _dispatch(
+            loader,
+            rank=rank,
+            world_size=world_size,
+            is_training=is_training,
+            even_batches=even_batches,
+            split_batches=split_batches,
+            seed=seed,
+        )
     if isinstance(loader.dataset, IterableDataset):
         size = loader.batch_size
         if size is not None:
@@ -135,6 +148,45 @@ def shard_loader(
     else:
         batching = _evaluation_share(loader, rank=rank, world_size=world_size, split_batches=split_batches)
     return rebuild_loader(loader, **batching)
+
+
+def _dispatch(
+    loader: Any,
+    *,
+    rank: int,
+    world_size: int,
+    is_training: bool,
+    even_batches: bool,
+    split_batches: bool,
+    seed: int,
+) -> DispatchLoader:
+    batches, dataset, size = loader.batch_sampler, loader.dataset, loader.batch_size
+    is_stream = isinstance(dataset, IterableDataset)
+    is_plain = not is_stream and type(batches) is BatchSampler
+    if size is not None:
+        size = split_size(size, world_size=world_size, split_batches=split_batches)
+    elif split_batches:
+        raise _cannot_split(loader, "split_batches=True needs a batch size.")
+    if is_stream and is_training:
+        dataset = EpochStream(dataset, seed=seed, rank=0)
+
+    def build(dataset: Any, sampler: Any) -> RankLoader:
+        if is_stream or is_plain:
+            batching = {"batch_size": size, "drop_last": loader.drop_last, **({"sampler": sampler} if is_plain else {})}
+        else:
+            batching = {"sampler": sampler, "batch_size": None} if batches is None else {"batch_sampler": sampler}
+        return rebuild_loader(loader, dataset=dataset, **batching)
+
+    return dispatch(
+        build,
+        dataset=dataset,
+        sampler=loader.sampler if is_plain or batches is None else batches,
+        batch_size=size or 1 if is_stream or is_plain else 1,
+        rank=rank,
+        world_size=world_size,
+        evens_out=is_training and even_batches and not loader.drop_last,
+        drops_rest=is_training and loader.drop_last,
+    )
 
 
 def _training_share(

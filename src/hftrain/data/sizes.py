@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from hftrain.core.tree import batch_size_of
+from hftrain.data.dispatch import EvenedStream
 from hftrain.data.streams import BatchShardStream, EpochStream
 
 
@@ -53,7 +54,7 @@ def num_examples(loader: Any, *, batch_size: int = 1) -> int:
 
 def whole_dataset(dataset: Any) -> Any:
     """Return the dataset under the wrappers that give each rank its share of a stream."""
-    while isinstance(dataset, (EpochStream, BatchShardStream)) or _is_foreign_shard(dataset):
+    while isinstance(dataset, (EpochStream, BatchShardStream, EvenedStream)) or _is_foreign_shard(dataset):
         dataset = dataset.dataset
     return dataset
 

@@ -46,6 +46,9 @@ class EpochStream(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration is about; until then the stream is left as it is."""
+        # Here already, because streams of `datasets` share their epoch among all copies and change it by a difference
+        # (`+=`), which would count several times if the workers were the first to do so, all at once.
+        set_dataset_epoch(self.dataset, epoch=epoch, seed=self._seed)
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:

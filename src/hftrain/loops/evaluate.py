@@ -12,7 +12,7 @@ from hftrain.core.errors import ConfigError, TaskError, explain
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.loops.fit import Events
-from hftrain.loops.gather import Group, Kept
+from hftrain.loops.gather import Group, Kept, put_back
 from hftrain.loops.window import LogWindow, merge_reports
 
 _END = object()
@@ -94,17 +94,20 @@ class EvaluateLoop:
         self._loss_sum: torch.Tensor | float = 0.0
         self._num_items: torch.Tensor | float = 0.0
         self._num_samples = 0
+        self._order: Any = None
 
-    def run(self, loader: Any, *, is_interleaved: bool = False) -> EvalLoopOutput:
+    def run(self, loader: Any, *, is_interleaved: bool = False, order: Any = None) -> EvalLoopOutput:
         """Evaluate every batch; collective at the end only.
 
         Args:
             loader: Gives this rank's batches.
             is_interleaved: Ranks take batches in turn (streams); else each holds a contiguous run.
+            order: The places in the dataset of the samples as they are read, if they are not read in its order.
 
         Returns:
             Predictions and labels in the data's order (None where not kept), metrics without prefix, sample count.
         """
+        self._order = order
         computes_per_batch = self.config.computes_per_batch and self.slots.compute_metrics is not None
         per_batch: Mapping[str, Any] = {}
         batches = iter(loader)
@@ -161,7 +164,8 @@ class EvaluateLoop:
             return None
         if not self.config.joins_batches:
             return self._kept[name].per_batch()
-        return self._kept[name].joined(self.group, is_interleaved=is_interleaved)
+        joined = self._kept[name].joined(self.group, is_interleaved=is_interleaved)
+        return joined if self._order is None else put_back(joined, self._order)
 
     def _add_loss(self, loss: torch.Tensor, count: int | torch.Tensor) -> None:
         # Double precision, where the device has it: the sum must not depend on how the set is cut into batches.

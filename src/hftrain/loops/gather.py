@@ -141,6 +141,21 @@ def to_numpy(tree: Any) -> Any:
     return map_tensors(tree, _tensor_to_numpy)
 
 
+def put_back(tree: Any, order: Any) -> Any:
+    """Put the rows of nested arrays where their samples stand in the dataset; arrays of other lengths stay.
+
+    Args:
+        tree: What `Kept.joined` gave.
+        order: The places of the samples in the order they were read.
+    """
+    rows = numpy.argsort(order)
+    if isinstance(tree, numpy.ndarray):
+        return tree[rows] if len(tree) == len(rows) else tree
+    if isinstance(tree, Mapping):
+        return {key: put_back(value, order) for key, value in tree.items()}
+    return tuple(put_back(value, order) for value in tree) if isinstance(tree, tuple) else tree
+
+
 def interleaved_order(batch_sizes: Sequence[Sequence[int]]) -> torch.Tensor:
     """Return the row order that restores the data's order after ranks took batches in turn.
 

@@ -36,6 +36,8 @@ class Strategy:
         rank: This process among all; as the launcher said until `launch`, then as the process group says.
         local_rank: This process among those of its machine, likewise.
         world_size: The number of processes, likewise.
+        non_blocking: Whether batches are copied to the device without waiting; None: where that is safe and of use.
+            Read by `launch`.
 
     Args:
         planned_device: The device that `launch` will take; saying so touches no device.
@@ -49,6 +51,7 @@ class Strategy:
         self.rank, self.local_rank, self.world_size = 0, 0, 1
         self.planned_device = planned_device
         self.place_model = place_model
+        self.non_blocking: bool | None = None
         self._device: torch.device | None = None
         self._move: Callable[[torch.Tensor], torch.Tensor]
 
@@ -212,4 +215,5 @@ class Strategy:
             torch.cuda.set_device(device)
         self._device = device
         # Copies to a GPU may overlap with the host's work; copies to the host must be complete when used.
-        self._move = partial(torch.Tensor.to, device=device, non_blocking=device.type in ("cuda", "xpu"))
+        non_blocking = device.type in ("cuda", "xpu") if self.non_blocking is None else self.non_blocking
+        self._move = partial(torch.Tensor.to, device=device, non_blocking=non_blocking)

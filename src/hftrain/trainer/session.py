@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from hftrain.adapter.data import data_seed
 from hftrain.adapter.plan import fit_config
+from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.errors import ConfigError, explain, suggest
 from hftrain.core.log import get_logger
@@ -20,6 +22,7 @@ from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, restore_rng, set_seed
 from hftrain.core.types import TrainOutput
 from hftrain.data.feed import TrainFeed
+from hftrain.data.persistent import end_workers
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
 from hftrain.loops.window import LogWindow, LossWindow, merge_reports
 from hftrain.step.assemble import assemble_stepper
@@ -71,6 +74,7 @@ class TrainSession:
         self.checkpoints = RunCheckpoints(trainer, progress=self.progress, losses=self.losses, logs=self.logs)
         self.optimizer: torch.optim.Optimizer
         self._watch: DebugUnderflowOverflow | None = None
+        self._loader: Any = None
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -82,7 +86,7 @@ class TrainSession:
             set_seed(args.seed)
             trainer._adopt_model(trainer.call_model_init())
             trainer.optimizer = trainer.lr_scheduler = None
-        loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
+        loader = self._loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
         batch_size = trainer.get_total_train_batch_size(args)
         plan = trainer.set_initial_training_values(args, loader, batch_size)
         num_epochs, max_steps = plan[0], plan[6]
@@ -126,8 +130,10 @@ class TrainSession:
         trainer.task.model = trainer.model
         trainer._backward, trainer._autocast = trainer.precision.backward, trainer.precision.autocast
         trainer.is_in_train = False
-        # Workers that persist live as long as their loader.
+        # Workers that persist live as long as their loader, which torch's optimizers keep the frame of.
+        end_workers(self._loader)
         trainer.callback_handler.refresh(train_dataloader=None, eval_dataloader=None)
+        trainer._loaders.clear()
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -234,7 +240,7 @@ class TrainSession:
             model=trainer.model_wrapped,
             optimizer=self.optimizer,
             schedule=schedule,
-            no_sync=strategy.no_sync,
+            no_sync=nullcontext if syncs_each_batch(trainer.args) else strategy.no_sync,
             device=strategy.device,
             progress=self.progress,
             state=trainer.state,

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from hftrain.adapter.data import eval_loader_config, train_loader_config
+from hftrain.adapter.data import eval_loader_config, length_config, total_batch_size, train_loader_config
 from hftrain.adapter.evaluate import evaluate_config
 from hftrain.adapter.optim import optimizer_config, schedule_config
 from hftrain.adapter.plan import train_plan
 from hftrain.adapter.precision import precision_request
+from hftrain.adapter.sharing import check_configured_state, non_blocking_copies, settle_sharing
 from hftrain.adapter.strategy import strategy_request
 from hftrain.adapter.unwired import check_local_rank, check_wired
 from hftrain.arguments.settle import settle
@@ -36,7 +37,10 @@ from hftrain.core.state import TrainerState
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput, TrainOutput
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrain.data.columns import ColumnPruner, prune_columns, removable_columns, signature_columns
+from hftrain.data.dispatch import DispatchLoader
+from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler, reading_order
 from hftrain.data.loaders import build_eval_loader, build_train_loader
+from hftrain.data.persistent import LoaderCache
 from hftrain.data.sharding import shard_loader
 from hftrain.data.sizes import has_length, num_examples
 from hftrain.loops.evaluate import EvaluateLoop, EvaluateSlots
@@ -138,6 +142,7 @@ class Trainer:
         self.args = TrainingArguments("tmp_trainer") if args is None else args
         check_arguments(self.args)
         settle(self.args)
+        settle_sharing(self.args)
         check_local_rank(self.args)
         check_model(model, model_init)
         check_parts(
@@ -188,6 +193,8 @@ class Trainer:
             precision if isinstance(precision, Precision) else precisions.create(precision_name, **precision_options)
         )
         check_legal(self.strategy, self.precision)
+        check_configured_state(self.args, self.strategy.planned_device)
+        self.strategy.non_blocking = non_blocking_copies(self.args)
 
     def _adopt_model(self, model: nn.Module) -> None:
         """Make `model` the one to train: a plain module becomes a `ModelTask`."""
@@ -259,6 +266,7 @@ class Trainer:
         self.is_in_train = False
         self.is_model_parallel = False
         self._session: TrainSession | None = None
+        self._loaders = LoaderCache(limit=1)
         self._depth = 0
         self._stage = "train"
         self._eval_logs: Mapping[str, Any] = {}
@@ -327,10 +335,14 @@ class Trainer:
         if not self._is_overridden("get_train_dataloader"):
             check_train_data(self.args, self.train_dataset)
             self._check_columns(self.train_dataset)
+            if not self._is_overridden("_get_train_sampler"):
+                self._check_lengths(self.train_dataset, is_training=True)
         if self.args.eval_strategy != "no" and self.eval_dataset is not None:
             is_dict = isinstance(self.eval_dataset, Mapping)
             for dataset in self.eval_dataset.values() if is_dict else [self.eval_dataset]:
                 self._check_columns(dataset)
+                if not self._is_overridden("_get_eval_sampler"):
+                    self._check_lengths(dataset, is_training=False)
         if self.args.save_strategy != "no":
             check_writable(self.output_dir)
         self._check_optimizer()
@@ -439,7 +451,8 @@ class Trainer:
         self.callback_handler.refresh(eval_dataloader=dataloader)
         loop = self._evaluate_loop(loss_only=loss_only, ignore_keys=ignore_keys, events=self.callback_handler)
         is_stream = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
-        output = loop.run(dataloader, is_interleaved=is_stream)
+        takes_turns = is_stream or isinstance(dataloader, DispatchLoader)
+        output = loop.run(dataloader, is_interleaved=takes_turns, order=reading_order(dataloader))
         return output._replace(metrics=to_plain(with_prefix(output.metrics, metric_key_prefix)))
 
     def _evaluate_loop(self, *, loss_only: bool, ignore_keys: list[str] | None, events: Any) -> EvaluateLoop:
@@ -849,23 +862,42 @@ class Trainer:
 
     def _eval_loader(self, dataset: Any, *, description: str) -> Any:
         self._check_columns(dataset)
-        dataset, collate = self._without_unused_columns(dataset, description=description)
-        return build_eval_loader(
-            dataset,
-            eval_loader_config(self.args, has_accelerator=self.strategy.device_type != "cpu"),
-            collate=collate,
-            sampler=self._get_eval_sampler(dataset),
-            rank=self.strategy.rank,
-            world_size=self.strategy.world_size,
-        )
+        config = eval_loader_config(self.args, has_accelerator=self.strategy.device_type != "cpu")
+
+        def make() -> Any:
+            pruned, collate = self._without_unused_columns(dataset, description=description)
+            return build_eval_loader(
+                pruned,
+                config,
+                collate=collate,
+                sampler=self._get_eval_sampler(dataset),
+                rank=self.strategy.rank,
+                world_size=self.strategy.world_size,
+            )
+
+        if not config.persistent_workers:
+            return make()
+        self._loaders.limit = 1 + (len(self.eval_dataset) if isinstance(self.eval_dataset, Mapping) else 1)
+        return self._loaders.get((dataset, self.data_collator, self._signature_columns, config.batch_size), make)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return a sampler of your own for training data; None shuffles by seed and epoch."""
-        return None
+        """Return the sampler of the training data: by length if asked for; None shuffles by seed and epoch."""
+        config = self._length_config(is_training=True)
+        if config is None:
+            return None
+        return length_sampler(self.train_dataset if train_dataset is None else train_dataset, config, is_training=True)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        """Return a sampler of your own for evaluation data; None goes through it in order."""
-        return None
+        """Return the sampler of evaluation data: from long to short if asked for; None goes through it in order."""
+        config = self._length_config(is_training=False)
+        if config is None:
+            return None
+        unit = eval_loader_config(self.args, has_accelerator=False).batch_size if self.args.dataloader_drop_last else 1
+        return length_sampler(eval_dataset, config, is_training=False, world_size=self.strategy.world_size, unit=unit)
+
+    def _length_config(self, *, is_training: bool) -> LengthConfig | None:
+        size = self.get_total_train_batch_size(self.args)
+        return length_config(self.args, tool=self.processing_class, batch_size=size, is_training=is_training)
 
     def _without_unused_columns(self, dataset: Any, *, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
         keep = self._signature_columns if self.args.remove_unused_columns else None
@@ -902,6 +934,12 @@ class Trainer:
                 )
             )
 
+    def _check_lengths(self, dataset: Any, *, is_training: bool) -> None:
+        """Refuse, before anything is launched, data that cannot be ordered by length as asked for."""
+        config = self._length_config(is_training=is_training)
+        if config is not None:
+            check_lengths(dataset, config)
+
     def _sharded(self, loader: Any, *, is_training: bool) -> Any:
         """Give each rank its share of a loader that an override returned whole."""
         if self.strategy.world_size == 1:
@@ -915,6 +953,7 @@ class Trainer:
             even_batches=config.even_batches,
             split_batches=config.split_batches,
             seed=config.seed,
+            dispatch_batches=config.dispatch_batches,
         )
 
     def _check_optimizer(self) -> None:
@@ -1022,7 +1061,7 @@ class Trainer:
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples per optimizer update, all ranks together."""
-        return int(args.train_batch_size * args.gradient_accumulation_steps * self.strategy.world_size)
+        return total_batch_size(args, world_size=self.strategy.world_size)
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int

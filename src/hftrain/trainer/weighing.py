@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrain.core.errors import TaskError, explain
 from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import batch_size_of
 from hftrain.task.model_task import ModelTask
@@ -41,7 +42,16 @@ class LossShares:
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Count | None]:
         """Take a step's micro-batches, and note how many samples they hold for losses that nothing else weighs."""
-        batches, num_items = self.trainer._get_batch_samples(epoch_iterator, num_batches, device)
+        taken = self.trainer._get_batch_samples(epoch_iterator, num_batches, device)
+        if not isinstance(taken, (tuple, list)) or len(taken) != 2 or not isinstance(taken[0], (list, tuple)):
+            raise TaskError(
+                explain(
+                    "get_batch_samples was called.",
+                    f"It returned a {type(taken).__name__} that is no pair of a list of batches and their item count.",
+                    "Return (batches, num_items_in_batch); the count may be None, and no batches end the epoch.",
+                )
+            )
+        batches, num_items = taken
         if self.is_on and num_items is None:
             self._window_samples = sum(batch_size_of(batch) or 1 for batch in batches)
         return batches, num_items

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -27,9 +25,7 @@ no_cuda use_cpu use_mps_device seed data_seed full_determinism tf32
 local_rank xpu_backend ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_timeout
 accelerator_config bf16 fp16 half_precision_backend fp16_backend gradient_checkpointing gradient_checkpointing_kwargs
 dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
-dataloader_prefetch_factor remove_unused_columns
-push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision
-push_to_hub_model_id push_to_hub_organization push_to_hub_token
+dataloader_prefetch_factor remove_unused_columns push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision push_to_hub_model_id push_to_hub_organization push_to_hub_token group_by_length length_column_name sortish_sampler
 """
 WIRED = set(WIRED_NAMES.split())
 
@@ -68,9 +64,6 @@ CHANGED = {
     "torchdynamo": "eager",
     "use_liger_kernel": True,
     "liger_kernel_config": {"rope": True},
-    "group_by_length": True,
-    "length_column_name": "size",
-    "sortish_sampler": True,
     "predict_with_generate": True,
     "generation_max_length": 5,
     "generation_num_beams": 2,
@@ -107,8 +100,8 @@ def test_changed_setting_raises(name):
 
 def test_all_changed_settings_are_listed_at_once():
     with pytest.raises(ConfigError) as caught:
-        check_wired(TrainingArguments("out", torch_compile=True, report_to="wandb", group_by_length=True))
-    for shown in ("torch_compile=True", "report_to=['wandb']", "group_by_length=True"):
+        check_wired(TrainingArguments("out", torch_compile=True, report_to="wandb", jit_mode_eval=True))
+    for shown in ("torch_compile=True", "report_to=['wandb']", "jit_mode_eval=True"):
         assert shown in str(caught.value)
 
 
@@ -132,22 +125,11 @@ def test_wired_values_pass(given):
     [
         ({"report_to": "all"}, "report_to"),
         ({"half_precision_backend": "apex"}, "half_precision_backend"),
-        ({"accelerator_config": {"dispatch_batches": True, "split_batches": True}}, "{'dispatch_batches': True}"),
-        ({"accelerator_config": {"non_blocking": True}}, "non_blocking"),
-        ({"accelerator_config": {"use_configured_state": True}}, "use_configured_state"),
-        ({"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}, "sync_each_batch"),
     ],
 )
 def test_value_that_is_not_wired_raises(given, shown):
     with pytest.raises(ConfigError, match=shown):
         check_wired(TrainingArguments("out", **given))
-
-
-def test_accelerator_config_file_is_read(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"non_blocking": True}), encoding="utf-8")
-    with pytest.raises(ConfigError, match="non_blocking"):
-        check_wired(TrainingArguments("out", accelerator_config=str(path)))
 
 
 def test_fields_of_a_subclass_are_its_own():
@@ -171,10 +153,3 @@ def test_local_rank_that_the_launcher_confirms_passes(monkeypatch, given, launch
     if launched is not None:
         monkeypatch.setenv("LOCAL_RANK", launched)
     check_local_rank(TrainingArguments("out", local_rank=given))
-
-
-def test_unknown_key_in_a_file_of_accelerator_settings_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "sharing.json"
-    path.write_text('{"split_batchs": true}', encoding="utf-8")
-    with pytest.raises(ConfigError, match="Did you mean 'split_batches'"):
-        check_wired(TrainingArguments(accelerator_config=str(path)))

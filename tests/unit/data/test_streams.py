@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -87,6 +89,31 @@ def test_epoch_stream_reaches_persistent_workers():
         stream.set_epoch(epoch)
         seen += [batch.tolist() for batch in loader]
     assert seen == [[0] * 4, [1] * 4, [2] * 4]
+
+
+class SharedEpoch(IterableDataset):
+    """Keeps its epoch as streams of `datasets` do: shared by all copies, and changed by a difference."""
+
+    def __init__(self):
+        self.epoch = torch.tensor(0).share_memory_()
+
+    def set_epoch(self, epoch):
+        difference = epoch - self.epoch
+        time.sleep(0.2)  # long enough for another worker to come in between
+        self.epoch += difference
+
+    def __iter__(self):
+        return iter([int(self.epoch)] * 2)
+
+
+def test_epoch_that_copies_share_is_changed_once():
+    stream = EpochStream(SharedEpoch(), seed=0, rank=0)
+    loader = DataLoader(stream, batch_size=2, num_workers=2, persistent_workers=True)
+    seen = []
+    for epoch in (0, 1):
+        stream.set_epoch(epoch)
+        seen += [batch.tolist() for batch in loader]
+    assert seen == [[0, 0], [0, 0], [1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -1,0 +1,286 @@
+"""Batches of tokenized text: padded labels, masked and causal language modelling."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import torch
+
+from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.data.collators import check_pads, pad_features, returned_as
+from hftrain.data.seeding import derive_seed
+
+IGNORED = -100
+
+
+@dataclass
+class DataCollatorForSeq2Seq:
+    """Pad inputs with the tokenizer, and label sequences to the longest of their own.
+
+    Args:
+        tokenizer: Whatever has `pad`; its `padding_side` (right, if it says nothing) counts for the labels too.
+        model: A model that makes `decoder_input_ids` of labels (`prepare_decoder_input_ids_from_labels`), if it does.
+        padding: True or ``"longest"`` for the longest sample, ``"max_length"``, or False.
+        max_length: Length to pad to for ``"max_length"``.
+        pad_to_multiple_of: Round lengths up to a multiple of this.
+        label_pad_token_id: What labels are padded with.
+        return_tensors: ``"pt"`` or ``"np"``.
+
+    Raises:
+        ConfigError: The tokenizer cannot pad.
+
+    Shapes:
+        labels: ``[batch, longest label]``, int64.
+
+    Source:
+        The documented `DataCollatorForSeq2Seq`.
+    """
+
+    tokenizer: Any
+    model: Any = None
+    padding: bool | str = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    label_pad_token_id: int = IGNORED
+    return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        check_pads(self.tokenizer)
+
+    def __call__(self, features: list[Any], return_tensors: str | None = None) -> Any:
+        """Pad the samples into a batch.
+
+        Raises:
+            TaskError: Labels differ in length, and `padding` is False.
+        """
+        inputs, labels = _split_labels(features)
+        batch = _pad_inputs(self, inputs)
+        if labels is not None:
+            batch["labels"] = self._pad_labels(labels)
+            if hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
+                batch["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+        return returned_as(return_tensors or self.return_tensors, batch)
+
+    def _pad_labels(self, labels: list[list[int]]) -> torch.Tensor:
+        width = max(map(len, labels))
+        if self.padding in (False, "do_not_pad"):
+            if any(len(row) != width for row in labels):
+                raise _ragged("labels")
+        elif self.padding == "max_length" and self.max_length is not None:
+            width = max(width, self.max_length)
+        if self.padding not in (False, "do_not_pad") and self.pad_to_multiple_of:
+            width = -(-width // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        return _pad_rows(labels, width, self.label_pad_token_id, _side(self.tokenizer))
+
+
+@dataclass
+class DataCollatorForTokenClassification:
+    """Pad inputs with the tokenizer, and the label of each token along with them.
+
+    Args:
+        tokenizer: Whatever has `pad`.
+        padding: True or ``"longest"`` for the longest sample, ``"max_length"``, or False.
+        max_length: Length to pad to for ``"max_length"``.
+        pad_to_multiple_of: Round lengths up to a multiple of this.
+        label_pad_token_id: What labels are padded with.
+        return_tensors: ``"pt"`` or ``"np"``.
+
+    Raises:
+        ConfigError: The tokenizer cannot pad.
+
+    Shapes:
+        labels: As `input_ids`, int64.
+
+    Source:
+        The documented `DataCollatorForTokenClassification`.
+    """
+
+    tokenizer: Any
+    padding: bool | str = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    label_pad_token_id: int = IGNORED
+    return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        check_pads(self.tokenizer)
+
+    def __call__(self, features: list[Any], return_tensors: str | None = None) -> Any:
+        """Pad the samples into a batch; ``label`` becomes ``labels``.
+
+        Raises:
+            TaskError: A sample has more labels than tokens.
+        """
+        inputs, labels = _split_labels(features)
+        batch = _pad_inputs(self, inputs)
+        if labels is not None:
+            width = batch["input_ids"].shape[1]
+            batch["labels"] = _pad_rows(labels, width, self.label_pad_token_id, _side(self.tokenizer))
+        return returned_as(return_tensors or self.return_tensors, batch)
+
+
+@dataclass
+class DataCollatorForLanguageModeling:
+    """Pad, and make the labels of language modelling out of the inputs.
+
+    Causal (`mlm=False`): labels are the inputs, padding ignored. Masked: of the tokens that are not special, a share
+    `mlm_probability` is to be predicted; of these, `mask_replace_prob` become the mask token, `random_replace_prob`
+    a random token, and the rest stay as they are.
+
+    With `seed`, what is masked depends on the seed, the epoch and the batch's content alone: not on workers, on ranks,
+    on other random numbers or on a resume. Without, it is drawn from the process's generator, which checkpoints keep.
+
+    Args:
+        tokenizer: Whatever has `pad` and `pad_token_id`; for masking also `mask_token_id`, a vocabulary size (`len` or
+            `vocab_size`) and `get_special_tokens_mask` (or `all_special_ids`).
+        mlm: Masked, or causal.
+        mlm_probability: The share of tokens to predict.
+        mask_replace_prob: The share of these that are masked.
+        random_replace_prob: The share of these that become random tokens.
+        pad_to_multiple_of: Round lengths up to a multiple of this.
+        return_tensors: ``"pt"`` or ``"np"``.
+        seed: Makes the masks independent of other random numbers.
+
+    Raises:
+        ConfigError: The tokenizer cannot pad or has no mask token, or a share is none.
+
+    Source:
+        The documented `DataCollatorForLanguageModeling`; the masking is BERT's (Devlin et al., 2018).
+    """
+
+    tokenizer: Any
+    mlm: bool = True
+    _: KW_ONLY
+    mlm_probability: float = 0.15
+    mask_replace_prob: float = 0.8
+    random_replace_prob: float = 0.1
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+    seed: int | None = None
+    _epoch: torch.Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_pads(self.tokenizer)
+        # Shared memory, because workers that persist have their own copy of this object.
+        self._epoch = torch.tensor(0, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
+        shares = (self.mlm_probability, self.mask_replace_prob, self.random_replace_prob)
+        if any(not 0 <= share <= 1 for share in shares) or self.mask_replace_prob + self.random_replace_prob > 1:
+            raise ConfigError(
+                explain(
+                    "Tokens were to be masked.",
+                    "The shares must lie in [0, 1], and those of masked and random tokens add up to at most 1.",
+                    "Correct them.",
+                    mlm_probability=self.mlm_probability,
+                    mask_replace_prob=self.mask_replace_prob,
+                    random_replace_prob=self.random_replace_prob,
+                )
+            )
+        if self.mlm and getattr(self.tokenizer, "mask_token_id", None) is None:
+            raise ConfigError(
+                explain(
+                    "Masked language modelling was asked for (mlm=True).",
+                    f"{type(self.tokenizer).__name__} has no mask token.",
+                    "Use a tokenizer with one, or mlm=False for causal language modelling.",
+                )
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose masks the next batches get, where `seed` is given."""
+        self._epoch.fill_(epoch)
+
+    def __call__(self, features: list[Any], return_tensors: str | None = None) -> Any:
+        """Make a batch of mappings with `input_ids`, or of lists of token ids."""
+        is_named = isinstance(features[0], Mapping)
+        rows = features if is_named else [{"input_ids": _as_list(row)} for row in features]
+        batch = pad_features(self.tokenizer, rows, return_tensors="pt", pad_to_multiple_of=self.pad_to_multiple_of)
+        special = batch.pop("special_tokens_mask", None)
+        if not is_named:
+            batch = {"input_ids": batch["input_ids"]}
+        if self.mlm:
+            batch["input_ids"], batch["labels"] = self._mask(batch["input_ids"], special)
+        else:
+            batch["labels"] = batch["input_ids"].clone()
+            if self.tokenizer.pad_token_id is not None:
+                batch["labels"][batch["labels"] == self.tokenizer.pad_token_id] = IGNORED
+        return returned_as(return_tensors or self.return_tensors, batch)
+
+    def _mask(self, ids_BL: torch.Tensor, special: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids to read and the ids to predict. B: batch, L: length."""
+        generator = None
+        if self.seed is not None:
+            content = zlib.crc32(ids_BL.numpy().tobytes())
+            generator = torch.Generator().manual_seed(derive_seed(self.seed, int(self._epoch), content))
+
+        def draw(share: float | torch.Tensor) -> torch.Tensor:
+            shares = share if isinstance(share, torch.Tensor) else torch.full(ids_BL.shape, float(share))
+            return torch.bernoulli(shares, generator=generator).bool()
+
+        is_special_BL = torch.as_tensor(self._special(ids_BL) if special is None else special).bool()
+        is_chosen_BL = draw(torch.full(ids_BL.shape, float(self.mlm_probability)).masked_fill(is_special_BL, 0.0))
+        labels_BL = ids_BL.masked_fill(~is_chosen_BL, IGNORED)
+        is_masked_BL = draw(self.mask_replace_prob) & is_chosen_BL
+        masked_BL = ids_BL.masked_fill(is_masked_BL, self.tokenizer.mask_token_id)
+        if self.random_replace_prob > 0 and self.mask_replace_prob < 1:
+            is_random_BL = draw(self.random_replace_prob / (1 - self.mask_replace_prob)) & is_chosen_BL & ~is_masked_BL
+            words_BL = torch.randint(self._vocabulary_size(), ids_BL.shape, generator=generator)
+            masked_BL = torch.where(is_random_BL, words_BL, masked_BL)
+        return masked_BL, labels_BL
+
+    def _special(self, ids_BL: torch.Tensor) -> Any:
+        tell = getattr(self.tokenizer, "get_special_tokens_mask", None)
+        if callable(tell):
+            return [tell(row, already_has_special_tokens=True) for row in ids_BL.tolist()]
+        known = {*getattr(self.tokenizer, "all_special_ids", ()), self.tokenizer.pad_token_id} - {None}
+        return torch.isin(ids_BL, torch.tensor(sorted(known), dtype=ids_BL.dtype))
+
+    def _vocabulary_size(self) -> int:
+        return len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else int(self.tokenizer.vocab_size)
+
+
+def _split_labels(features: list[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[list[int]] | None]:
+    """Take the labels out, for tokenizers do not pad them; None where there are none."""
+    name = next((name for name in ("label", "labels", "label_ids") if name in features[0]), None)
+    inputs = [{key: value for key, value in row.items() if key != name} for row in features]
+    if name is None or all(row[name] is None for row in features):
+        return inputs, None
+    return inputs, [_as_list(row[name]) for row in features]
+
+
+def _as_list(values: Any) -> list[int]:
+    return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def _pad_inputs(collator: Any, inputs: list[dict[str, Any]]) -> Any:
+    return pad_features(
+        collator.tokenizer,
+        inputs,
+        padding=collator.padding,
+        max_length=collator.max_length,
+        pad_to_multiple_of=collator.pad_to_multiple_of,
+        return_tensors="pt",
+    )
+
+
+def _pad_rows(rows: list[list[int]], width: int, value: int, side: str) -> torch.Tensor:
+    if any(len(row) > width for row in rows):
+        raise _ragged("labels")
+    padding = [[value] * (width - len(row)) for row in rows]
+    pairs = zip(rows, padding, strict=True)
+    return torch.tensor([row + more if side == "right" else more + row for row, more in pairs], dtype=torch.int64)
+
+
+def _side(tokenizer: Any) -> str:
+    return str(getattr(tokenizer, "padding_side", "right"))
+
+
+def _ragged(name: str) -> TaskError:
+    return TaskError(
+        explain(
+            f"The {name} of a batch were to become one tensor.",
+            "Their lengths do not fit together.",
+            "Use padding=True, and for token classification one label per token.",
+        )
+    )

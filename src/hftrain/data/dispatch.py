@@ -1,0 +1,193 @@
+"""One process reads for all: the main process sends each rank its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, Sampler
+
+from hftrain.core.errors import TaskError, explain
+
+# What a rank receives each round: its batch, if it gets one; whether this was the last round; why reading failed.
+Parcel = tuple[list[Any], bool, str | None]
+
+
+def dispatches(setting: bool | None, dataset: Any) -> bool:
+    """Tell whether the main process reads for all: as `setting` says, else for streams if there is a process group."""
+    if setting is not None:
+        return setting
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return has_group and isinstance(dataset, IterableDataset)
+
+
+def even_out(items: Iterable[Any], unit: int) -> Iterator[Any]:
+    """Yield items, then those of the start again until their number is a multiple of `unit`.
+
+    Example:
+        >>> list(even_out([1, 2, 3], 2)), list(even_out([1], 3)), list(even_out([], 2))
+        ([1, 2, 3, 1], [1, 1, 1], [])
+    """
+    first: list[Any] = []
+    count = 0
+    for item in items:
+        if count < unit:
+            first.append(item)
+        count += 1
+        yield item
+    yield from islice(cycle(first), -count % unit)
+
+
+class EvenedSampler(Sampler[Any]):
+    """Fill another sampler (of indices, or of batches) up to a multiple of `unit`; see `even_out`.
+
+    Args:
+        sampler: What to fill up.
+        unit: How many make a full round of all ranks.
+    """
+
+    def __init__(self, sampler: Any, *, unit: int) -> None:
+        self.sampler = sampler
+        self._unit = unit
+
+    def __iter__(self) -> Iterator[Any]:
+        return even_out(self.sampler, self._unit)
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // self._unit) * self._unit
+
+
+class EvenedStream(IterableDataset[Any]):
+    """Fill a stream up to a multiple of `unit`, in each worker that reads it; see `even_out`.
+
+    Args:
+        dataset: The stream.
+        unit: How many make a full round of all ranks.
+    """
+
+    def __init__(self, dataset: Any, *, unit: int) -> None:
+        self.dataset = dataset
+        self._unit = unit
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to a stream that wants it."""
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return even_out(self.dataset, self._unit)
+
+    def __len__(self) -> int:
+        return -(-len(self.dataset) // self._unit) * self._unit
+
+
+class DispatchLoader:
+    """Give rank r the batches r, r + W, ... of a loader that the main process alone iterates.
+
+    Taking a batch is collective: a round of batches, one for each rank, is sent as it is read. Batches may hold
+    anything that can be pickled, and differ in shape. Whatever else is asked of this object, the loader answers.
+
+    Args:
+        loader: Yields the batches of all ranks in turn; iterated on the main process only.
+        rank: This rank.
+        world_size: The number of ranks, W.
+        drops_rest: Leave out a last round that has no batch for every rank.
+    """
+
+    def __init__(self, loader: Any, *, rank: int, world_size: int, drops_rest: bool) -> None:
+        self.loader = loader
+        self.rank = rank
+        self.world_size = world_size
+        self.drops_rest = drops_rest
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        rounds, rest = divmod(len(self.loader), self.world_size)
+        return rounds + (self.rank < rest and not self.drops_rest)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Begun now, not at the first batch: what an epoch's order is drawn from is set up at this moment.
+        return self._receive(iter(self.loader) if self.rank == 0 else iter(()))
+
+    def with_loader(self, loader: Any) -> DispatchLoader:
+        """Return the same for another loader."""
+        return DispatchLoader(loader, rank=self.rank, world_size=self.world_size, drops_rest=self.drops_rest)
+
+    def _receive(self, batches: Iterator[Any]) -> Iterator[Any]:
+        is_last = False
+        while not is_last:
+            if self.rank == 0:
+                batch, is_last = self._send_round(batches)
+            else:
+                parcel = _scatter(None)
+                batch, is_last = parcel[:2]
+                if parcel[2] is not None:
+                    raise _main_failed(parcel[2])
+            yield from batch
+
+    def _send_round(self, batches: Iterator[Any]) -> tuple[list[Any], bool]:
+        try:
+            round_ = list(islice(batches, self.world_size))
+        except Exception as error:
+            _scatter([([], True, f"{type(error).__name__}: {error}")] * self.world_size)
+            raise
+        is_last = len(round_) < self.world_size
+        if is_last and self.drops_rest:
+            round_ = []
+        others: list[Parcel] = [(round_[rank : rank + 1], is_last, None) for rank in range(1, self.world_size)]
+        _scatter([([], is_last, None), *others])
+        return round_[:1], is_last
+
+
+def dispatch(
+    build: Callable[..., Any],
+    *,
+    dataset: Any,
+    sampler: Any,
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    evens_out: bool,
+    drops_rest: bool,
+) -> DispatchLoader:
+    """Build a loader for all ranks, and share out what the main process reads with it.
+
+    Args:
+        build: (dataset, sampler) -> loader with batches of one rank's size.
+        dataset: What is read.
+        sampler: Its order; None for a stream.
+        batch_size: Samples per batch of one rank; 1 if `sampler` yields batches.
+        rank: This rank.
+        world_size: The number of ranks.
+        evens_out: Fill the last round up from the start.
+        drops_rest: Leave out a last round that has no batch for every rank.
+    """
+    unit = batch_size * world_size
+    if evens_out and isinstance(dataset, IterableDataset):
+        dataset = EvenedStream(dataset, unit=unit)
+    elif evens_out:
+        sampler = EvenedSampler(sampler, unit=unit)
+    return DispatchLoader(build(dataset, sampler), rank=rank, world_size=world_size, drops_rest=drops_rest)
+
+
+def _scatter(parcels: list[Parcel] | None) -> Parcel:
+    """Send each rank its parcel; the main process gives them, the others get theirs. Collective."""
+    received: list[Any] = [None]
+    torch.distributed.scatter_object_list(received, parcels, src=0)
+    return received[0]  # type: ignore[no-any-return]
+
+
+def _main_failed(reason: str) -> TaskError:
+    return TaskError(
+        explain(
+            "The main process was to read a batch for this one.",
+            f"It failed: {reason}",
+            "See the main process's error.",
+        )
+    )

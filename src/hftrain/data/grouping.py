@@ -1,0 +1,231 @@
+"""Samples of similar length come together, so that little is padded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import IterableDataset, Sampler
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.seed import preserved_rng
+from hftrain.data.columns import removable_columns
+from hftrain.data.samplers import samplers_of
+
+# Batches that are sorted together: more pad less, fewer leave more to chance.
+_MOST_BATCHES = 50
+_FEWEST_GROUPS = 4
+
+Lengths = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthConfig:
+    """Where lengths come from and how training is ordered by them.
+
+    Args:
+        input_name: The part of a sample whose length counts.
+        column: A column of a `datasets.Dataset` that holds the lengths, if it is there.
+        batch_size: Samples that should be alike: those of one optimizer update, all ranks together.
+        seed: The data seed.
+        shuffles_batches: Shuffle the batches too (`sortish_sampler`), and evaluate from long to short.
+    """
+
+    input_name: str = "input_ids"
+    column: str | None = None
+    batch_size: int = 1
+    seed: int = 42
+    shuffles_batches: bool = False
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """Shuffle so that neighbours have similar lengths; the longest sample comes first, to fail early if it must.
+
+    The order of epoch e is a function of `seed + e` alone. A random order is cut into groups of up to 50 batches, and
+    each group is sorted from long to short.
+
+    Args:
+        lengths: The length of each sample.
+        batch_size: Samples that should be alike.
+        seed: The data seed.
+        shuffles_batches: Shuffle the full batches once more, so that no run of ever shorter ones is left.
+
+    Example:
+        >>> sampler = LengthGroupedSampler([1, 9, 2, 8], batch_size=2, seed=0)
+        >>> next(iter(sampler)), sorted(sampler)
+        (1, [0, 1, 2, 3])
+    """
+
+    def __init__(self, lengths: Any, *, batch_size: int, seed: int, shuffles_batches: bool = False) -> None:
+        self.lengths: Lengths = numpy.asarray(lengths, dtype=numpy.int64)
+        self.batch_size = batch_size
+        self.seed = seed
+        self.epoch = 0
+        self._shuffles_batches = shuffles_batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration gives."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = self._group(generator)
+        if self._shuffles_batches:
+            order = self._shuffle_batches(order, generator)
+        return iter(order.tolist())
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def _group(self, generator: torch.Generator) -> Lengths:
+        num = len(self.lengths)
+        num_batches = max(min(num // (self.batch_size * _FEWEST_GROUPS), _MOST_BATCHES), 1)
+        size = num_batches * self.batch_size
+        order = torch.randperm(num, generator=generator, device="cpu").numpy()
+        order = order[numpy.lexsort((-self.lengths[order], numpy.arange(num) // size))]
+        if num:
+            longest = int(self.lengths[order[::size]].argmax()) * size
+            order[[0, longest]] = order[[longest, 0]]
+        return order
+
+    def _shuffle_batches(self, order: Lengths, generator: torch.Generator) -> Lengths:
+        """Put full batches in random order, the one with the longest sample first; a short one stays last."""
+        num_full = len(order) // self.batch_size
+        if num_full < 2:
+            return order
+        batches = order[: num_full * self.batch_size].reshape(num_full, self.batch_size)
+        rest = torch.randperm(num_full - 1, generator=generator, device="cpu").numpy() + 1
+        return numpy.concatenate([batches[0], batches[rest].reshape(-1), order[batches.size :]])
+
+
+class LengthSortedSampler(Sampler[int]):
+    """Read from long to short; where there are several ranks, each gets long and short ones alike.
+
+    Args:
+        lengths: The length of each sample.
+        world_size: The number of ranks, which read contiguous shares.
+        unit: Samples that stay together; those that fill no unit, the shortest, are left out.
+
+    Attributes:
+        order: The samples' indices as they are read.
+
+    Example:
+        >>> LengthSortedSampler([1, 3, 2], world_size=1).order.tolist()
+        [1, 2, 0]
+    """
+
+    def __init__(self, lengths: Any, *, world_size: int = 1, unit: int = 1) -> None:
+        lengths = numpy.asarray(lengths, dtype=numpy.int64)
+        num_units = len(lengths) // unit
+        # Where the shares of the ranks begin and end, as in `ContiguousShard`; each is filled in turn.
+        bounds = numpy.arange(world_size + 1) * num_units // world_size * unit
+        places = numpy.arange(num_units * unit) - numpy.repeat(bounds[:-1], numpy.diff(bounds))
+        self.order: Lengths = numpy.empty(num_units * unit, dtype=numpy.int64)
+        self.order[numpy.argsort(places, kind="stable")] = numpy.argsort(-lengths, kind="stable")[: len(self.order)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order.tolist())
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+def check_lengths(dataset: Any, config: LengthConfig) -> None:
+    """Look at one sample to see whether a dataset's samples have lengths.
+
+    Raises:
+        ConfigError: It is a stream, or its samples have no such input.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise _no_lengths(dataset, "A stream is read in its own order.", "Use a dataset with __len__ and __getitem__.")
+    if _has_column(dataset, config.column) or not len(dataset):
+        return
+    with preserved_rng():
+        _length_of(dataset[0], dataset, config)
+
+
+def sample_lengths(dataset: Any, config: LengthConfig) -> Lengths:
+    """Find the length of each sample: in the column for it, else by the length of the input.
+
+    Columns of a `datasets.Dataset` are read as columns; of other data each sample is read once, and what that draws
+    at random is drawn again later.
+
+    Raises:
+        ConfigError: There is no such input, or the column holds no lengths.
+    """
+    check_lengths(dataset, config)
+    if _has_column(dataset, config.column):
+        return _column_of_lengths(dataset, str(config.column))
+    if _has_column(dataset, config.input_name):
+        lengths = _lengths_of_lists(dataset, config.input_name)
+        if lengths is not None:
+            return lengths
+    with preserved_rng():
+        each = (_length_of(dataset[index], dataset, config) for index in range(len(dataset)))
+        return numpy.fromiter(each, dtype=numpy.int64, count=len(dataset))
+
+
+def length_sampler(
+    dataset: Any, config: LengthConfig, *, is_training: bool, world_size: int = 1, unit: int = 1
+) -> Sampler[int]:
+    """Make the sampler that `config` asks for; see `LengthGroupedSampler` and `LengthSortedSampler`."""
+    lengths = sample_lengths(dataset, config)
+    if not is_training:
+        return LengthSortedSampler(lengths, world_size=world_size, unit=unit)
+    return LengthGroupedSampler(
+        lengths, batch_size=config.batch_size, seed=config.seed, shuffles_batches=config.shuffles_batches
+    )
+
+
+def reading_order(loader: Any) -> Lengths | None:
+    """Return the order in which a `LengthSortedSampler` inside a loader reads; None if there is none."""
+    return next((part.order for part in samplers_of(loader) if isinstance(part, LengthSortedSampler)), None)
+
+
+def _has_column(dataset: Any, name: str | None) -> bool:
+    return name is not None and name in (removable_columns(dataset) or ())
+
+
+def _column_of_lengths(dataset: Any, name: str) -> Lengths:
+    lengths = numpy.asarray(dataset.select_columns([name]).with_format("numpy")[:][name])
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        raise ConfigError(
+            explain(
+                f"length_column_name={name!r} was given.",
+                "That column does not hold one whole number for each sample.",
+                "Name the column that does, or leave it out to measure the inputs themselves.",
+                dtype=str(lengths.dtype),
+            )
+        )
+    return lengths.astype(numpy.int64)
+
+
+def _lengths_of_lists(dataset: Any, name: str) -> Lengths | None:
+    """Read the lengths off a column of lists without reading the lists; None if it holds something else."""
+    parts = []
+    for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=100_000):
+        for chunk in table[name].chunks:
+            if not hasattr(chunk, "value_lengths") or chunk.null_count:
+                return None
+            parts.append(chunk.value_lengths().to_numpy(zero_copy_only=False))
+    return numpy.concatenate(parts).astype(numpy.int64)
+
+
+def _length_of(sample: Any, dataset: Any, config: LengthConfig) -> int:
+    value = sample.get(config.input_name) if isinstance(sample, Mapping) else None
+    if not isinstance(value, Sized):
+        found = f" (there are {', '.join(map(str, sample))})" if isinstance(sample, Mapping) else ""
+        raise _no_lengths(
+            dataset,
+            f"A sample has no {config.input_name!r} with a length{found}.",
+            "Name a column of lengths of a datasets.Dataset in length_column_name, or leave the setting out.",
+        )
+    return len(value)
+
+
+def _no_lengths(dataset: Any, reason: str, remedy: str) -> ConfigError:
+    asked = f"A {type(dataset).__name__} was to be ordered by length (group_by_length or sortish_sampler)."
+    return ConfigError(explain(asked, reason, remedy))

@@ -1,0 +1,255 @@
+"""Two real processes share out data: read by the main one alone, sorted by length, by samplers of the user's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, Stream, make_arguments, make_rows
+from torch.utils.data import Dataset, IterableDataset, Sampler
+
+from hftrain import Seq2SeqTrainingArguments, Trainer, TrainerCallback, set_seed
+
+pytestmark = pytest.mark.distributed
+
+
+class Counted(Dataset[dict[str, torch.Tensor]]):
+    """Counts how often it was read in this process."""
+
+    def __init__(self, num: int) -> None:
+        self.rows = make_rows(num)
+        self.num_reads = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.num_reads += 1
+        return self.rows[index]
+
+
+class CountedStream(IterableDataset[dict[str, torch.Tensor]]):
+    """The same as a stream; each process would shuffle it in its own way."""
+
+    def __init__(self, num: int) -> None:
+        self.rows = make_rows(num)
+        self.num_reads = 0
+
+    def __iter__(self) -> Any:
+        for index in torch.randperm(len(self.rows)).tolist():
+            self.num_reads += 1
+            yield self.rows[index]
+
+
+class StopAt(TrainerCallback):
+    """Save and stop at one step."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def row_of(data: Any, x: torch.Tensor) -> int:
+    return next(index for index, row in enumerate(data) if torch.equal(row["x"], x))
+
+
+def train(
+    folder: str,
+    *,
+    num: int = 22,
+    kind: str = "map",
+    dispatch: bool | None = True,
+    stop: int | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train and return the rows this rank trained on, how often it read, and what it learnt."""
+    set_seed(7)
+    data: Any = {"map": Counted, "stream": CountedStream}[kind](num)
+    seen: list[list[int]] = []
+
+    class Noting(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            seen.append([row_of(data.rows, x) for x in inputs["x"]])
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+    sharing = {**options.pop("sharing", {}), "dispatch_batches": dispatch}
+    arguments = make_arguments(Path(folder), per_device_train_batch_size=2, accelerator_config=sharing, **options)
+    trainer = Noting(Net(), arguments, train_dataset=data, callbacks=[StopAt(stop)])
+    trainer.train(resume_from_checkpoint=resume)
+    weights = [p.flatten().tolist() for p in trainer.model.parameters()]
+    return {"seen": seen, "num_reads": data.num_reads, "weights": weights}
+
+
+@pytest.mark.parametrize("options", [{}, {"dataloader_drop_last": True}, {"gradient_accumulation_steps": 2}])
+def test_dispatched_training_equals_that_of_ranks_that_read(
+    tmp_path: Path, run_distributed: Any, options: dict[str, Any]
+) -> None:
+    # 22 samples in batches of 2: 11 batches, the last round of which one rank would miss.
+    sent = run_distributed(train, folder=str(tmp_path / "a"), **options)
+    read = run_distributed(train, folder=str(tmp_path / "b"), dispatch=False, **options)
+    assert [each["seen"] for each in sent] == [each["seen"] for each in read]
+    assert [each["weights"] for each in sent] == [each["weights"] for each in read]
+    # Each process looks at one sample to check its columns.
+    assert sent[1]["num_reads"] <= 1 < sent[0]["num_reads"]
+
+
+def test_dispatched_training_resumes_exactly(tmp_path: Path, run_distributed: Any) -> None:
+    for kind, options in (("map", {"num_train_epochs": 3}), ("stream", {"max_steps": 15})):
+        options = {"kind": kind, "save_strategy": "steps", "save_steps": 100, **options}
+        whole = run_distributed(train, folder=str(tmp_path / kind / "whole"), **options)
+        run_distributed(train, folder=str(tmp_path / kind / "parts"), stop=8, **options)
+        parts = run_distributed(train, folder=str(tmp_path / kind / "parts"), resume=True, **options)
+        assert [each["weights"] for each in parts] == [each["weights"] for each in whole]
+        assert [each["seen"] for each in parts] == [each["seen"][8:] for each in whole]
+
+
+def test_streams_are_read_by_the_main_process_unless_told_otherwise(tmp_path: Path, run_distributed: Any) -> None:
+    both = run_distributed(train, folder=str(tmp_path), kind="stream", dispatch=None, max_steps=6)
+    assert both[1]["num_reads"] == 0
+    first_pass = [i for pair in zip(both[0]["seen"], both[1]["seen"], strict=True) for batch in pair for i in batch]
+    assert sorted(set(first_pass[:22])) == list(range(22))
+    assert both[0]["weights"] == both[1]["weights"]
+    split = run_distributed(train, folder=str(tmp_path), kind="stream", max_steps=2, sharing={"split_batches": True})
+    assert [len(batch) for each in split for batch in each["seen"]] == [1] * 4
+
+
+def evaluate(folder: str, *, most: int) -> list[Any]:
+    """Evaluate and predict on 1 to `most` samples that the main process alone reads."""
+    set_seed(3)
+    trainer = Trainer(
+        Net(),
+        make_arguments(Path(folder), per_device_eval_batch_size=2, accelerator_config={"dispatch_batches": True}),
+        compute_metrics=lambda p: {"share": float((p.predictions.argmax(-1) == p.label_ids).mean())},
+    )
+    answers = []
+    for number in range(1, most + 1):
+        for data in (make_rows(number, seed=number), Stream(make_rows(number, seed=number))):
+            metrics, prediction = trainer.evaluate(data), trainer.predict(data)
+            answers.append([metrics["eval_loss"], metrics["eval_share"], prediction.predictions.tolist()])
+    return answers
+
+
+def test_dispatched_evaluation_counts_each_sample_once_and_keeps_the_order(
+    tmp_path: Path, run_distributed: Any
+) -> None:
+    alone = evaluate(str(tmp_path), most=7)
+    for both in run_distributed(evaluate, folder=str(tmp_path), most=7):
+        for ours, theirs in zip(both, alone, strict=True):
+            assert ours[:2] == pytest.approx(theirs[:2], rel=1e-5)
+            torch.testing.assert_close(torch.tensor(ours[2]), torch.tensor(theirs[2]))
+
+
+def fail_to_read(folder: str) -> str:
+    """Train on data that cannot be read; say what this rank heard."""
+
+    class Broken(Counted):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            raise OSError("disk gone")
+
+    arguments = make_arguments(Path(folder), accelerator_config={"dispatch_batches": True})
+    try:
+        Trainer(Net(), arguments, train_dataset=Broken(8)).train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_failing_reader_tells_the_other_ranks(tmp_path: Path, run_distributed: Any) -> None:
+    class_and_text = run_distributed(fail_to_read, folder=str(tmp_path), timeout_s=120)
+    assert class_and_text[0] == "OSError: disk gone"
+    assert class_and_text[1].startswith("TaskError")
+    assert "disk gone" in class_and_text[1]
+
+
+class Words(Dataset[dict[str, Any]]):
+    """Samples of different lengths; the first token is the sample's number."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": torch.tensor([index] + [1] * ((index * 7) % 11)), "labels": torch.tensor(index)}
+
+
+def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)
+    return {"input_ids": ids, "labels": torch.stack([row["labels"] for row in rows])}
+
+
+class Reader(torch.nn.Module):
+    """Notes what it reads, and predicts the sample's number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.seen: list[list[int]] = []
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        self.seen.append(input_ids[:, 0].tolist())
+        numbers = self.weight * input_ids[:, 0].float()
+        return {"loss": numbers.mean(), "logits": numbers}
+
+
+def sort(
+    folder: str, *, stop: int | None = None, resume: bool = False, sampler: str | None = None, **options: Any
+) -> dict[str, Any]:
+    """Train, predict and evaluate with an order by length, or by a sampler of the user's own."""
+
+    class Backwards(Sampler[int]):
+        def __iter__(self) -> Any:
+            return iter(range(22, -1, -1))
+
+        def __len__(self) -> int:
+            return 23
+
+    class Own(Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            made = {"backwards": Backwards(), "random": torch.utils.data.RandomSampler(range(23))}
+            return made[sampler] if sampler else super()._get_train_sampler(train_dataset)
+
+    model = Reader()
+    arguments = Seq2SeqTrainingArguments(
+        folder, per_device_train_batch_size=2, per_device_eval_batch_size=2, num_train_epochs=2, learning_rate=0.0,
+        save_strategy="steps", save_steps=100, disable_tqdm=True, report_to="none", use_cpu=True, **options,
+    )  # fmt: skip
+    trainer = Own(model, arguments, data_collator=pad, train_dataset=Words(), callbacks=[StopAt(stop)])
+    trainer.train(resume_from_checkpoint=resume)
+    seen = list(model.seen)
+    output = trainer.predict(Words())
+    assert output.label_ids is not None
+    return {
+        "seen": seen,
+        "read": model.seen[len(seen) :],
+        "predictions": output.predictions.tolist(),
+        "labels": output.label_ids.tolist(),
+    }
+
+
+@pytest.mark.parametrize("options", [{"group_by_length": True}, {"sortish_sampler": True}])
+def test_order_by_length_is_shared_out_and_resumed(
+    tmp_path: Path, run_distributed: Any, options: dict[str, Any]
+) -> None:
+    whole = run_distributed(sort, folder=str(tmp_path / "whole"), **options)
+    assert {i for each in whole for batch in each["seen"][:6] for i in batch} == set(range(23))
+    run_distributed(sort, folder=str(tmp_path / "parts"), stop=8, **options)
+    parts = run_distributed(sort, folder=str(tmp_path / "parts"), resume=True, **options)
+    assert [each["seen"] for each in parts] == [each["seen"][8:] for each in whole]
+    for each in whole:
+        assert each["predictions"] == each["labels"] == list(range(23))
+    is_sorted = [len(Words()[batch[0]]["input_ids"]) for batch in whole[0]["read"]]
+    assert (is_sorted == sorted(is_sorted, reverse=True)) == ("sortish_sampler" in options)
+
+
+@pytest.mark.parametrize("sampler", ["backwards", "random"])
+def test_samplers_of_the_user_are_shared_out(tmp_path: Path, run_distributed: Any, sampler: str) -> None:
+    both = run_distributed(sort, folder=str(tmp_path), sampler=sampler)
+    rounds = [i for pair in zip(both[0]["seen"], both[1]["seen"], strict=True) for batch in pair for i in batch]
+    assert sorted(rounds[:23]) == list(range(23))
+    if sampler == "backwards":
+        assert rounds[:23] == list(range(22, -1, -1))

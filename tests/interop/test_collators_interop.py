@@ -1,0 +1,136 @@
+"""Our collators give what those of transformers give."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+import hftrain  # noqa: E402
+
+pytestmark = pytest.mark.interop
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]
+
+
+@pytest.fixture(params=["right", "left"])
+def tokenizer(request):
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+        mask_token="[MASK]", padding_side=request.param,
+    )  # fmt: skip
+
+
+def make_features(tokenizer, *, num=4, **columns):
+    texts = ["[CLS] a b c d e f g h [SEP]", "[CLS] a [SEP]", "[CLS] b c [SEP]", "d e"][:num]
+    return [
+        {**tokenizer(text), **{name: values[i] for name, values in columns.items()}} for i, text in enumerate(texts)
+    ]
+
+
+def assert_equal(ours, theirs):
+    assert {name for name, value in theirs.items() if value is not None} == set(ours)
+    for name, value in ours.items():
+        expected = theirs[name]
+        assert type(value) is type(expected), name
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(value, expected, rtol=0, atol=0)
+        else:
+            numpy.testing.assert_array_equal(value, expected)
+
+
+class Shifting:
+    """Makes decoder inputs as encoder-decoder models do."""
+
+    def prepare_decoder_input_ids_from_labels(self, labels):
+        return labels.roll(1, -1)
+
+
+@pytest.mark.parametrize("kind", ["pt", "np"])
+@pytest.mark.parametrize("name", ["labels", "label"])
+@pytest.mark.parametrize(
+    "options", [{}, {"pad_to_multiple_of": 4}, {"padding": "max_length", "max_length": 12}, {"label_pad_token_id": 0}]
+)
+def test_seq2seq_collator_equals_transformers(tokenizer, options, name, kind):
+    labels = [[5, 6, 7], [8], [9, 9, 9, 9, 9], [5, 5]]
+    options = {**options, "return_tensors": kind, "model": Shifting() if kind == "pt" else None}
+    ours = hftrain.DataCollatorForSeq2Seq(tokenizer, **options)(make_features(tokenizer, **{name: labels}))
+    theirs = transformers.DataCollatorForSeq2Seq(tokenizer, **options)(make_features(tokenizer, **{name: labels}))
+    assert_equal(ours, theirs)
+
+
+def test_seq2seq_collator_without_labels_equals_transformers(tokenizer):
+    for columns in ({}, {"labels": [None] * 4}):
+        ours = hftrain.DataCollatorForSeq2Seq(tokenizer)(make_features(tokenizer, **columns))
+        assert_equal(ours, transformers.DataCollatorForSeq2Seq(tokenizer)(make_features(tokenizer, **columns)))
+
+
+@pytest.mark.parametrize("kind", ["pt", "np"])
+@pytest.mark.parametrize("options", [{}, {"pad_to_multiple_of": 4}, {"padding": "max_length", "max_length": 12}])
+def test_token_classification_collator_equals_transformers(tokenizer, options, kind):
+    options = {**options, "return_tensors": kind}
+    labels = [list(range(10)), [1, 2, 3], [1, 2, 3, 4], [1, 2]]
+    ours = hftrain.DataCollatorForTokenClassification(tokenizer, **options)(make_features(tokenizer, labels=labels))
+    theirs = transformers.DataCollatorForTokenClassification(tokenizer, **options)(
+        make_features(tokenizer, labels=labels)
+    )
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("as_lists", [False, True])
+def test_causal_collator_equals_transformers(tokenizer, as_lists):
+    features = make_features(tokenizer)
+    if as_lists:
+        features = [row["input_ids"] for row in features]
+    ours = hftrain.DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=4)(features)
+    theirs = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=4)(features)
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mlm_probability": 0.9, "mask_replace_prob": 0.4, "random_replace_prob": 0.4},
+        {"mask_replace_prob": 1, "random_replace_prob": 0},
+    ],
+)
+@pytest.mark.parametrize("gives_special", [False, True])
+def test_masking_collator_draws_as_transformers_does(tokenizer, options, gives_special):
+    features = make_features(tokenizer)
+    if gives_special:
+        features = [{**row, "special_tokens_mask": [1] + [0] * (len(row["input_ids"]) - 1)} for row in features]
+    batches = []
+    for package in (hftrain, transformers):
+        torch.manual_seed(3)
+        collator = package.DataCollatorForLanguageModeling(tokenizer, **options)
+        batches.append([collator([dict(row) for row in features]) for _ in range(5)])
+    for ours, theirs in zip(*batches, strict=True):
+        assert_equal(ours, theirs)
+    assert any((batch["labels"] != -100).any() for batch in batches[0])
+
+
+@pytest.mark.parametrize("kind", ["pt", "np"])
+@pytest.mark.parametrize("has_labels", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"return_position_ids": False, "separator_id": 0},
+        {"return_flash_attn_kwargs": True, "return_seq_idx": True, "position_ids_start": 2},
+    ],
+)
+def test_flattening_collator_equals_transformers(options, has_labels, kind):
+    features = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 10]}]
+    if has_labels:
+        features = [{**row, "labels": [i + 1 for i in row["input_ids"]]} for row in features]
+    options = {**options, "return_tensors": kind}
+    ours = hftrain.DataCollatorWithFlattening(**options)(features)
+    assert_equal(ours, transformers.DataCollatorWithFlattening(**options)(features))
