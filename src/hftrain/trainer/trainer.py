@@ -7,14 +7,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, SequentialSampler
 
 from hftrain.adapter.data import eval_loader_config, train_loader_config
 from hftrain.adapter.evaluate import evaluate_config
@@ -33,10 +33,11 @@ from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
 from hftrain.core.state import TrainerState
+from hftrain.core.tree import map_tensors
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput, TrainOutput
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrain.data.columns import ColumnPruner, prune_columns, removable_columns, signature_columns
-from hftrain.data.loaders import build_eval_loader, build_train_loader
+from hftrain.data.loaders import build_eval_loader, build_train_loader, default_train_sampler
 from hftrain.data.sharding import shard_loader
 from hftrain.data.sizes import has_length, num_examples
 from hftrain.loops.evaluate import EvaluateLoop, EvaluateSlots
@@ -51,8 +52,10 @@ from hftrain.storage.files import check_writable
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.introspect import is_recomputing
+from hftrain.task.loss import LabelSmoother
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
+from hftrain.trainer.acceleration import has_engine, make_accelerator
 from hftrain.trainer.checks import (
     check_arguments,
     check_best_metric,
@@ -60,11 +63,15 @@ from hftrain.trainer.checks import (
     check_evaluation,
     check_model,
     check_parts,
+    check_strategy,
     check_task,
+    check_tensor_parallel,
     check_train_data,
     check_unused_by_task,
     read_optimizers,
 )
+from hftrain.trainer.hooks import call_with, check_hooks
+from hftrain.trainer.placement import is_spread, tensor_parallel_size
 from hftrain.trainer.reports import (
     format_metrics,
     metrics_table,
@@ -73,7 +80,7 @@ from hftrain.trainer.reports import (
     to_plain,
     with_prefix,
 )
-from hftrain.trainer.saving import find_resume, task_state
+from hftrain.trainer.saving import find_resume, load_task, task_state
 from hftrain.trainer.session import TrainSession, place_task
 from hftrain.trainer.signatures import accepts, taking
 from hftrain.trainer.weighing import LossShares
@@ -133,6 +140,7 @@ class Trainer:
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
     ) -> None:
+        given = dict(vars(self))
         self.args = TrainingArguments("tmp_trainer") if args is None else args
         check_arguments(self.args)
         settle(self.args)
@@ -170,6 +178,7 @@ class Trainer:
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
         self._resolve_hooks()
+        check_hooks(self, Trainer, given=given)
         self._make_callbacks([*(callbacks or ()), *(callback or ())])
 
     # -- construction --------------------------------------------------------------------------------------------
@@ -184,15 +193,18 @@ class Trainer:
         self.precision = (
             precision if isinstance(precision, Precision) else precisions.create(precision_name, **precision_options)
         )
+        check_strategy(self.args, self.strategy)
         check_legal(self.strategy, self.precision)
 
     def _adopt_model(self, model: nn.Module) -> None:
         """Make `model` the one to train: a plain module becomes a `ModelTask`."""
-        if isinstance(model, TaskModule):
-            self.task: TaskModule = model
+        bare = self.strategy.unwrap(model)
+        if isinstance(bare, TaskModule):
+            self.task: TaskModule = bare
+            model = self.task.model if "model" in dict(bare.named_children()) else bare
         else:
             self.task = ModelTask(
-                self.strategy.unwrap(model),
+                bare,
                 label_names=self.args.label_names,
                 label_smoothing=self.args.label_smoothing_factor,
                 compute_loss_func=self.compute_loss_func,
@@ -200,12 +212,22 @@ class Trainer:
         check_task(self.task)
         self.model: nn.Module = self.strategy.unwrap(self.task.model)
         self.task.model = self.model
-        self.model_wrapped: nn.Module = self.model
-        is_plain = isinstance(self.task, ModelTask)
-        self.label_names: list[str] = list(self.task.label_names) if isinstance(self.task, ModelTask) else ["labels"]
-        self.can_return_loss = self.task.can_return_loss if isinstance(self.task, ModelTask) else False
-        self.model_accepts_loss_kwargs = self.task.accepts_item_count if isinstance(self.task, ModelTask) else False
-        self._signature_columns = signature_columns(self.model, label_names=self.label_names) if is_plain else None
+        # A wrapper that the user put around the model is what the forward pass goes through.
+        self.model_wrapped: nn.Module = model
+        self._outermost = model
+        self.is_model_parallel = is_spread(self.model)
+        self.strategy.place_model = bool(self.place_model_on_device)
+        plain = self.task if isinstance(self.task, ModelTask) else None
+        self._find("label_names", list(plain.label_names) if plain else ["labels"])
+        self._find("can_return_loss", plain.can_return_loss if plain else False)
+        self._find("model_accepts_loss_kwargs", plain.accepts_item_count if plain else False)
+        self._find("_signature_columns", None)
+
+    def _find(self, name: str, value: Any) -> None:
+        """Set what was found out about the model, unless a subclass has set a value of its own since."""
+        if name not in vars(self) or vars(self)[name] == self._found.get(name):
+            setattr(self, name, value)
+            self._found[name] = value
 
     def _default_collator(self) -> Callable[[list[Any]], Any]:
         tool = self.processing_class
@@ -219,6 +241,11 @@ class Trainer:
         self._training_step = taking(self.training_step, 2, "num_items_in_batch")
         self._get_batch_samples = taking(self.get_batch_samples, 2, "device")
         self._log = taking(self.log, 1, "start_time")
+        self._walks_inputs = self._is_overridden("_prepare_input")
+        self._counts_items_itself = self._is_overridden("_get_num_items_in_batch")
+        self._makes_contexts = any(
+            map(self._is_overridden, ("autocast_smart_context_manager", "torchdynamo_smart_context_manager"))
+        )
         self._shares = LossShares(self)
 
     def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
@@ -253,7 +280,12 @@ class Trainer:
         """Set what only a running verb changes."""
         self._start_folder = Path.cwd()
         self.is_in_train = False
-        self.is_model_parallel = False
+        self._found: dict[str, Any] = {}
+        self._accelerator: Any = None
+        self.label_names: list[str]
+        self.can_return_loss: bool
+        self.model_accepts_loss_kwargs: bool
+        self._signature_columns: list[str] | None = getattr(self, "_signature_columns", None)
         self._session: TrainSession | None = None
         self._depth = 0
         self._stage = "train"
@@ -266,7 +298,13 @@ class Trainer:
     @property
     def tokenizer(self) -> Any:
         """The older name of `processing_class`."""
+        warn_once("Trainer.tokenizer is deprecated; use Trainer.processing_class.", FutureWarning)
         return self.processing_class
+
+    @tokenizer.setter
+    def tokenizer(self, value: Any) -> None:
+        warn_once("Trainer.tokenizer is deprecated; use Trainer.processing_class.", FutureWarning)
+        self.processing_class = value
 
     @property
     def output_dir(self) -> Path:
@@ -276,8 +314,72 @@ class Trainer:
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether the Trainer moves the model to the device."""
-        return bool(self.args.place_model_on_device)
+        """Whether the Trainer moves the model to the device: not a model that is spread, nor with DeepSpeed."""
+        is_left_alone = self.is_model_parallel or self.is_deepspeed_enabled
+        return bool(self.strategy.place_model and self.args.place_model_on_device and not is_left_alone)
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether the strategy is one of FSDP's."""
+        return has_engine(self.strategy, "fsdp")
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """Whether the strategy is DeepSpeed's."""
+        return has_engine(self.strategy, "deepspeed")
+
+    @property
+    def is_tp_enabled(self) -> bool:
+        """Whether the model's layers are split over processes."""
+        return self.get_tp_size() > 1
+
+    @property
+    def label_smoother(self) -> LabelSmoother | None:
+        """What smooths labels as the training does; None without `label_smoothing_factor`."""
+        return LabelSmoother(self.args.label_smoothing_factor) if self.args.label_smoothing_factor else None
+
+    @property
+    def accelerator(self) -> Any:
+        """A real `accelerate.Accelerator` that agrees with the strategy, made on first use; collective then.
+
+        The loops do not use it: preparing a model or a loader with it changes neither the strategy nor the training.
+        Asking for it before the first verb launches the strategy.
+        """
+        if self._accelerator is None:
+            self.create_accelerator_and_postprocess()
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, value: Any) -> None:
+        raise ConfigError(
+            explain(
+                "trainer.accelerator was assigned.",
+                "It describes the strategy, which would not follow another one.",
+                "Pass strategy= and precision= to the Trainer, or set the accelerator's attributes.",
+            )
+        )
+
+    @property
+    def gather_function(self) -> Callable[..., Any]:
+        """What collects predictions: accelerate's `gather_for_metrics`.
+
+        Evaluations hold no sample twice, so that plain `gather` collects the same; nothing else can be set.
+        """
+        gather: Callable[..., Any] = self.accelerator.gather_for_metrics
+        return gather
+
+    @gather_function.setter
+    def gather_function(self, value: Any) -> None:
+        if value not in (self.accelerator.gather, self.accelerator.gather_for_metrics):
+            raise ConfigError(
+                explain(
+                    "trainer.gather_function was assigned.",
+                    "Predictions are collected once, at the end of an evaluation; there is no gathering per batch.",
+                    "Set trainer.accelerator.gather or gather_for_metrics (both give each sample once), or override "
+                    "evaluation_loop.",
+                    gather_function=value,
+                )
+            )
 
     # -- verbs ---------------------------------------------------------------------------------------------------
 
@@ -320,6 +422,7 @@ class Trainer:
             raise TypeError(f"train() got unexpected keyword arguments: {', '.join(sorted(kwargs))}.")
         if trial is not None:
             raise ConfigError(explain("train(trial=...) was called.", "It is not wired in this version.", "Leave it."))
+        check_tensor_parallel(self.get_tp_size(), self.strategy, is_handled=self.is_deepspeed_enabled)
         if not self._is_overridden("get_train_dataloader"):
             check_train_data(self.args, self.train_dataset)
             self._check_columns(self.train_dataset)
@@ -536,10 +639,94 @@ class Trainer:
         """Remove the first matching callback (by class or identity)."""
         self.callback_handler.remove(callback)
 
+    # -- hooks of checkpoints and of what happens between steps ---------------------------------------------------
+
+    def _running_session(self, asker: str) -> TrainSession:
+        if self._session is None:
+            raise ConfigError(
+                explain(f"{asker}() was called.", "It acts on a running training.", "Call it while train() runs.")
+            )
+        return self._session
+
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Commit a checkpoint of the running session; called by the loop when callbacks ask for a save."""
-        assert self._session is not None
-        self._session.checkpoints.save(self._session.optimizer)
+        session = self._running_session("_save_checkpoint")
+        session.checkpoints.save(session.optimizer)
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """Return the folder that checkpoints go to."""
+        return str(self.output_dir)
+
+    def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
+        """Delete the oldest checkpoints beyond `save_total_limit`, in the order of their commits; after each save."""
+        self._running_session("_rotate_checkpoints").checkpoints.rotate()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write what a resume needs of optimizer and schedule into a checkpoint; every rank calls it."""
+        session = self._running_session("_save_optimizer_and_scheduler")
+        session.checkpoints.write_optimizer(Path(output_dir), session.optimizer)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        """Load what `_save_optimizer_and_scheduler` wrote, at a resume; every rank calls it."""
+        session = self._running_session("_load_optimizer_and_scheduler")
+        session.checkpoints.read_optimizer(Path(checkpoint), session.optimizer)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load a checkpoint's weights into the model in place; at a resume, and for the best model."""
+        load_task(self, Path(resume_from_checkpoint), model=model)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's weights; at the end of a run with `load_best_model_at_end`."""
+        self._running_session("_load_best_model").checkpoints.load_best()
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: torch.Tensor | None = None,
+        grad_norm: Any = None,
+        model: nn.Module | None = None,
+        trial: Any = None,
+        epoch: float | None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        start_time: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Do what callbacks asked for: log, evaluate, save; after each step and each epoch.
+
+        The arguments tell an override where the run is (`tr_loss`: the sum of the step losses since the last log);
+        what is logged does not depend on them. Override `log` to change it.
+        """
+        self._running_session("_maybe_log_save_evaluate").act(tr_loss)
+
+    def _evaluate(
+        self, trial: Any = None, ignore_keys_for_eval: list[str] | None = None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate while training, and step a schedule that follows the metric unless told to skip it."""
+        metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if not skip_scheduler:
+            self._running_session("_evaluate").follow_metric(metrics)
+        return metrics
+
+    def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
+        """Remember the best evaluation so far in the state, and tell whether this is it."""
+        return self._running_session("_determine_best_metric").note_best(metrics)
+
+    def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
+        """Return the processes' tensors, concatenated, in the same nesting; collective, and the logged loss's mean."""
+        return map_tensors(tensors, self.strategy.gather)
+
+    def _get_learning_rate(self) -> float:
+        """Return the current learning rate of the first parameter group; logged."""
+        return self.get_learning_rates()[0]
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Return the module whose forward is called: wrapped to train, bare to evaluate. Collective.
+
+        To train, the strategy wraps, and the optimizer is made within. A wrapper that an override puts around the
+        result must be one that the strategy can look through (DDP, DataParallel, torch.compile).
+        """
+        if training and self._session is not None:
+            return self._session.wrap(model)
+        return self.strategy.for_evaluation(model)
 
     # -- hooks of the training step ------------------------------------------------------------------------------
 
@@ -615,23 +802,49 @@ class Trainer:
         Source: the documented `Trainer.get_batch_samples`.
         """
         batches = list(islice(epoch_iterator, num_batches))
-        return batches, self._shares.count(batches, device)
+        count = self._get_num_items_in_batch if self._counts_items_itself else self._shares.count
+        return batches, count(batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None) -> Any:
+        """Return the items of a step's micro-batches, None where nobody needs them."""
+        return self._shares.count(batch_samples, device)
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Return the context the loss is computed in: the precision's casting."""
-        return self._autocast()
+        if not self._makes_contexts:
+            return self._autocast()
+        stack = ExitStack()
+        stack.enter_context(self.torchdynamo_smart_context_manager())
+        stack.enter_context(self.autocast_smart_context_manager())
+        return stack
+
+    def torchdynamo_smart_context_manager(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: a compiled model needs none.
+
+        Source: the documented `Trainer.torchdynamo_smart_context_manager` (4.24).
+        """
+        return nullcontext()
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
-        """Return the precision's casting context; `cache_enabled` must stay True, which is how torch is run."""
-        if not cache_enabled:
-            raise ConfigError(
-                explain(
-                    "autocast_smart_context_manager(cache_enabled=False) was called.",
-                    "The precision prepares one context for the whole run.",
-                    "Use torch.autocast directly.",
-                )
-            )
-        return self._autocast()
+        """Return the precision's casting context.
+
+        Args:
+            cache_enabled: Keep cast weights within the context; False casts them at each use.
+
+        Source: the documented `Trainer.autocast_smart_context_manager`.
+        """
+        if cache_enabled or not self.precision.policy.autocast:
+            return self._autocast()
+        return torch.autocast(self.strategy.device_type, dtype=self.precision.policy.compute_dtype, cache_enabled=False)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Move one value to the device; an override sees every value of a nested batch."""
+        if isinstance(data, Mapping):
+            return type(data)({key: self._prepare_input(value) for key, value in data.items()})  # type: ignore[call-arg]
+        if isinstance(data, (tuple, list)):
+            values = [self._prepare_input(value) for value in data]
+            return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+        return self.strategy.to_device(data)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move a batch to the device."""
@@ -644,7 +857,7 @@ class Trainer:
                     "Rename the columns, or set remove_unused_columns=False.",
                 )
             )
-        return self.strategy.to_device(inputs)
+        return self._prepare_input(inputs) if self._walks_inputs else self.strategy.to_device(inputs)
 
     # -- hooks of evaluation -------------------------------------------------------------------------------------
 
@@ -692,7 +905,7 @@ class Trainer:
             dataset,
             train_loader_config(self.args, has_accelerator=self.strategy.device_type != "cpu"),
             collate=collate,
-            sampler=self._get_train_sampler(),
+            sampler=call_with(self._get_train_sampler, {"train_dataset": dataset}),
             rank=self.strategy.rank,
             world_size=self.strategy.world_size,
         )
@@ -743,30 +956,62 @@ class Trainer:
         )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return a sampler of your own for training data; None shuffles by seed and epoch."""
-        return None
+        """Return the order of the training data: shuffled by seed and epoch; None for a stream."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if not self._is_overridden("_get_train_sampler") or isinstance(dataset, IterableDataset):
+            return None  # the loader's own choice, which is the same
+        config = train_loader_config(self.args, has_accelerator=False)
+        return default_train_sampler(dataset, config, world_size=self.strategy.world_size)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        """Return a sampler of your own for evaluation data; None goes through it in order."""
-        return None
+        """Return the order of evaluation data: as it comes; None for a stream."""
+        if not self._is_overridden("_get_eval_sampler") or not has_length(eval_dataset):
+            return None
+        return SequentialSampler(eval_dataset)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Find the columns to keep, unless they are known; an override sets `self._signature_columns`."""
+        if self._signature_columns is None and isinstance(self.task, ModelTask):
+            self._find("_signature_columns", signature_columns(self.model, label_names=self.label_names))
+
+    def _columns_to_keep(self) -> list[str] | None:
+        if not self.args.remove_unused_columns:
+            return None
+        self._set_signature_columns_if_needed()
+        return self._signature_columns
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """Return a dataset without the columns the model does not take; only for one that has columns."""
+        about = self._about_columns(description or "given")
+        return dataset if about is None else prune_columns(dataset, **about)
+
+    def _get_collator_with_removed_columns(
+        self, data_collator: Callable[[list[Any]], Any], description: str | None = None
+    ) -> Callable[[list[Any]], Any]:
+        """Return a collator that drops what the model does not take before it collates."""
+        about = self._about_columns(description or "given")
+        return data_collator if about is None else ColumnPruner(data_collator, **about)
 
     def _without_unused_columns(self, dataset: Any, *, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
-        keep = self._signature_columns if self.args.remove_unused_columns else None
+        pruned = self._remove_unused_columns(dataset, description=description)
+        return pruned, self._get_collator_with_removed_columns(self.data_collator, description=description)
+
+    def _about_columns(self, description: str) -> dict[str, Any] | None:
+        keep = self._columns_to_keep()
         if keep is None:
-            return dataset, self.data_collator
+            return None
         # Loudly where the user's own collator might have wanted a column.
         level = logging.WARNING if self._has_own_collator else logging.INFO
-        about: dict[str, Any] = {
+        return {
             "keep": keep,
             "model_name": type(self.model).__name__,
             "description": description,
             "log_level": level,
         }
-        return prune_columns(dataset, **about), ColumnPruner(self.data_collator, **about)
 
     def _check_columns(self, dataset: Any) -> None:
         """Refuse, before anything is launched, data of which the model takes no column."""
-        keep = self._signature_columns if self.args.remove_unused_columns else None
+        keep = self._columns_to_keep()
         if keep is None or not has_length(dataset) or not len(dataset) or not hasattr(dataset, "__getitem__"):
             return
         names = removable_columns(dataset)
@@ -904,8 +1149,60 @@ class Trainer:
         return num_examples(dataloader, batch_size=self.args.train_batch_size)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the samples per optimizer update, all ranks together."""
-        return int(args.train_batch_size * args.gradient_accumulation_steps * self.strategy.world_size)
+        """Return the samples per optimizer update, all ranks together; ranks that split a layer share theirs."""
+        num_copies = self.strategy.world_size // self.get_tp_size()
+        return int(args.train_batch_size * args.gradient_accumulation_steps * num_copies)
+
+    def get_tp_size(self) -> int:
+        """Return over how many processes each layer is split, 1 if none is.
+
+        Source: the documented `Trainer.get_tp_size`.
+        """
+        return tensor_parallel_size(self.model, getattr(self.strategy, "config", None))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make `accelerator` anew; launches the strategy. Collective."""
+        self._accelerator = make_accelerator(self)
+
+    def propagate_args_to_deepspeed(self, auto_find_batch_size: bool = False) -> None:
+        """Write the arguments into the DeepSpeed config.
+
+        Source: the documented `Trainer.propagate_args_to_deepspeed`.
+        """
+        propagate = getattr(self.strategy, "propagate_args", None)
+        if not self.is_deepspeed_enabled or propagate is None:
+            raise ConfigError(
+                explain(
+                    "propagate_args_to_deepspeed() was called.",
+                    f"strategy={self.strategy.name!r} has no DeepSpeed config.",
+                    "Pass deepspeed= in the arguments, or leave the call out.",
+                )
+            )
+        propagate(self.args, auto_find_batch_size=auto_find_batch_size)
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: Any = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Refuse: searching for hyper-parameters is not wired in this version.
+
+        Source: the documented `Trainer.hyperparameter_search`.
+        """
+        raise ConfigError(
+            explain(
+                "hyperparameter_search() was called.",
+                "It is not wired in this version.",
+                "Build a Trainer per trial in the objective function of a search library such as Optuna.",
+                n_trials=n_trials,
+                backend=backend,
+            )
+        )
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int
@@ -965,6 +1262,8 @@ class Trainer:
             if self._depth == 1:
                 self.strategy.launch()
                 self.precision.open(self.strategy.device, self.strategy.scaler_factory)
+                if isinstance(self.task, ModelTask):
+                    self.task.label_names, self.task.can_return_loss = list(self.label_names), self.can_return_loss
             yield
         finally:
             self._depth -= 1
@@ -980,7 +1279,7 @@ class Trainer:
                 self.model = self.task.model = self.precision.convert(self.model)
                 place_task(self.task, self.strategy)
             wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
-            self.task.model = self.strategy.for_evaluation(wrapped)
+            self.task.model = self._wrap_model(wrapped, training=False)
             self.task.eval()
             for metric in self.task.metrics("eval").values():
                 metric.reset()
