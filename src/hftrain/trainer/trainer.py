@@ -177,8 +177,7 @@ class Trainer:
         check_best_metric(self.args, task=self.task, compute_metrics=compute_metrics, eval_dataset=eval_dataset)
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
-        self._resolve_hooks()
-        check_hooks(self, Trainer, given=given)
+        self._resolve_hooks(given)
         self._make_callbacks([*(callbacks or ()), *(callback or ())])
 
     # -- construction --------------------------------------------------------------------------------------------
@@ -234,7 +233,7 @@ class Trainer:
         pads = hasattr(tool, "pad") and (hasattr(tool, "pad_token_id") or hasattr(tool, "padding_value"))
         return DataCollatorWithPadding(tool) if pads else default_data_collator
 
-    def _resolve_hooks(self) -> None:
+    def _resolve_hooks(self, given: Mapping[str, Any]) -> None:
         """Look at the hooks' signatures once, so that overrides in the older forms keep working."""
         self._compute_loss = taking(self.compute_loss, 3, "num_items_in_batch")
         self._loss_takes_count = accepts(self.compute_loss, "num_items_in_batch")
@@ -247,6 +246,7 @@ class Trainer:
             map(self._is_overridden, ("autocast_smart_context_manager", "torchdynamo_smart_context_manager"))
         )
         self._shares = LossShares(self)
+        check_hooks(self, Trainer, given=given)
 
     def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
         disables = self.args.disable_tqdm
