@@ -78,6 +78,7 @@ class TrainSession:
         self.wrap: Callable[[nn.Module], nn.Module]
         self._act: Callable[[], None]
         self._open_loss: torch.Tensor | None = None
+        self.used_rate: float | None = None
         self._start_time = time.time()
 
     def run(self) -> TrainOutput:
@@ -301,7 +302,9 @@ class TrainSession:
             metric.reset()
             own.update({k: float(v) for k, v in (value if isinstance(value, Mapping) else {name: value}).items()})
         if self.trainer._is_overridden("_get_learning_rate"):
+            self.used_rate = logs["learning_rate"]
             logs["learning_rate"] = self.trainer._get_learning_rate()
+            self.used_rate = None
         self.trainer._log(merge_reports(logs, self.logs.read(), own))
 
     def _act_through_hook(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:

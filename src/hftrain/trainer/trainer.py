@@ -715,8 +715,9 @@ class Trainer:
         return map_tensors(tensors, self.strategy.gather)
 
     def _get_learning_rate(self) -> float:
-        """Return the current learning rate of the first parameter group; logged."""
-        return self.get_learning_rates()[0]
+        """Return the learning rate of the first parameter group: where it is logged, the one the step used."""
+        used = None if self._session is None else self._session.used_rate
+        return self.get_learning_rates()[0] if used is None else used
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Return the module whose forward is called: wrapped to train, bare to evaluate. Collective.
