@@ -8,6 +8,7 @@ import torch
 
 from hftrain.adapter.acceleration import accelerator_settings
 from hftrain.core.errors import StrategyError, explain
+from hftrain.core.tree import map_tensors
 from hftrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ _PLUGINS = frozenset({"fsdp_plugin", "deepspeed_plugin"})
 def make_accelerator(trainer: Trainer) -> Any:
     """Return an `Accelerator` that agrees with the strategy and the precision; launches the strategy. Collective.
 
-    It converts and wraps nothing by being made. Its state is its own: a second Trainer's accelerator, of another
+    It converts and wraps nothing by being made. Its `gather` takes tensors with different numbers of rows. Its state is its own: a second Trainer's accelerator, of another
     precision, leaves it as it is.
 
     Raises:
@@ -50,6 +51,9 @@ def make_accelerator(trainer: Trainer) -> Any:
     for shared in (accelerator.state, accelerator.gradient_state):
         shared.__dict__ = dict(vars(shared))  # its own from here on
     _check(accelerator, strategy)
+    if strategy.world_size > 1:
+        # Its own takes for granted that processes hold as many rows each; batches of an evaluation differ.
+        accelerator.gather = lambda tensor: map_tensors(tensor, strategy.gather)
     return accelerator
 
 

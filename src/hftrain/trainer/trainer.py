@@ -71,6 +71,7 @@ from hftrain.trainer.checks import (
     read_optimizers,
 )
 from hftrain.trainer.hooks import call_with, check_hooks
+from hftrain.trainer.instep import in_step
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
 from hftrain.trainer.reports import (
     format_metrics,
@@ -343,7 +344,9 @@ class Trainer:
         """A real `accelerate.Accelerator` that agrees with the strategy, made on first use; collective then.
 
         The loops do not use it: preparing a model or a loader with it changes neither the strategy nor the training.
-        Asking for it before the first verb launches the strategy.
+        Asking for it before the first verb launches the strategy. Once it is there, processes that evaluate a plain
+        model keep in step, so that an override of `prediction_step` may gather: one that runs out of batches repeats
+        its last one and drops the result.
         """
         if self._accelerator is None:
             self.create_accelerator_and_postprocess()
@@ -538,7 +541,8 @@ class Trainer:
         self.callback_handler.refresh(eval_dataloader=dataloader)
         loop = self._evaluate_loop(loss_only=loss_only, ignore_keys=ignore_keys, events=self.callback_handler)
         is_stream = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
-        output = loop.run(dataloader, is_interleaved=is_stream)
+        batches = in_step(self, dataloader, loss_only=loss_only, ignore_keys=ignore_keys)
+        output = loop.run(batches, is_interleaved=is_stream)
         return output._replace(metrics=to_plain(with_prefix(output.metrics, metric_key_prefix)))
 
     def _evaluate_loop(self, *, loss_only: bool, ignore_keys: list[str] | None, events: Any) -> EvaluateLoop:
