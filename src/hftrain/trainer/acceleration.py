@@ -20,8 +20,8 @@ _PLUGINS = frozenset({"fsdp_plugin", "deepspeed_plugin"})
 def make_accelerator(trainer: Trainer) -> Any:
     """Return an `Accelerator` that agrees with the strategy and the precision; launches the strategy. Collective.
 
-    It converts and wraps nothing by being made. Its `gather` takes tensors with different numbers of rows. Its state is its own: a second Trainer's accelerator, of another
-    precision, leaves it as it is.
+    It converts and wraps nothing by being made. Its `gather` takes tensors with different numbers of rows. Its state is
+    its own: a second Trainer's accelerator, of another precision, leaves it as it is.
 
     Raises:
         StrategyError: Somebody set accelerate up for other processes or another device than the strategy's.
