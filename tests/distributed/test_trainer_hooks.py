@@ -80,7 +80,7 @@ def evaluate_in_step(folder: str) -> dict[str, Any]:
 
 
 def test_steps_that_gather_do_not_wait_for_a_process_without_batches(tmp_path: Path, run_distributed: Any) -> None:
-    both = run_distributed(evaluate_in_step, folder=str(tmp_path), timeout_s=180)
+    both = run_distributed(evaluate_in_step, folder=str(tmp_path))
     alone = make(str(tmp_path / "alone"))
     assert both[0]["labels"] == both[1]["labels"] == [int(row["labels"]) for row in make_rows(9)]
     assert both[0]["loss"] == pytest.approx(alone.evaluate()["eval_loss"])
@@ -99,7 +99,7 @@ def train_two_trainers(folder: str) -> list[list[float]]:
 
 
 def test_second_trainer_in_the_same_processes_trains_like_the_first(tmp_path: Path, run_distributed: Any) -> None:
-    both = run_distributed(train_two_trainers, folder=str(tmp_path), timeout_s=180)
+    both = run_distributed(train_two_trainers, folder=str(tmp_path))
     assert both[0] == both[1]
     assert both[0][0] == both[0][1]
 
@@ -142,8 +142,8 @@ def override_hooks(folder: str, is_plain: bool) -> dict[str, Any]:
 
 
 def test_overridden_hooks_change_nothing_on_two_processes(tmp_path: Path, run_distributed: Any) -> None:
-    ours = run_distributed(override_hooks, folder=str(tmp_path / "a"), is_plain=False, timeout_s=180)
-    plain = run_distributed(override_hooks, folder=str(tmp_path / "b"), is_plain=True, timeout_s=180)
+    ours = run_distributed(override_hooks, folder=str(tmp_path / "a"), is_plain=False)
+    plain = run_distributed(override_hooks, folder=str(tmp_path / "b"), is_plain=True)
     for found, expected in zip(ours, plain, strict=True):
         assert found["called"] == ["gather", "load", "save"]
         # The override returned the bare model; the strategy wrapped it all the same.

@@ -277,7 +277,7 @@ def train_on_two(folder: str) -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_preference_trainer_on_two_processes_equals_one(tmp_path: Path, run_distributed: Any) -> None:
-    both = run_distributed(train_on_two, folder=str(tmp_path / "two"), timeout_s=180)
+    both = run_distributed(train_on_two, folder=str(tmp_path / "two"))
     alone = build(tmp_path / "one")
     alone.train()
     assert both[0] == both[1]

@@ -403,3 +403,22 @@ def test_evaluation_within_a_run_is_the_hooks(tmp_path: Path) -> None:
     trainer = make(Falls, tmp_path, **FULL)
     trainer.train()
     assert (trainer.state.best_global_step, trainer.state.best_metric) == (6, -6)
+
+
+def test_hooks_assigned_to_the_instance_are_called(tmp_path: Path) -> None:
+    trainer = make(Trainer, tmp_path, max_steps=2)
+    calls: list[str] = []
+
+    def watch(name: str) -> None:
+        original = getattr(trainer, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        setattr(trainer, name, watched)
+
+    for name in ("compute_loss", "training_step", "log", "_maybe_log_save_evaluate", "_prepare_input"):
+        watch(name)
+    trainer.train()
+    assert set(calls) == {"compute_loss", "training_step", "log", "_maybe_log_save_evaluate", "_prepare_input"}

@@ -275,7 +275,7 @@ class Trainer:
         )
 
     def _is_overridden(self, name: str) -> bool:
-        return getattr(type(self), name) is not getattr(Trainer, name)
+        return name in vars(self) or getattr(type(self), name) is not getattr(Trainer, name)
 
     def _start_idle(self) -> None:
         """Set what only a running verb changes."""
@@ -1265,6 +1265,7 @@ class Trainer:
         self._depth += 1
         try:
             if self._depth == 1:
+                self._resolve_hooks(vars(self))  # again, for scripts that assign hooks to the instance
                 self.strategy.launch()
                 self.precision.open(self.strategy.device, self.strategy.scaler_factory)
                 if isinstance(self.task, ModelTask):
