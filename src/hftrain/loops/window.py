@@ -59,6 +59,11 @@ class LossWindow:
             total = losses.sum()
             self.sum = total if self.sum is None else self.sum + total
 
+    def open_sum(self) -> torch.Tensor:
+        """Return what has been added since the last reading, on the device: a copy, nothing is read."""
+        losses = [loss.detach() for loss in self.pending] + ([] if self.sum is None else [self.sum])
+        return torch.stack(losses).sum() if losses else torch.zeros(())
+
     def close_step(self) -> None:
         """Count one optimizer update."""
         self.num_steps += 1

@@ -92,6 +92,10 @@ class Strategy:
         """Make the gradient scaler that suits this strategy."""
         return GradScaler(device.type)
 
+    def accelerator_options(self) -> dict[str, Any]:
+        """Return what `accelerate.Accelerator(...)` must be told to describe this strategy; asked after `launch`."""
+        return {"cpu": True} if self.device_type == "cpu" else {}
+
     def launch(self) -> None:
         """Take the device, and meet the other processes; doing so again changes nothing. Collective."""
         if self._device is None:

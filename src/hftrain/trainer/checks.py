@@ -13,6 +13,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
 from hftrain.core.log import warn_once
 from hftrain.data.sizes import has_length
+from hftrain.strategies.base import Strategy
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 
@@ -26,6 +27,33 @@ def check_arguments(args: Any) -> None:
                 f"{kind.__module__}.{kind.__qualname__} was given as args.",
                 "Only hftrain's own TrainingArguments are read.",
                 "Import TrainingArguments from hftrain; the names of its settings are the documented ones.",
+            )
+        )
+
+
+def check_strategy(args: Any, strategy: Strategy) -> None:
+    """Raise where a strategy that was given as an object contradicts the device the arguments ask for."""
+    if args.use_cpu and strategy.device_type != "cpu":
+        raise ConfigError(
+            explain(
+                f"use_cpu=True was asked for together with strategy={type(strategy).__name__}(...).",
+                f"The strategy takes the device {str(strategy.planned_device)!r}.",
+                "Make the strategy with use_cpu=True, or leave use_cpu out of the arguments.",
+                use_cpu=True,
+                strategy=strategy.name,
+            )
+        )
+
+
+def check_tensor_parallel(size: int, strategy: Strategy, *, is_handled: bool) -> None:
+    """Raise where a model's layers are split over processes that would each read other data."""
+    if size > 1 and not is_handled:
+        raise ConfigError(
+            explain(
+                f"A model whose layers are split over {size} processes was given.",
+                f"With strategy={strategy.name!r} every process reads its own share of the data.",
+                "Load the model without a tensor-parallel plan, or use DeepSpeed's tensor_parallel.",
+                tp_size=size,
             )
         )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from hftrain.adapter.checkpoint import checkpoint_config
 from hftrain.adapter.data import data_seed
@@ -74,16 +75,29 @@ class RunCheckpoints:
         each: list[Writer] = [lambda folder: trainer.save_model(str(folder), _internal_call=True)]
         main: list[Writer] = [lambda folder: save_trainer_state(state, folder)]
         if not trainer.args.save_only_model:
-            main += self._resume_writers(optimizer)
+            if trainer._is_overridden("_save_optimizer_and_scheduler"):
+                each.append(lambda folder: trainer._save_optimizer_and_scheduler(str(folder)))
+            else:
+                main += self._resume_writers(optimizer)
             each.append(self._rank_writer())
         facts = {"progress": self.progress.state_dict(), "geometry": self._geometry(optimizer)}
         committed = self.manager.save(state.global_step, main=main, each=each, facts=facts)
         if trainer.args.push_to_hub:
             # Before rotation, which may delete it.
             trainer._hub.after_save(committed)
-        self.manager.rotate(best=best_checkpoint(trainer))
+        trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.config.output_dir))
         self.saved_step = state.global_step
         trainer.callback_handler.fire("on_save")
+
+    def rotate(self) -> None:
+        """Delete the oldest checkpoints beyond the limit."""
+        self.manager.rotate(best=best_checkpoint(self.trainer))
+
+    def write_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
+        """Write optimizer, schedule and scaler; the main process writes, all take part. Collective."""
+        writers = self._resume_writers(optimizer)
+        for write in writers if self.trainer.strategy.is_main else ():
+            write(folder)
 
     def _resume_writers(self, optimizer: torch.optim.Optimizer) -> list[Writer]:
         trainer = self.trainer
@@ -130,20 +144,13 @@ class RunCheckpoints:
 
     def load_model(self, folder: Path) -> None:
         """Load the weights, and what the task holds beside its model, in place."""
-        load_weights(self.trainer.model, folder)
-        own = task_state(self.trainer.task)
-        self.trainer.task.load_state_dict(load_task_state(folder, own.keys()), strict=False)
+        self.trainer._load_from_checkpoint(str(folder))
 
     def load_rest(self, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Load what the optimizer and its company had reached, and return the random numbers' state."""
         trainer, strategy = self.trainer, self.trainer.strategy
         check_geometry(read_manifest(folder), optimizer=type(optimizer).__name__)
-        strategy.load_optimizer_state(trainer.model_wrapped, optimizer, load_optimizer(folder))
-        if trainer.lr_scheduler is not None:
-            trainer.lr_scheduler.load_state_dict(load_scheduler(folder))
-            refresh_rate(trainer.lr_scheduler)
-        if trainer.precision.state_dict():
-            trainer.precision.load_state_dict(load_scaler(folder))
+        trainer._load_optimizer_and_scheduler(str(folder))
         own = load_rng(folder, rank=strategy.rank, world_size=strategy.world_size)
         self.epoch_rng = own.pop("epoch_rng")
         self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
@@ -152,6 +159,16 @@ class RunCheckpoints:
             trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
         )
         return own
+
+    def read_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
+        """Load optimizer, schedule and scaler. Collective."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        strategy.load_optimizer_state(trainer.model_wrapped, optimizer, load_optimizer(folder))
+        if trainer.lr_scheduler is not None:
+            trainer.lr_scheduler.load_state_dict(load_scheduler(folder))
+            refresh_rate(trainer.lr_scheduler)
+        if trainer.precision.state_dict():
+            trainer.precision.load_state_dict(load_scaler(folder))
 
     def load_best(self) -> None:
         """Load the best checkpoint's model, saying so if there is none."""
@@ -192,7 +209,8 @@ class RunCheckpoints:
 
 def make_manager(trainer: Trainer) -> CheckpointManager:
     """Return what saves and finds the run's checkpoints."""
-    return CheckpointManager(checkpoint_config(trainer.args, output_dir=trainer.output_dir), group=trainer.strategy)
+    folder = Path(trainer._get_output_dir(None))
+    return CheckpointManager(checkpoint_config(trainer.args, output_dir=folder), group=trainer.strategy)
 
 
 def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
@@ -250,6 +268,13 @@ def best_checkpoint(trainer: Trainer) -> Path | None:
     # By name first: the folder of the run may have been moved or copied since.
     here = trainer.output_dir / Path(best).name
     return here if here.is_dir() else Path(best)
+
+
+def load_task(trainer: Trainer, folder: Path, *, model: nn.Module | None = None) -> None:
+    """Load a checkpoint's weights, and what the task holds beside its model, in place."""
+    load_weights(trainer.model if model is None else trainer.strategy.unwrap(model), folder)
+    own = task_state(trainer.task)
+    trainer.task.load_state_dict(load_task_state(folder, own.keys()), strict=False)
 
 
 def task_state(task: TaskModule) -> dict[str, torch.Tensor]:

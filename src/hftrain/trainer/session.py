@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from hftrain.adapter.plan import fit_config
 from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.errors import ConfigError, explain, suggest
-from hftrain.core.log import get_logger
+from hftrain.core.log import get_logger, warn_once
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, restore_rng, set_seed
 from hftrain.core.types import TrainOutput
@@ -31,6 +31,7 @@ from hftrain.task.module import TaskModule
 from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer.checks import best_metric_key, check_optimizer
 from hftrain.trainer.debugging import watch_overflow
+from hftrain.trainer.hooks import call_with
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.weighing import LossShares
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class _Silence:
@@ -68,13 +71,22 @@ class TrainSession:
         self.logs = LogWindow(gather_object=strategy.gather_object)
         self.losses = LossWindow(
             filters_nonfinite=trainer.args.logging_nan_inf_filter,
-            reduce=lambda loss: strategy.reduce(loss, op="mean"),
+            reduce=(
+                (lambda loss: trainer._nested_gather(loss).mean())
+                if trainer._is_overridden("_nested_gather")
+                else (lambda loss: strategy.reduce(loss, op="mean"))
+            ),
         )
         self._rng: Mapping[str, Any] | None = None
         self.checkpoints = RunCheckpoints(trainer, progress=self.progress, losses=self.losses, logs=self.logs)
         self.optimizer: torch.optim.Optimizer
         self._watch: DebugUnderflowOverflow | None = None
         self._loader: Any = None
+        self.wrap: Callable[[nn.Module], nn.Module]
+        self._act: Callable[[], None]
+        self._open_loss: torch.Tensor | None = None
+        self.used_rate: float | None = None
+        self._start_time = time.time()
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -171,8 +183,7 @@ class TrainSession:
             assert trainer.optimizer is not None
             return trainer.optimizer
 
-        wrapped, optimizer = strategy.setup(trainer.model, make_optimizer, precision.policy)
-        assert optimizer is not None
+        wrapped, optimizer = self._wrap(make_optimizer)
         check_optimizer(optimizer, trainer.lr_scheduler, trainer.model)
         # An interrupted run, or the user, may have left gradients.
         trainer.model.zero_grad()
@@ -187,6 +198,33 @@ class TrainSession:
         )
         trainer._backward, trainer._autocast = stepper.backward, stepper.autocast
         return stepper
+
+    def _wrap(self, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Wrap the model through the hook; what an override left to do is done after it."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        made: list[torch.optim.Optimizer] = []
+
+        def set_up(model: nn.Module) -> nn.Module:
+            wrapped, optimizer = strategy.setup(model, make_optimizer, trainer.precision.policy)
+            assert optimizer is not None
+            made[:] = [optimizer]
+            return wrapped
+
+        self.wrap = set_up
+        # The wrapper that the user brought, if it still holds the model.
+        outermost = trainer._outermost if strategy.unwrap(trainer._outermost) is trainer.model else trainer.model
+        wrapped = trainer._wrap_model(outermost)
+        if not made:
+            wrapped = set_up(wrapped)
+        if strategy.unwrap(wrapped) is not trainer.model:
+            raise ConfigError(
+                explain(
+                    f"{type(trainer).__name__}._wrap_model returned a {type(wrapped).__name__}.",
+                    f"strategy={strategy.name!r} cannot look through it to the model.",
+                    "Wrap the model before it is given to the Trainer, or return what super()._wrap_model returned.",
+                )
+            )
+        return wrapped, made[0]
 
     def _load_rest(self, folder: Path) -> None:
         """Load what a checkpoint holds beside the model."""
@@ -231,6 +269,7 @@ class TrainSession:
             evaluate=self._evaluate,
             save=self._save,
             empty_cache=_empty_cache,
+            act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
         )
         return FitLoop(
             config,
@@ -274,28 +313,61 @@ class TrainSession:
             value = metric.compute()
             metric.reset()
             own.update({k: float(v) for k, v in (value if isinstance(value, Mapping) else {name: value}).items()})
+        if self.trainer._is_overridden("_get_learning_rate"):
+            self.used_rate = logs["learning_rate"]
+            logs["learning_rate"] = self.trainer._get_learning_rate()
+            self.used_rate = None
         self.trainer._log(merge_reports(logs, self.logs.read(), own))
+
+    def _act_through_hook(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
+        """Let a subclass see the end of a step; it calls the base method, which calls `act`."""
+        trainer = self.trainer
+        self._act, self._open_loss = act, self.losses.open_sum()
+        values = {
+            "tr_loss": self._open_loss,
+            "grad_norm": grad_norm,
+            "model": trainer.model_wrapped,
+            "trial": None,
+            "epoch": trainer.state.epoch,
+            "ignore_keys_for_eval": self.ignore_keys,
+            "start_time": self._start_time,
+            "learning_rate": learning_rate,
+        }
+        call_with(trainer._maybe_log_save_evaluate, values)
+
+    def act(self, loss: torch.Tensor | None) -> None:
+        """Do what callbacks asked for, called back by the hook with the loss it was given."""
+        if loss is not None and loss is not self._open_loss:
+            warn_once("_maybe_log_save_evaluate was given another tr_loss, which changes nothing: override log().")
+        self._act()
 
     def _evaluate(self) -> None:
         trainer = self.trainer
-        metrics = trainer.evaluate(ignore_keys=self.ignore_keys)
+        metrics = trainer._evaluate(None, self.ignore_keys)
         if trainer.args.metric_for_best_model is not None and trainer.state.global_step > 0:
-            self._note_best(metrics, trainer.args.metric_for_best_model)
+            is_best = trainer._determine_best_metric(metrics, None)
+            if trainer.args.save_strategy == "best" and is_best:
+                trainer.control.should_save = True
+
+    def follow_metric(self, metrics: Mapping[str, Any]) -> None:
+        """Step a schedule that follows the evaluations."""
+        trainer = self.trainer
         if self._follows_metric and trainer.state.global_step > 0:
             trainer.lr_scheduler.step(self._metric(metrics, trainer.args.metric_for_best_model or "loss"))
 
-    def _note_best(self, metrics: Mapping[str, Any], wanted: str) -> None:
-        """Remember the best evaluation so far; with save_strategy="best" it asks for a save."""
+    def note_best(self, metrics: Mapping[str, Any]) -> bool:
+        """Remember the best evaluation so far in the state, and tell whether this is it."""
         state, args = self.trainer.state, self.trainer.args
-        value = self._metric(metrics, wanted)
+        if args.metric_for_best_model is None:
+            return False
+        value = self._metric(metrics, args.metric_for_best_model)
         best = state.best_metric
         # NaN is never better, and everything is better than NaN.
         is_better = best is None or best != best or (value > best if args.greater_is_better else value < best)
         is_better = is_better and value == value
         if is_better:
             state.best_metric, state.best_global_step = value, state.global_step
-        if args.save_strategy == "best" and is_better:
-            self.trainer.control.should_save = True
+        return bool(is_better)
 
     @staticmethod
     def _metric(metrics: Mapping[str, Any], wanted: str) -> float:
@@ -348,7 +420,7 @@ class TrainSession:
         num_nonfinite = self.losses.num_nonfinite
         trainer.task.model = trainer.model
         if trainer.args.load_best_model_at_end:
-            self.checkpoints.load_best()
+            trainer._load_best_model()
         share = num_steps / max(trainer.state.max_steps, 1)
         metrics = speed_metrics("train", start_s, num_samples=round(num_samples * share), num_steps=num_steps)
         metrics["train_loss"] = training_loss

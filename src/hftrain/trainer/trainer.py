@@ -7,14 +7,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, SequentialSampler
 
 from hftrain.adapter.data import eval_loader_config, length_config, total_batch_size, train_loader_config
 from hftrain.adapter.evaluate import evaluate_config
@@ -34,12 +34,13 @@ from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
 from hftrain.core.state import TrainerState
+from hftrain.core.tree import map_tensors
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput, TrainOutput
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrain.data.columns import ColumnPruner, prune_columns, removable_columns, signature_columns
 from hftrain.data.dispatch import DispatchLoader
 from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler, reading_order
-from hftrain.data.loaders import build_eval_loader, build_train_loader
+from hftrain.data.loaders import build_eval_loader, build_train_loader, default_train_sampler
 from hftrain.data.persistent import LoaderCache
 from hftrain.data.sharding import shard_loader
 from hftrain.data.sizes import has_length, num_examples
@@ -55,8 +56,10 @@ from hftrain.storage.files import check_writable
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.introspect import is_recomputing
+from hftrain.task.loss import LabelSmoother
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
+from hftrain.trainer.acceleration import has_engine, make_accelerator
 from hftrain.trainer.checks import (
     check_arguments,
     check_best_metric,
@@ -64,13 +67,18 @@ from hftrain.trainer.checks import (
     check_evaluation,
     check_model,
     check_parts,
+    check_strategy,
     check_task,
+    check_tensor_parallel,
     check_train_data,
     check_unused_by_task,
     read_optimizers,
 )
 from hftrain.trainer.debugging import debug_callbacks
+from hftrain.trainer.hooks import call_with, check_hooks
 from hftrain.trainer.hub import TrainerHub
+from hftrain.trainer.instep import in_step
+from hftrain.trainer.placement import is_spread, tensor_parallel_size
 from hftrain.trainer.reports import (
     format_metrics,
     metrics_table,
@@ -79,7 +87,7 @@ from hftrain.trainer.reports import (
     to_plain,
     with_prefix,
 )
-from hftrain.trainer.saving import find_resume, task_state
+from hftrain.trainer.saving import find_resume, load_task, task_state
 from hftrain.trainer.session import TrainSession, place_task
 from hftrain.trainer.signatures import accepts, taking
 from hftrain.trainer.weighing import LossShares
@@ -139,6 +147,7 @@ class Trainer:
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
     ) -> None:
+        given = dict(vars(self))
         self.args = TrainingArguments("tmp_trainer") if args is None else args
         check_arguments(self.args)
         settle(self.args)
@@ -176,7 +185,7 @@ class Trainer:
         check_best_metric(self.args, task=self.task, compute_metrics=compute_metrics, eval_dataset=eval_dataset)
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
-        self._resolve_hooks()
+        self._resolve_hooks(given)
         self._hub.start()
         self._make_callbacks([*(callbacks or ()), *(callback or ())])
 
@@ -192,17 +201,20 @@ class Trainer:
         self.precision = (
             precision if isinstance(precision, Precision) else precisions.create(precision_name, **precision_options)
         )
+        check_strategy(self.args, self.strategy)
         check_legal(self.strategy, self.precision)
         check_configured_state(self.args, self.strategy.planned_device)
         self.strategy.non_blocking = non_blocking_copies(self.args)
 
     def _adopt_model(self, model: nn.Module) -> None:
         """Make `model` the one to train: a plain module becomes a `ModelTask`."""
-        if isinstance(model, TaskModule):
-            self.task: TaskModule = model
+        bare = self.strategy.unwrap(model)
+        if isinstance(bare, TaskModule):
+            self.task: TaskModule = bare
+            model = self.task.model if "model" in dict(bare.named_children()) else bare
         else:
             self.task = ModelTask(
-                self.strategy.unwrap(model),
+                bare,
                 label_names=self.args.label_names,
                 label_smoothing=self.args.label_smoothing_factor,
                 compute_loss_func=self.compute_loss_func,
@@ -210,26 +222,42 @@ class Trainer:
         check_task(self.task)
         self.model: nn.Module = self.strategy.unwrap(self.task.model)
         self.task.model = self.model
-        self.model_wrapped: nn.Module = self.model
-        is_plain = isinstance(self.task, ModelTask)
-        self.label_names: list[str] = list(self.task.label_names) if isinstance(self.task, ModelTask) else ["labels"]
-        self.can_return_loss = self.task.can_return_loss if isinstance(self.task, ModelTask) else False
-        self.model_accepts_loss_kwargs = self.task.accepts_item_count if isinstance(self.task, ModelTask) else False
-        self._signature_columns = signature_columns(self.model, label_names=self.label_names) if is_plain else None
+        # A wrapper that the user put around the model is what the forward pass goes through.
+        self.model_wrapped: nn.Module = model
+        self._outermost = model
+        self.is_model_parallel = is_spread(self.model)
+        self.strategy.place_model = bool(self.place_model_on_device)
+        plain = self.task if isinstance(self.task, ModelTask) else None
+        self._find("label_names", list(plain.label_names) if plain else ["labels"])
+        self._find("can_return_loss", plain.can_return_loss if plain else False)
+        self._find("model_accepts_loss_kwargs", plain.accepts_item_count if plain else False)
+        self._find("_signature_columns", None)
+
+    def _find(self, name: str, value: Any) -> None:
+        """Set what was found out about the model, unless a subclass has set a value of its own since."""
+        if name not in vars(self) or vars(self)[name] == self._found.get(name):
+            setattr(self, name, value)
+            self._found[name] = value
 
     def _default_collator(self) -> Callable[[list[Any]], Any]:
         tool = self.processing_class
         pads = hasattr(tool, "pad") and (hasattr(tool, "pad_token_id") or hasattr(tool, "padding_value"))
         return DataCollatorWithPadding(tool) if pads else default_data_collator
 
-    def _resolve_hooks(self) -> None:
+    def _resolve_hooks(self, given: Mapping[str, Any]) -> None:
         """Look at the hooks' signatures once, so that overrides in the older forms keep working."""
         self._compute_loss = taking(self.compute_loss, 3, "num_items_in_batch")
         self._loss_takes_count = accepts(self.compute_loss, "num_items_in_batch")
         self._training_step = taking(self.training_step, 2, "num_items_in_batch")
         self._get_batch_samples = taking(self.get_batch_samples, 2, "device")
         self._log = taking(self.log, 1, "start_time")
+        self._walks_inputs = self._is_overridden("_prepare_input")
+        self._counts_items_itself = self._is_overridden("_get_num_items_in_batch")
+        self._makes_contexts = any(
+            map(self._is_overridden, ("autocast_smart_context_manager", "torchdynamo_smart_context_manager"))
+        )
         self._shares = LossShares(self)
+        check_hooks(self, Trainer, given=given)
 
     def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
         disables = self.args.disable_tqdm
@@ -257,14 +285,19 @@ class Trainer:
         )
 
     def _is_overridden(self, name: str) -> bool:
-        return getattr(type(self), name) is not getattr(Trainer, name)
+        return name in vars(self) or getattr(type(self), name) is not getattr(Trainer, name)
 
     def _start_idle(self) -> None:
         """Set what only a running verb changes."""
         self._start_folder = Path.cwd()
         self._hub = TrainerHub(self)
         self.is_in_train = False
-        self.is_model_parallel = False
+        self._found: dict[str, Any] = {}
+        self._accelerator: Any = None
+        self.label_names: list[str]
+        self.can_return_loss: bool
+        self.model_accepts_loss_kwargs: bool
+        self._signature_columns: list[str] | None = getattr(self, "_signature_columns", None)
         self._session: TrainSession | None = None
         self._loaders = LoaderCache(limit=1)
         self._depth = 0
@@ -278,7 +311,13 @@ class Trainer:
     @property
     def tokenizer(self) -> Any:
         """The older name of `processing_class`."""
+        warn_once("Trainer.tokenizer is deprecated; use Trainer.processing_class.", FutureWarning)
         return self.processing_class
+
+    @tokenizer.setter
+    def tokenizer(self, value: Any) -> None:
+        warn_once("Trainer.tokenizer is deprecated; use Trainer.processing_class.", FutureWarning)
+        self.processing_class = value
 
     @property
     def output_dir(self) -> Path:
@@ -288,8 +327,74 @@ class Trainer:
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether the Trainer moves the model to the device."""
-        return bool(self.args.place_model_on_device)
+        """Whether the Trainer moves the model to the device: not a model that is spread, nor with DeepSpeed."""
+        is_left_alone = self.is_model_parallel or self.is_deepspeed_enabled
+        return bool(self.strategy.place_model and self.args.place_model_on_device and not is_left_alone)
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether the strategy is one of FSDP's."""
+        return has_engine(self.strategy, "fsdp")
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """Whether the strategy is DeepSpeed's."""
+        return has_engine(self.strategy, "deepspeed")
+
+    @property
+    def is_tp_enabled(self) -> bool:
+        """Whether the model's layers are split over processes."""
+        return self.get_tp_size() > 1
+
+    @property
+    def label_smoother(self) -> LabelSmoother | None:
+        """What smooths labels as the training does; None without `label_smoothing_factor`."""
+        return LabelSmoother(self.args.label_smoothing_factor) if self.args.label_smoothing_factor else None
+
+    @property
+    def accelerator(self) -> Any:
+        """A real `accelerate.Accelerator` that agrees with the strategy, made on first use; collective then.
+
+        The loops do not use it: preparing a model or a loader with it changes neither the strategy nor the training.
+        Asking for it before the first verb launches the strategy. Once it is there, processes that evaluate a plain
+        model keep in step, so that an override of `prediction_step` may gather: one that runs out of batches repeats
+        its last one and drops the result.
+        """
+        if self._accelerator is None:
+            self.create_accelerator_and_postprocess()
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, value: Any) -> None:
+        raise ConfigError(
+            explain(
+                "trainer.accelerator was assigned.",
+                "It describes the strategy, which would not follow another one.",
+                "Pass strategy= and precision= to the Trainer, or set the accelerator's attributes.",
+            )
+        )
+
+    @property
+    def gather_function(self) -> Callable[..., Any]:
+        """What collects predictions: accelerate's `gather_for_metrics`.
+
+        Evaluations hold no sample twice, so that plain `gather` collects the same; nothing else can be set.
+        """
+        gather: Callable[..., Any] = self.accelerator.gather_for_metrics
+        return gather
+
+    @gather_function.setter
+    def gather_function(self, value: Any) -> None:
+        if value not in (self.accelerator.gather, self.accelerator.gather_for_metrics):
+            raise ConfigError(
+                explain(
+                    "trainer.gather_function was assigned.",
+                    "Predictions are collected once, at the end of an evaluation; there is no gathering per batch.",
+                    "Set trainer.accelerator.gather or gather_for_metrics (both give each sample once), or override "
+                    "evaluation_loop.",
+                    gather_function=value,
+                )
+            )
 
     # -- verbs ---------------------------------------------------------------------------------------------------
 
@@ -332,6 +437,7 @@ class Trainer:
             raise TypeError(f"train() got unexpected keyword arguments: {', '.join(sorted(kwargs))}.")
         if trial is not None:
             raise ConfigError(explain("train(trial=...) was called.", "It is not wired in this version.", "Leave it."))
+        check_tensor_parallel(self.get_tp_size(), self.strategy, is_handled=self.is_deepspeed_enabled)
         if not self._is_overridden("get_train_dataloader"):
             check_train_data(self.args, self.train_dataset)
             self._check_columns(self.train_dataset)
@@ -452,7 +558,8 @@ class Trainer:
         loop = self._evaluate_loop(loss_only=loss_only, ignore_keys=ignore_keys, events=self.callback_handler)
         is_stream = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
         takes_turns = is_stream or isinstance(dataloader, DispatchLoader)
-        output = loop.run(dataloader, is_interleaved=takes_turns, order=reading_order(dataloader))
+        batches = in_step(self, dataloader, loss_only=loss_only, ignore_keys=ignore_keys)
+        output = loop.run(batches, is_interleaved=takes_turns, order=reading_order(dataloader))
         return output._replace(metrics=to_plain(with_prefix(output.metrics, metric_key_prefix)))
 
     def _evaluate_loop(self, *, loss_only: bool, ignore_keys: list[str] | None, events: Any) -> EvaluateLoop:
@@ -666,10 +773,95 @@ class Trainer:
         """Remove the first matching callback (by class or identity)."""
         self.callback_handler.remove(callback)
 
+    # -- hooks of checkpoints and of what happens between steps ---------------------------------------------------
+
+    def _running_session(self, asker: str) -> TrainSession:
+        if self._session is None:
+            raise ConfigError(
+                explain(f"{asker}() was called.", "It acts on a running training.", "Call it while train() runs.")
+            )
+        return self._session
+
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Commit a checkpoint of the running session; called by the loop when callbacks ask for a save."""
-        assert self._session is not None
-        self._session.checkpoints.save(self._session.optimizer)
+        session = self._running_session("_save_checkpoint")
+        session.checkpoints.save(session.optimizer)
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """Return the folder that checkpoints go to."""
+        return str(self.output_dir)
+
+    def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
+        """Delete the oldest checkpoints beyond `save_total_limit`, in the order of their commits; after each save."""
+        self._running_session("_rotate_checkpoints").checkpoints.rotate()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write what a resume needs of optimizer and schedule into a checkpoint; every rank calls it."""
+        session = self._running_session("_save_optimizer_and_scheduler")
+        session.checkpoints.write_optimizer(Path(output_dir), session.optimizer)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        """Load what `_save_optimizer_and_scheduler` wrote, at a resume; every rank calls it."""
+        session = self._running_session("_load_optimizer_and_scheduler")
+        session.checkpoints.read_optimizer(Path(checkpoint), session.optimizer)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load a checkpoint's weights into the model in place; at a resume, and for the best model."""
+        load_task(self, Path(resume_from_checkpoint), model=model)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's weights; at the end of a run with `load_best_model_at_end`."""
+        self._running_session("_load_best_model").checkpoints.load_best()
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: torch.Tensor | None = None,
+        grad_norm: Any = None,
+        model: nn.Module | None = None,
+        trial: Any = None,
+        epoch: float | None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        start_time: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Do what callbacks asked for: log, evaluate, save; after each step and each epoch.
+
+        The arguments tell an override where the run is (`tr_loss`: the sum of the step losses since the last log);
+        what is logged does not depend on them. Override `log` to change it.
+        """
+        self._running_session("_maybe_log_save_evaluate").act(tr_loss)
+
+    def _evaluate(
+        self, trial: Any = None, ignore_keys_for_eval: list[str] | None = None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate while training, and step a schedule that follows the metric unless told to skip it."""
+        metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if not skip_scheduler:
+            self._running_session("_evaluate").follow_metric(metrics)
+        return metrics
+
+    def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
+        """Remember the best evaluation so far in the state, and tell whether this is it."""
+        return self._running_session("_determine_best_metric").note_best(metrics)
+
+    def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
+        """Return the processes' tensors, concatenated, in the same nesting; collective, and the logged loss's mean."""
+        return map_tensors(tensors, self.strategy.gather)
+
+    def _get_learning_rate(self) -> float:
+        """Return the learning rate of the first parameter group: where it is logged, the one the step used."""
+        used = None if self._session is None else self._session.used_rate
+        return self.get_learning_rates()[0] if used is None else used
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Return the module whose forward is called: wrapped to train, bare to evaluate. Collective.
+
+        To train, the strategy wraps, and the optimizer is made within. A wrapper that an override puts around the
+        result must be one that the strategy can look through (DDP, DataParallel, torch.compile).
+        """
+        if training and self._session is not None:
+            return self._session.wrap(model)
+        return self.strategy.for_evaluation(model)
 
     # -- hooks of the training step ------------------------------------------------------------------------------
 
@@ -745,23 +937,49 @@ class Trainer:
         Source: the documented `Trainer.get_batch_samples`.
         """
         batches = list(islice(epoch_iterator, num_batches))
-        return batches, self._shares.count(batches, device)
+        count = self._get_num_items_in_batch if self._counts_items_itself else self._shares.count
+        return batches, count(batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None) -> Any:
+        """Return the items of a step's micro-batches, None where nobody needs them."""
+        return self._shares.count(batch_samples, device)
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Return the context the loss is computed in: the precision's casting."""
-        return self._autocast()
+        if not self._makes_contexts:
+            return self._autocast()
+        stack = ExitStack()
+        stack.enter_context(self.torchdynamo_smart_context_manager())
+        stack.enter_context(self.autocast_smart_context_manager())
+        return stack
+
+    def torchdynamo_smart_context_manager(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: a compiled model needs none.
+
+        Source: the documented `Trainer.torchdynamo_smart_context_manager` (4.24).
+        """
+        return nullcontext()
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
-        """Return the precision's casting context; `cache_enabled` must stay True, which is how torch is run."""
-        if not cache_enabled:
-            raise ConfigError(
-                explain(
-                    "autocast_smart_context_manager(cache_enabled=False) was called.",
-                    "The precision prepares one context for the whole run.",
-                    "Use torch.autocast directly.",
-                )
-            )
-        return self._autocast()
+        """Return the precision's casting context.
+
+        Args:
+            cache_enabled: Keep cast weights within the context; False casts them at each use.
+
+        Source: the documented `Trainer.autocast_smart_context_manager`.
+        """
+        if cache_enabled or not self.precision.policy.autocast:
+            return self._autocast()
+        return torch.autocast(self.strategy.device_type, dtype=self.precision.policy.compute_dtype, cache_enabled=False)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Move one value to the device; an override sees every value of a nested batch."""
+        if isinstance(data, Mapping):
+            return type(data)({key: self._prepare_input(value) for key, value in data.items()})  # type: ignore[call-arg]
+        if isinstance(data, (tuple, list)):
+            values = [self._prepare_input(value) for value in data]
+            return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+        return self.strategy.to_device(data)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move a batch to the device."""
@@ -774,7 +992,7 @@ class Trainer:
                     "Rename the columns, or set remove_unused_columns=False.",
                 )
             )
-        return self.strategy.to_device(inputs)
+        return self._prepare_input(inputs) if self._walks_inputs else self.strategy.to_device(inputs)
 
     # -- hooks of evaluation -------------------------------------------------------------------------------------
 
@@ -822,7 +1040,7 @@ class Trainer:
             dataset,
             train_loader_config(self.args, has_accelerator=self.strategy.device_type != "cpu"),
             collate=collate,
-            sampler=self._get_train_sampler(),
+            sampler=call_with(self._get_train_sampler, {"train_dataset": dataset}),
             rank=self.strategy.rank,
             world_size=self.strategy.world_size,
         )
@@ -881,41 +1099,79 @@ class Trainer:
         return self._loaders.get((dataset, self.data_collator, self._signature_columns, config.batch_size), make)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return the sampler of the training data: by length if asked for; None shuffles by seed and epoch."""
-        config = self._length_config(is_training=True)
-        if config is None:
+        """Return the order of the training data: by length if asked for, else shuffled by seed and epoch.
+
+        None for a stream, and where no override asks: the loader's own choice, which is the same.
+        """
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        lengths = self._length_config(is_training=True)
+        if lengths is not None:
+            return length_sampler(dataset, lengths, is_training=True)
+        if not self._is_overridden("_get_train_sampler") or isinstance(dataset, IterableDataset):
             return None
-        return length_sampler(self.train_dataset if train_dataset is None else train_dataset, config, is_training=True)
+        config = train_loader_config(self.args, has_accelerator=False)
+        return default_train_sampler(dataset, config, world_size=self.strategy.world_size)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        """Return the sampler of evaluation data: from long to short if asked for; None goes through it in order."""
-        config = self._length_config(is_training=False)
-        if config is None:
+        """Return the order of evaluation data: from long to short if asked for, else as it comes; None for a stream."""
+        lengths = self._length_config(is_training=False)
+        if lengths is not None:
+            config = eval_loader_config(self.args, has_accelerator=False)
+            unit = config.batch_size if self.args.dataloader_drop_last else 1
+            return length_sampler(
+                eval_dataset, lengths, is_training=False, world_size=self.strategy.world_size, unit=unit
+            )
+        if not self._is_overridden("_get_eval_sampler") or not has_length(eval_dataset):
             return None
-        unit = eval_loader_config(self.args, has_accelerator=False).batch_size if self.args.dataloader_drop_last else 1
-        return length_sampler(eval_dataset, config, is_training=False, world_size=self.strategy.world_size, unit=unit)
+        return SequentialSampler(eval_dataset)
 
     def _length_config(self, *, is_training: bool) -> LengthConfig | None:
         size = self.get_total_train_batch_size(self.args)
         return length_config(self.args, tool=self.processing_class, batch_size=size, is_training=is_training)
 
+    def _set_signature_columns_if_needed(self) -> None:
+        """Find the columns to keep, unless they are known; an override sets `self._signature_columns`."""
+        if self._signature_columns is None and isinstance(self.task, ModelTask):
+            self._find("_signature_columns", signature_columns(self.model, label_names=self.label_names))
+
+    def _columns_to_keep(self) -> list[str] | None:
+        if not self.args.remove_unused_columns:
+            return None
+        self._set_signature_columns_if_needed()
+        return self._signature_columns
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """Return a dataset without the columns the model does not take; only for one that has columns."""
+        about = self._about_columns(description or "given")
+        return dataset if about is None else prune_columns(dataset, **about)
+
+    def _get_collator_with_removed_columns(
+        self, data_collator: Callable[[list[Any]], Any], description: str | None = None
+    ) -> Callable[[list[Any]], Any]:
+        """Return a collator that drops what the model does not take before it collates."""
+        about = self._about_columns(description or "given")
+        return data_collator if about is None else ColumnPruner(data_collator, **about)
+
     def _without_unused_columns(self, dataset: Any, *, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
-        keep = self._signature_columns if self.args.remove_unused_columns else None
+        pruned = self._remove_unused_columns(dataset, description=description)
+        return pruned, self._get_collator_with_removed_columns(self.data_collator, description=description)
+
+    def _about_columns(self, description: str) -> dict[str, Any] | None:
+        keep = self._columns_to_keep()
         if keep is None:
-            return dataset, self.data_collator
+            return None
         # Loudly where the user's own collator might have wanted a column.
         level = logging.WARNING if self._has_own_collator else logging.INFO
-        about: dict[str, Any] = {
+        return {
             "keep": keep,
             "model_name": type(self.model).__name__,
             "description": description,
             "log_level": level,
         }
-        return prune_columns(dataset, **about), ColumnPruner(self.data_collator, **about)
 
     def _check_columns(self, dataset: Any) -> None:
         """Refuse, before anything is launched, data of which the model takes no column."""
-        keep = self._signature_columns if self.args.remove_unused_columns else None
+        keep = self._columns_to_keep()
         if keep is None or not has_length(dataset) or not len(dataset) or not hasattr(dataset, "__getitem__"):
             return
         names = removable_columns(dataset)
@@ -1060,8 +1316,59 @@ class Trainer:
         return num_examples(dataloader, batch_size=self.args.train_batch_size)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the samples per optimizer update, all ranks together."""
-        return total_batch_size(args, world_size=self.strategy.world_size)
+        """Return the samples per optimizer update, all ranks together; ranks that split a layer share theirs."""
+        return total_batch_size(args, world_size=self.strategy.world_size // self.get_tp_size())
+
+    def get_tp_size(self) -> int:
+        """Return over how many processes each layer is split, 1 if none is.
+
+        Source: the documented `Trainer.get_tp_size`.
+        """
+        return tensor_parallel_size(self.model, getattr(self.strategy, "config", None))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make `accelerator` anew; launches the strategy. Collective."""
+        self._accelerator = make_accelerator(self)
+
+    def propagate_args_to_deepspeed(self, auto_find_batch_size: bool = False) -> None:
+        """Write the arguments into the DeepSpeed config.
+
+        Source: the documented `Trainer.propagate_args_to_deepspeed`.
+        """
+        propagate = getattr(self.strategy, "propagate_args", None)
+        if not self.is_deepspeed_enabled or propagate is None:
+            raise ConfigError(
+                explain(
+                    "propagate_args_to_deepspeed() was called.",
+                    f"strategy={self.strategy.name!r} has no DeepSpeed config.",
+                    "Pass deepspeed= in the arguments, or leave the call out.",
+                )
+            )
+        propagate(self.args, auto_find_batch_size=auto_find_batch_size)
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: Any = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Refuse: searching for hyper-parameters is not wired in this version.
+
+        Source: the documented `Trainer.hyperparameter_search`.
+        """
+        raise ConfigError(
+            explain(
+                "hyperparameter_search() was called.",
+                "It is not wired in this version.",
+                "Build a Trainer per trial in the objective function of a search library such as Optuna.",
+                n_trials=n_trials,
+                backend=backend,
+            )
+        )
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int
@@ -1119,8 +1426,11 @@ class Trainer:
         self._depth += 1
         try:
             if self._depth == 1:
+                self._resolve_hooks(vars(self))  # again, for scripts that assign hooks to the instance
                 self.strategy.launch()
                 self.precision.open(self.strategy.device, self.strategy.scaler_factory)
+                if isinstance(self.task, ModelTask):
+                    self.task.label_names, self.task.can_return_loss = list(self.label_names), self.can_return_loss
             yield
         finally:
             self._depth -= 1
@@ -1136,7 +1446,7 @@ class Trainer:
                 self.model = self.task.model = self.precision.convert(self.model)
                 place_task(self.task, self.strategy)
             wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
-            self.task.model = self.strategy.for_evaluation(wrapped)
+            self.task.model = self._wrap_model(wrapped, training=False)
             self.task.eval()
             for metric in self.task.metrics("eval").values():
                 metric.reset()
