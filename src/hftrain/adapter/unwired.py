@@ -12,9 +12,6 @@ from hftrain.core.errors import ConfigError, explain, suggest
 
 UNWIRED: dict[str, str] = {
     "logging_dir": "TensorBoard",
-    "skip_memory_metrics": "memory metrics",
-    "include_tokens_per_second": "token counts",
-    "include_num_input_tokens_seen": "token counts",
     "debug": "debugging",
     "tpu_metrics_debug": "debugging",
     "project": "Trackio",
