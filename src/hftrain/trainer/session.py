@@ -192,8 +192,6 @@ class TrainSession:
         if trainer.args.ignore_data_skip:
             # Documented: start the epoch's data over, with random numbers as they come.
             self._rng, self.progress.micro_steps_in_epoch = None, 0
-        elif self.losses.num_steps and trainer.task.metrics("train"):
-            logger.warning("Training metrics of the open logging window are not in a checkpoint: they start anew.")
 
     def _enable_checkpointing(self, model: nn.Module) -> None:
         args = self.trainer.args
