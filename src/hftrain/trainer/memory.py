@@ -77,7 +77,8 @@ class MemoryTracker:
         self._meters = _meters(device_type) if is_on and is_main else {}
         self._stage: str | None = None
         self._init_report: dict[str, int] = {}
-        self._stop = threading.Event()
+        # Only while a stage runs: neither could be pickled with a Trainer.
+        self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, stage: str) -> None:
@@ -88,13 +89,13 @@ class MemoryTracker:
         gc.collect()
         for meter in self._meters.values():
             meter.start()
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._sample, name="hftrain-memory", daemon=True)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, args=(self._stop,), name="hftrain-memory", daemon=True)
         self._thread.start()
 
     def stop(self) -> dict[str, int]:
         """End the stage and return what it took, with what the constructor took if nobody was told yet."""
-        if self._stage is None or self._thread is None:
+        if self._stage is None or self._thread is None or self._stop is None:
             return {}
         self._stop.set()
         self._thread.join()
@@ -108,12 +109,12 @@ class MemoryTracker:
             self._init_report = report
         else:
             report, self._init_report = {**self._init_report, **report}, {}
-        self._stage = self._thread = None
+        self._stage = self._thread = self._stop = None
         return report
 
-    def _sample(self) -> None:
+    def _sample(self, stop: threading.Event) -> None:
         meters = [meter for meter in self._meters.values() if meter.needs_looks]
-        while not self._stop.wait(_LOOKS_EVERY_S):
+        while not stop.wait(_LOOKS_EVERY_S):
             for meter in meters:
                 meter.look()
 

@@ -152,7 +152,8 @@ class RunCheckpoints:
         )
         if unknown and self.losses.num_steps and not trainer.args.ignore_data_skip:
             logger.warning(
-                "The checkpoint does not tell what these metrics had gathered since the last log: %s.", unknown
+                "The checkpoint does not tell what these metrics had gathered since the last log: %s.",
+                ", ".join(unknown),
             )
         trainer.callback_handler.restore(
             trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint

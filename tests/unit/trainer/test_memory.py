@@ -63,7 +63,6 @@ def test_evaluation_within_training_counts_as_training(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, eval_strategy="epoch")
     seen = []
 
-
     evaluate = trainer.evaluate
     trainer.evaluate = lambda *args, **kwargs: seen.append(evaluate(*args, **kwargs)) or seen[-1]  # type: ignore
     assert found(trainer.train().metrics) == keys("init", "train")
