@@ -150,12 +150,6 @@ class Trainer:
             collator=data_collator,
         )
         self._make_parts(model, strategy, precision)
-        self._memory = MemoryTracker(
-            is_on=not self.args.skip_memory_metrics,
-            is_main=self.strategy.is_main,
-            device_type=self.strategy.device_type,
-        )
-        self._memory.start("init")
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         check_eval_data(self.args, eval_dataset)
         check_evaluation(
@@ -195,6 +189,12 @@ class Trainer:
             precision if isinstance(precision, Precision) else precisions.create(precision_name, **precision_options)
         )
         check_legal(self.strategy, self.precision)
+        self._memory = MemoryTracker(
+            is_on=not self.args.skip_memory_metrics,
+            is_main=self.strategy.is_main,
+            device_type=self.strategy.device_type,
+        )
+        self._memory.start("init")
 
     def _adopt_model(self, model: nn.Module) -> None:
         """Make `model` the one to train: a plain module becomes a `ModelTask`."""
