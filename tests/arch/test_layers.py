@@ -47,6 +47,7 @@ OPTIONAL_OR_HEAVY = frozenset(
         "torchao",
         "torchdata",
         "torchmetrics",
+        "psutil",
         "tqdm.auto",
         "tqdm.notebook",
         "transformers",

@@ -11,9 +11,6 @@ from hftrain.core.errors import ConfigError, explain
 
 UNWIRED: dict[str, str] = {
     "logging_dir": "TensorBoard",
-    "skip_memory_metrics": "memory metrics",
-    "include_tokens_per_second": "token counts",
-    "include_num_input_tokens_seen": "token counts",
     "project": "Trackio",
     "trackio_space_id": "Trackio",
     "eval_use_gather_object": "gathering of objects",

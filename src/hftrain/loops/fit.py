@@ -14,7 +14,7 @@ from hftrain.core.errors import TaskError, explain
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import batch_size_of
-from hftrain.loops.window import LossWindow
+from hftrain.loops.window import LossWindow, as_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,6 +260,6 @@ class FitLoop:
     def _read_logs(self) -> dict[str, Any]:
         logs: dict[str, Any] = dict(self.losses.read())
         if self._grad_norm is not None:
-            logs["grad_norm"] = float(self._grad_norm)
+            logs["grad_norm"] = as_number(self._grad_norm)
         logs["learning_rate"] = float(self._learning_rate)
         return logs

@@ -157,6 +157,11 @@ class LogWindow:
         return {name: value / count for name, (value, count) in merged.items()}
 
 
+def as_number(value: Any) -> float:
+    """Return a number, a 0-d tensor or a sharded one (`DTensor`) as a float; synchronises, collective if sharded."""
+    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+
+
 def merge_reports(*reports: Mapping[str, Any]) -> dict[str, Any]:
     """Merge numbers by name; a name that is taken stays with its first owner, and a warning says so."""
     merged: dict[str, Any] = {}

@@ -34,6 +34,7 @@ from hftrain.core.seed import capture_rng
 from hftrain.data.sizes import has_length
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
+from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.task.module import TaskModule
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class RunCheckpoints:
             "epoch_rng": self.epoch_rng,
             "loss_window": self.losses.state_dict(),
             "log_window": self.logs.state_dict(),
+            "train_metrics": metric_states(self.trainer.task.metrics("train")),
         }
         return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
 
@@ -155,6 +157,14 @@ class RunCheckpoints:
         self.epoch_rng = own.pop("epoch_rng")
         self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
         self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
+        unknown = restore_metric_states(
+            trainer.task.metrics("train"), own.pop("train_metrics", {}), device=strategy.device
+        )
+        if unknown and self.losses.num_steps and not trainer.args.ignore_data_skip:
+            logger.warning(
+                "The checkpoint does not tell what these metrics had gathered since the last log: %s.",
+                ", ".join(unknown),
+            )
         trainer.callback_handler.restore(
             trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
         )

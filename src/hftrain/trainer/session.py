@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,9 @@ from hftrain.step.assemble import assemble_stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
 from hftrain.task.overflow import DebugUnderflowOverflow
+from hftrain.trainer.announce import announce_training
 from hftrain.trainer.checks import best_metric_key, check_optimizer
+from hftrain.trainer.counting import RunCounts
 from hftrain.trainer.debugging import watch_overflow
 from hftrain.trainer.hooks import call_with
 from hftrain.trainer.reports import speed_metrics
@@ -87,6 +90,7 @@ class TrainSession:
         self._open_loss: torch.Tensor | None = None
         self.used_rate: float | None = None
         self._start_time = time.time()
+        self.counts: RunCounts
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -102,6 +106,7 @@ class TrainSession:
         batch_size = trainer.get_total_train_batch_size(args)
         plan = trainer.set_initial_training_values(args, loader, batch_size)
         num_epochs, max_steps = plan[0], plan[6]
+        self.counts = RunCounts(trainer)
         self._start_state(max_steps=max_steps, num_epochs=num_epochs)
         stepper = self._set_up(max_steps)
         self._watch = watch_overflow(trainer)
@@ -116,8 +121,9 @@ class TrainSession:
             train_dataloader=loader,
         )
         self._rehearse_best_metric()
-        logger.info("***** Running training: %d steps, %d samples each *****", max_steps, batch_size)
-        start_s, first_step = time.perf_counter(), self.progress.step
+        announce_training(trainer, plan, batch_size=batch_size, progress=self.progress)
+        self.counts.begin()
+        start_s, first = time.perf_counter(), replace(self.progress)
         trainer.task.train()
         trainer.callback_handler.fire("on_train_begin")
         config = fit_config(
@@ -128,11 +134,11 @@ class TrainSession:
             world_size=trainer.strategy.world_size,
         )
         self._loop(config, loader, stepper).run()
-        has_trained = self.progress.step > first_step
+        has_trained = self.progress.step > first.step
         if args.save_strategy == "steps" and has_trained and self.checkpoints.saved_step != self.progress.step:
             # Stopped by the evaluation of the last epoch's end, after which no event follows.
             self._save()
-        return self._finish(start_s=start_s, num_samples=plan[3], num_steps=self.progress.step - first_step)
+        return self._finish(start_s=start_s, first=first)
 
     def close(self) -> None:
         """Put the unwrapped model back and mark the run as over; safe after an error."""
@@ -236,8 +242,6 @@ class TrainSession:
         if trainer.args.ignore_data_skip:
             # Documented: start the epoch's data over, with random numbers as they come.
             self._rng, self.progress.micro_steps_in_epoch = None, 0
-        elif self.losses.num_steps and trainer.task.metrics("train"):
-            logger.warning("Training metrics of the open logging window are not in a checkpoint: they start anew.")
 
     def _enable_checkpointing(self, model: nn.Module) -> None:
         args = self.trainer.args
@@ -261,7 +265,7 @@ class TrainSession:
         trainer, strategy = self.trainer, self.trainer.strategy
         schedule = None if self._follows_metric else trainer.lr_scheduler
         slots = FitSlots(
-            get_batch_samples=trainer._shares.take,
+            get_batch_samples=self.counts.watching(trainer._shares.take),
             training_step=trainer._training_step,
             before_epoch=self._before_epoch,
             restore_rng=self._restore_rng,
@@ -308,6 +312,7 @@ class TrainSession:
             self._rng = None
 
     def _log(self, logs: dict[str, Any]) -> None:
+        self.counts.read()
         own: dict[str, Any] = {}
         for name, metric in self.trainer.task.metrics("train").items():
             value = metric.compute()
@@ -343,6 +348,7 @@ class TrainSession:
 
     def _evaluate(self) -> None:
         trainer = self.trainer
+        self.counts.read()
         metrics = trainer._evaluate(None, self.ignore_keys)
         if trainer.args.metric_for_best_model is not None and trainer.state.global_step > 0:
             is_best = trainer._determine_best_metric(metrics, None)
@@ -413,20 +419,30 @@ class TrainSession:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _finish(self, *, start_s: float, num_samples: int, num_steps: int) -> TrainOutput:
+    def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
         trainer = self.trainer
         self.losses.read()
+        self.counts.read()
+        trainer.store_flos()
         training_loss = self.losses.mean_over_run()
         num_nonfinite = self.losses.num_nonfinite
+        metrics = speed_metrics(
+            "train",
+            start_s,
+            num_samples=self._samples_since(first),
+            num_steps=self.progress.step - first.step,
+            num_tokens=self.counts.session_tokens(),
+        )
+        logger.info("Training completed.")
         trainer.task.model = trainer.model
         if trainer.args.load_best_model_at_end:
             trainer._load_best_model()
-        share = num_steps / max(trainer.state.max_steps, 1)
-        metrics = speed_metrics("train", start_s, num_samples=round(num_samples * share), num_steps=num_steps)
+        metrics["total_flos"] = trainer.state.total_flos
         metrics["train_loss"] = training_loss
         if num_nonfinite:
             metrics["nonfinite_losses"] = num_nonfinite
         trainer.is_in_train = False
+        trainer._report_memory(metrics)
         trainer._log(metrics)
         best = best_checkpoint(trainer)
         if trainer.args.save_total_limit == 1 and trainer.args.load_best_model_at_end and best is not None:
@@ -435,6 +451,12 @@ class TrainSession:
         if trainer.args.push_to_hub:
             trainer._hub.after_training()
         return TrainOutput(trainer.state.global_step, training_loss, metrics)
+
+    def _samples_since(self, first: Progress) -> int:
+        """Return the samples that all ranks have trained on since; collective."""
+        strategy = self.trainer.strategy
+        own = (self.progress.samples - first.samples) // strategy.world_size
+        return int(strategy.reduce(torch.tensor(own, device=strategy.device), op="sum"))
 
 
 def place_task(task: TaskModule, strategy: Strategy, *, is_model_placed: bool = False) -> None:

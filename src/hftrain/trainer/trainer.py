@@ -60,6 +60,7 @@ from hftrain.task.loss import LabelSmoother
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
 from hftrain.trainer.acceleration import has_engine, make_accelerator
+from hftrain.trainer.announce import announce_evaluation
 from hftrain.trainer.checks import (
     check_arguments,
     check_best_metric,
@@ -74,10 +75,12 @@ from hftrain.trainer.checks import (
     check_unused_by_task,
     read_optimizers,
 )
+from hftrain.trainer.counting import count_tokens, token_counter
 from hftrain.trainer.debugging import debug_callbacks
 from hftrain.trainer.hooks import call_with, check_hooks
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.instep import in_step
+from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
 from hftrain.trainer.reports import (
     format_metrics,
@@ -126,6 +129,7 @@ class Trainer:
     Source: the documented `Trainer`.
     """
 
+    @measuring_init
     def __init__(
         self,
         model: TaskModule | nn.Module | None = None,
@@ -177,7 +181,7 @@ class Trainer:
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.processing_class = _one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
         self._start_idle()
-        if self.args.log_level != "passive" or self.args.process_index > 0:
+        if (self.args.log_level if self.args.should_log else self.args.log_level_replica) != "passive":
             set_verbosity(self.args.get_process_log_level())
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
@@ -205,6 +209,12 @@ class Trainer:
         check_legal(self.strategy, self.precision)
         check_configured_state(self.args, self.strategy.planned_device)
         self.strategy.non_blocking = non_blocking_copies(self.args)
+        self._memory = MemoryTracker(
+            is_on=not self.args.skip_memory_metrics,
+            is_main=self.strategy.is_main,
+            device_type=self.strategy.device_type,
+        )
+        self._memory.start("init")
 
     def _adopt_model(self, model: nn.Module) -> None:
         """Make `model` the one to train: a plain module becomes a `ModelTask`."""
@@ -303,6 +313,8 @@ class Trainer:
         self._depth = 0
         self._stage = "train"
         self._eval_logs: Mapping[str, Any] = {}
+        self._preparation_s: float | None = None
+        self.current_flos: float = 0
         # Replaced for as long as a run lasts by what its stepper says.
         self._backward: Callable[[torch.Tensor], None] = self.precision.backward
         self._autocast: Callable[[], AbstractContextManager[Any]] = self.precision.autocast
@@ -500,6 +512,7 @@ class Trainer:
             if self.state.epoch is not None:
                 metrics["epoch"] = self.state.epoch
             self.callback_handler.fire("on_evaluate", metrics=metrics)
+            self._report_memory(metrics)
         return metrics
 
     def predict(
@@ -526,6 +539,7 @@ class Trainer:
             )
             metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output.num_samples, loader)}
             self.callback_handler.fire("on_predict", metrics=metrics)
+            self._report_memory(metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
     def evaluation_loop(
@@ -553,7 +567,7 @@ class Trainer:
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        logger.info("***** Running %s *****", description)
+        announce_evaluation(self, dataloader, description=description)
         self.callback_handler.refresh(eval_dataloader=dataloader)
         loop = self._evaluate_loop(loss_only=loss_only, ignore_keys=ignore_keys, events=self.callback_handler)
         is_stream = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
@@ -631,6 +645,8 @@ class Trainer:
         """
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen:
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         if start_time is not None:
             logs.update(speed_metrics("train", start_time - time.time() + time.perf_counter()))
         self.state.log_history.append({**to_plain(logs), "step": self.state.global_step})
@@ -785,6 +801,8 @@ class Trainer:
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Commit a checkpoint of the running session; called by the loop when callbacks ask for a save."""
         session = self._running_session("_save_checkpoint")
+        session.counts.read()
+        self.store_flos()
         session.checkpoints.save(session.optimizer)
 
     def _get_output_dir(self, trial: Any = None) -> str:
@@ -1315,6 +1333,33 @@ class Trainer:
         """Return how many samples a loader's data holds, the best estimate where it has no length."""
         return num_examples(dataloader, batch_size=self.args.train_batch_size)
 
+    def num_tokens(self, train_dl: Any, max_steps: int | None = None) -> int:
+        """Return the input tokens that a loader gives, by walking over it once.
+
+        Args:
+            train_dl: A loader whose batches hold the model's main input.
+            max_steps: Batches to count, going round again where there are fewer; None counts each batch once.
+
+        Source: the documented `Trainer.num_tokens`.
+        """
+        with preserved_rng():
+            return count_tokens(train_dl, token_counter(self), max_batches=max_steps)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the floating-point operations of one micro-batch: what the model's own method says, else 0.
+
+        Override it to have them counted in `state.total_flos`.
+
+        Source: the documented `Trainer.floating_point_ops`.
+        """
+        count = getattr(self.model, "floating_point_ops", None)
+        return count(inputs) if callable(count) else 0
+
+    def store_flos(self) -> None:
+        """Add this process's operations since the last call, over all processes, to `state.total_flos`; collective."""
+        self.state.total_flos += sum(self.strategy.gather_object(float(self.current_flos)))
+        self.current_flos = 0
+
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples per optimizer update, all ranks together; ranks that split a layer share theirs."""
         return total_batch_size(args, world_size=self.strategy.world_size // self.get_tp_size())
@@ -1427,6 +1472,7 @@ class Trainer:
         try:
             if self._depth == 1:
                 self._resolve_hooks(vars(self))  # again, for scripts that assign hooks to the instance
+                self._memory.start("test" if stage == "predict" else stage)
                 self.strategy.launch()
                 self.precision.open(self.strategy.device, self.strategy.scaler_factory)
                 if isinstance(self.task, ModelTask):
@@ -1437,14 +1483,18 @@ class Trainer:
             self._stage = previous
             if self._depth == 0:
                 self.precision.close()
+                self._memory.stop()
 
     @contextmanager
     def _evaluating(self, stage: str) -> Iterator[None]:
         """Evaluate the unwrapped model in evaluation mode, and leave modes and random numbers as they were."""
         with self._running(stage), preserved_rng():
+            self._preparation_s = None
             if self._session is None:
+                start_s = time.perf_counter()
                 self.model = self.task.model = self.precision.convert(self.model)
                 place_task(self.task, self.strategy)
+                self._preparation_s = round(time.perf_counter() - start_s, 4)
             wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
             self.task.model = self._wrap_model(wrapped, training=False)
             self.task.eval()
@@ -1461,7 +1511,15 @@ class Trainer:
         num_steps = None
         if num_samples is not None:
             num_steps = math.ceil(num_samples / (self.args.eval_batch_size * self.strategy.world_size))
-        return speed_metrics(prefix, start_s, num_samples=num_samples, num_steps=num_steps)
+        rates = speed_metrics(prefix, start_s, num_samples=num_samples, num_steps=num_steps)
+        if self._preparation_s is not None:
+            rates[f"{prefix}_model_preparation_time"] = self._preparation_s
+        return rates
+
+    def _report_memory(self, metrics: dict[str, Any]) -> None:
+        """Add what the running verb took, unless it is part of another one."""
+        if self._depth == 1:
+            metrics.update(self._memory.stop())
 
 
 def _one_of(value: Any, older: Any, *, new: str, old: str) -> Any:

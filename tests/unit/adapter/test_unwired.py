@@ -18,7 +18,7 @@ gradient_accumulation_steps num_train_epochs max_steps torch_empty_cache_steps a
 learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim optim_args adafactor
 lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps label_smoothing_factor
 log_level log_level_replica log_on_each_node logging_strategy logging_first_step logging_steps logging_nan_inf_filter
-report_to disable_tqdm debug tpu_metrics_debug
+report_to disable_tqdm debug tpu_metrics_debug skip_memory_metrics include_tokens_per_second include_num_input_tokens_seen
 save_strategy save_steps save_total_limit save_safetensors save_only_model restore_callback_states_from_checkpoint
 load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
 no_cuda use_cpu use_mps_device seed data_seed full_determinism tf32
@@ -31,9 +31,6 @@ WIRED = set(WIRED_NAMES.split())
 
 CHANGED = {
     "logging_dir": "logs",
-    "skip_memory_metrics": False,
-    "include_tokens_per_second": True,
-    "include_num_input_tokens_seen": "all",
     "project": "mine",
     "trackio_space_id": None,
     "eval_use_gather_object": True,
