@@ -26,6 +26,8 @@ from hftrain.step.assemble import assemble_stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
 from hftrain.trainer.checks import best_metric_key, check_optimizer
+from hftrain.trainer.fitting import MicroBatches, found_size
+from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.weighing import LossShares
@@ -66,6 +68,7 @@ class TrainSession:
             reduce=lambda loss: strategy.reduce(loss, op="mean"),
         )
         self._rng: Mapping[str, Any] | None = None
+        self.changes = ModelChanges(trainer)
         self.checkpoints = RunCheckpoints(trainer, progress=self.progress, losses=self.losses, logs=self.logs)
         self.optimizer: torch.optim.Optimizer
 
@@ -117,6 +120,7 @@ class TrainSession:
     def close(self) -> None:
         """Put the unwrapped model back and mark the run as over; safe after an error."""
         trainer = self.trainer
+        self.changes.undo()
         trainer.task.model = trainer.model
         trainer._backward, trainer._autocast = trainer.precision.backward, trainer.precision.autocast
         trainer.is_in_train = False
@@ -150,16 +154,18 @@ class TrainSession:
         if self.resume is not None:
             self.checkpoints.load_model(self.resume)
         place_task(trainer.task, strategy, is_model_placed=True)
-        self._enable_checkpointing(trainer.model)
+        self.changes.apply(trainer.model)
         trainer.model = precision.convert(trainer.model)
         trainer._forget_schedule()
 
         def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
             trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
             assert trainer.optimizer is not None
-            return trainer.optimizer
+            trainer.model = trainer.ipex_optimize_model(trainer.model, training=True)
+            return precision.attach(trainer.model, trainer.optimizer)
 
         wrapped, optimizer = strategy.setup(trainer.model, make_optimizer, precision.policy)
+        trainer.compiler.compile(trainer.model)
         assert optimizer is not None
         check_optimizer(optimizer, trainer.lr_scheduler, trainer.model)
         # An interrupted run, or the user, may have left gradients.
@@ -189,30 +195,16 @@ class TrainSession:
         elif self.losses.num_steps and trainer.task.metrics("train"):
             logger.warning("Training metrics of the open logging window are not in a checkpoint: they start anew.")
 
-    def _enable_checkpointing(self, model: nn.Module) -> None:
-        args = self.trainer.args
-        if not args.gradient_checkpointing:
-            return
-        # transformers 5 renamed the method, and warns about the older name.
-        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-        enable = getattr(model, f"{kind}_checkpointing_enable", None)
-        if enable is None:
-            raise ConfigError(
-                explain(
-                    "gradient_checkpointing=True was asked for.",
-                    f"{type(model).__name__} has no gradient_checkpointing_enable method.",
-                    "Add one, or use torch.utils.checkpoint inside the model.",
-                )
-            )
-        options = args.gradient_checkpointing_kwargs
-        enable(**{f"{kind}_checkpointing_kwargs": options}) if options else enable()
-
     def _loop(self, config: FitConfig, loader: Any, stepper: Any) -> FitLoop:
         trainer, strategy = self.trainer, self.trainer.strategy
         schedule = None if self._follows_metric else trainer.lr_scheduler
+        take, step = trainer._shares.take, trainer._training_step
+        if trainer.args.auto_find_batch_size is True:
+            fitting = MicroBatches(trainer, logs=self.logs, found=found_size(trainer.args, self.resume))
+            take, step = fitting.take, fitting.step
         slots = FitSlots(
-            get_batch_samples=trainer._shares.take,
-            training_step=trainer._training_step,
+            get_batch_samples=take,
+            training_step=step,
             before_epoch=self._before_epoch,
             restore_rng=self._restore_rng,
             log=self._log,
@@ -262,7 +254,7 @@ class TrainSession:
             value = metric.compute()
             metric.reset()
             own.update({k: float(v) for k, v in (value if isinstance(value, Mapping) else {name: value}).items()})
-        self.trainer._log(merge_reports(logs, self.logs.read(), own))
+        self.trainer._log(merge_reports(logs, self.trainer.precision.logs(), self.logs.read(), own))
 
     def _evaluate(self) -> None:
         trainer = self.trainer
@@ -325,7 +317,7 @@ class TrainSession:
         self._metric(found, wanted)
 
     def _save(self) -> None:
-        self.trainer._save_checkpoint(self.trainer.model_wrapped, None)
+        self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, None))
 
     # -- the end -------------------------------------------------------------------------------------------------
 

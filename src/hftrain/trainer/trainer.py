@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from hftrain.adapter.compilation import compile_config
 from hftrain.adapter.data import eval_loader_config, train_loader_config
 from hftrain.adapter.evaluate import evaluate_config
 from hftrain.adapter.optim import optimizer_config, schedule_config
 from hftrain.adapter.plan import train_plan
-from hftrain.adapter.precision import precision_request
+from hftrain.adapter.precision import check_half_precision_backend, precision_request
 from hftrain.adapter.strategy import strategy_request
 from hftrain.adapter.unwired import check_local_rank, check_wired
 from hftrain.arguments.settle import settle
@@ -50,9 +51,11 @@ from hftrain.step.legality import check_legal
 from hftrain.storage.files import check_writable
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
+from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import is_recomputing
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
+from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.checks import (
     check_arguments,
     check_best_metric,
@@ -65,6 +68,9 @@ from hftrain.trainer.checks import (
     check_unused_by_task,
     read_optimizers,
 )
+from hftrain.trainer.fitting import SMALLER_BATCH, check_fitting, with_smaller_batches
+from hftrain.trainer.ipex import optimize_with_ipex
+from hftrain.trainer.numerics import check_training, prepare_model
 from hftrain.trainer.reports import (
     format_metrics,
     metrics_table,
@@ -185,6 +191,9 @@ class Trainer:
             precision if isinstance(precision, Precision) else precisions.create(precision_name, **precision_options)
         )
         check_legal(self.strategy, self.precision)
+        check_half_precision_backend(self.args, self.strategy.device_type)
+        check_fitting(self.args, self.strategy)
+        self.compiler = Compiler(compile_config(self.args))
 
     def _adopt_model(self, model: nn.Module) -> None:
         """Make `model` the one to train: a plain module becomes a `ModelTask`."""
@@ -201,6 +210,7 @@ class Trainer:
         self.model: nn.Module = self.strategy.unwrap(self.task.model)
         self.task.model = self.model
         self.model_wrapped: nn.Module = self.model
+        prepare_model(self)
         is_plain = isinstance(self.task, ModelTask)
         self.label_names: list[str] = list(self.task.label_names) if isinstance(self.task, ModelTask) else ["labels"]
         self.can_return_loss = self.task.can_return_loss if isinstance(self.task, ModelTask) else False
@@ -254,6 +264,8 @@ class Trainer:
         self._start_folder = Path.cwd()
         self.is_in_train = False
         self.is_model_parallel = False
+        self.neftune_noise_alpha: float | None = self.args.neftune_noise_alpha
+        self._neftune_hook: Any = None
         self._session: TrainSession | None = None
         self._depth = 0
         self._stage = "train"
@@ -330,14 +342,19 @@ class Trainer:
         if self.args.save_strategy != "no":
             check_writable(self.output_dir)
         self._check_optimizer()
+        check_training(self)
         resume = find_resume(self, resume_from_checkpoint)
-        with self._running("train"):
+
+        def run() -> TrainOutput:
             session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
             try:
                 return session.run()
             finally:
                 session.close()
                 self._session = None
+
+        with self._running("train"):
+            return with_smaller_batches(self, resume, run) if self.args.auto_find_batch_size == SMALLER_BATCH else run()
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -632,6 +649,36 @@ class Trainer:
                 )
             )
         return self._autocast()
+
+    def torchdynamo_smart_context_manager(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: the model is compiled as a whole, see `torch_compile`."""
+        return nullcontext()
+
+    def _activate_neftune(self, model: nn.Module) -> nn.Module:
+        """Add NEFTune's noise to the embeddings of `model`, until `_deactivate_neftune`; mutates the model."""
+        assert self.neftune_noise_alpha is not None
+        self._neftune_hook = add_noise(find_embeddings(self.strategy.unwrap(model)), self.neftune_noise_alpha)
+        return model
+
+    def _deactivate_neftune(self, model: nn.Module) -> None:
+        """Take the noise away again; safe to call twice."""
+        if self._neftune_hook is not None:
+            self._neftune_hook.remove()
+        self._neftune_hook = None
+
+    def ipex_optimize_model(
+        self, model: nn.Module, training: bool = False, dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        """Return the model as the Intel extension optimizes it; the model itself without `use_ipex`.
+
+        Args:
+            model: The model; mutated.
+            training: Optimize `self.optimizer` with it.
+            dtype: What to compute in; None follows the precision.
+
+        Source: the documented `Trainer.ipex_optimize_model`.
+        """
+        return optimize_with_ipex(self, model, training=training, dtype=dtype) if self.args.use_ipex else model
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move a batch to the device."""
@@ -965,11 +1012,13 @@ class Trainer:
             if self._depth == 1:
                 self.strategy.launch()
                 self.precision.open(self.strategy.device, self.strategy.scaler_factory)
+                self.compiler.open()
             yield
         finally:
             self._depth -= 1
             self._stage = previous
             if self._depth == 0:
+                self.compiler.close()
                 self.precision.close()
 
     @contextmanager
@@ -979,8 +1028,11 @@ class Trainer:
             if self._session is None:
                 self.model = self.task.model = self.precision.convert(self.model)
                 place_task(self.task, self.strategy)
+                self.compiler.compile(self.model)
             wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
             self.task.model = self.strategy.for_evaluation(wrapped)
+            if self._session is None:
+                self.task.model = self.ipex_optimize_model(self.task.model)
             self.task.eval()
             for metric in self.task.metrics("eval").values():
                 metric.reset()
