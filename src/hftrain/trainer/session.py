@@ -151,11 +151,12 @@ class TrainSession:
     def _set_up(self, max_steps: int) -> Any:
         """Place and wrap the model, make optimizer and schedule, assemble the step."""
         trainer, strategy, precision = self.trainer, self.trainer.strategy, self.trainer.precision
+        # Before the weights are loaded, which would be rounded to the dtype they are copied into.
+        trainer.model = trainer.task.model = precision.convert(trainer.model)
         if self.resume is not None:
             self.checkpoints.load_model(self.resume)
         place_task(trainer.task, strategy, is_model_placed=True)
         self.changes.apply(trainer.model)
-        trainer.model = precision.convert(trainer.model)
         trainer._forget_schedule()
 
         def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
