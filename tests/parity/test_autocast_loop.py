@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,7 @@ def test_overflow_skips_its_step_and_schedule_step_and_is_logged(tmp_path: Path)
     trainer = Trainer(Overflowing(3, 5), arguments, train_dataset=make_rows(24), callbacks=[Watch()])
     trainer.train()
     assert [each[:2] for each in seen] == [(1, 1), (2, 2), (2, 3), (3, 4), (3, 5), (4, 6)]
-    moved = [
-        not all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True))
-        for one, other in zip(seen, seen[1:], strict=False)
-    ]
+    moved = [not all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True)) for one, other in pairwise(seen)]
     assert moved == [True, False, True, False, True]
     logged = [entry for entry in trainer.state.log_history if "loss_scale" in entry]
     assert [entry["skipped_steps"] for entry in logged] == [0, 0, 1, 1, 2, 2]

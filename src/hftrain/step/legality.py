@@ -112,9 +112,7 @@ def _find_refusal(strategy: str, policy: PrecisionPolicy, kind: str, capability:
     # Asked of the class, so that a strategy whose package is not installed has its rows too.
     refuses = factory.refuses if isinstance(factory, type) and issubclass(factory, Strategy) else Strategy.refuses
     name = factory.name if isinstance(factory, type) and issubclass(factory, Strategy) else strategy
-    return (
-        refuses(policy, kind) or find_pair_refusal(policy, name) or find_device_refusal(policy, kind, capability)
-    )
+    return refuses(policy, kind) or find_pair_refusal(policy, name) or find_device_refusal(policy, kind, capability)
 
 
 def _label(kind: str, capability: Capability | None) -> str:

@@ -77,7 +77,7 @@ class Compiler:
         if self.config is None or any(model is other for other in self._compiled):
             return
         model.compile(backend=self.config.backend, mode=self.config.mode)
-        model._compiled_call_impl = _Call(model, model._compiled_call_impl)  # type: ignore[assignment]
+        model._compiled_call_impl = _Call(model, model._compiled_call_impl)
         self._compiled.append(model)
 
     def close(self) -> None:
@@ -103,6 +103,7 @@ class _Call:
     def __init__(self, model: nn.Module, compiled: Any) -> None:
         self.model = model
         self.compiled = compiled
+        self.as_written: Any = model._call_impl
         self.full: dict[bool, int] = {}
         self.num_calls: dict[bool, int] = {True: 0, False: 0}
         self.num_short: dict[bool, int] = {True: 0, False: 0}
@@ -115,7 +116,7 @@ class _Call:
         if size < full:
             self.num_short[mode] += 1
             if 2 * self.num_short[mode] < self.num_calls[mode]:
-                return self.model._call_impl(*args, **kwargs)
+                return self.as_written(*args, **kwargs)
         return self.compiled(*args, **kwargs)
 
 
@@ -128,7 +129,9 @@ def _check_backend(config: CompileConfig) -> None:
     except InvalidBackend as error:
         successor = _SUCCESSORS.get(config.backend)
         known = ", ".join(list_backends())
-        reason = f"torch has dropped it; its successor is {successor}." if successor else "torch knows no such back-end."
+        reason = (
+            f"torch has dropped it; its successor is {successor}." if successor else "torch knows no such back-end."
+        )
         raise ConfigError(
             explain(
                 f"torch_compile_backend={config.backend!r} was asked for.",

@@ -22,8 +22,8 @@ def is_spread(model: nn.Module) -> bool:
     """Tell whether a model's layers lie on several devices: by its `hf_device_map`, or because it says so."""
     base: Any = base_model(model)
     devices = getattr(base, "hf_device_map", None) or {}
-    return len(set(map(str, devices.values()))) > 1 or bool(getattr(base, "is_parallelizable", False)) and bool(
-        getattr(base, "model_parallel", False)
+    return len(set(map(str, devices.values()))) > 1 or (
+        bool(getattr(base, "is_parallelizable", False)) and bool(getattr(base, "model_parallel", False))
     )
 
 

@@ -78,7 +78,9 @@ def test_layers_are_as_they_were_after_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_json_text_and_compilation_work(tmp_path: Path, backend: str | None) -> None:
+def test_json_text_and_compilation_work(tmp_path: Path, backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Counting calls is a side effect, which torch does not trace into what it recomputes.
+    monkeypatch.setattr(Block, "forward", lambda self, x: x + self.linear(x).tanh())
     trainer = train(
         tmp_path,
         gradient_checkpointing=True,

@@ -192,7 +192,7 @@ def test_engine_that_counts_micro_batches_is_refused(tmp_path: Path, monkeypatch
     from hftrain.strategies.single import SingleDeviceStrategy
 
     monkeypatch.setattr(SingleDeviceStrategy, "owns", Owns.ACCUMULATION)
-    with pytest.raises(ConfigError, match="auto_find_batch_size=True.*counts the micro-batches"):
+    with pytest.raises(ConfigError, match=r"auto_find_batch_size=True.*counts the micro-batches"):
         Trainer(Net(), make_arguments(tmp_path, auto_find_batch_size=True))
 
 

@@ -58,9 +58,7 @@ def test_model_and_optimizer_are_optimized_for_training(
     calls = install(monkeypatch, f"{OURS}.0")
     trainer = Trainer(Net(), make_arguments(tmp_path, use_ipex=True, **options), train_dataset=make_rows())
     trainer.train()
-    assert calls == [
-        {"training": True, "optimizer": trainer.optimizer, "inplace": True, "dtype": dtype, "level": "O1"}
-    ]
+    assert calls == [{"training": True, "optimizer": trainer.optimizer, "inplace": True, "dtype": dtype, "level": "O1"}]
 
 
 def test_model_is_optimized_for_evaluation_without_folding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
