@@ -19,9 +19,7 @@ UNWIRED: dict[str, str] = {
     "jit_mode_eval": "torch.jit",
     "bf16_full_eval": "half-precision evaluation",
     "fp16_full_eval": "half-precision evaluation",
-    "auto_find_batch_size": "batch-size search",
     "optim_target_modules": "low-rank optimizers",
-    "neftune_noise_alpha": "NEFTune",
     "save_on_each_node": "saving on every node",
     "tpu_num_cores": "TPUs",
     "mp_parameters": "SageMaker model parallelism",
@@ -33,14 +31,6 @@ UNWIRED: dict[str, str] = {
     "deepspeed": "DeepSpeed",
     "parallelism_config": "device meshes",
     "ray_scope": "hyper-parameter search",
-    "fp16_opt_level": "Apex",
-    "use_ipex": "the Intel extension",
-    "torch_compile": "torch.compile",
-    "torch_compile_backend": "torch.compile",
-    "torch_compile_mode": "torch.compile",
-    "torchdynamo": "torch.compile",
-    "use_liger_kernel": "Liger kernels",
-    "liger_kernel_config": "Liger kernels",
     "predict_with_generate": "generation",
     "generation_max_length": "generation",
     "generation_num_beams": "generation",
@@ -48,7 +38,6 @@ UNWIRED: dict[str, str] = {
 }
 
 # Settings of which only some values are acted on.
-_HALF_PRECISION_BACKENDS = ("auto", "cuda_amp", "cpu_amp")
 
 
 def check_wired(args: Any) -> None:
@@ -111,6 +100,4 @@ def _changed_values(args: Any) -> dict[str, tuple[Any, str]]:
     changed: dict[str, tuple[Any, str]] = {}
     if args.report_to:
         changed["report_to"] = (args.report_to, "experiment tracking")
-    if args.half_precision_backend not in _HALF_PRECISION_BACKENDS:
-        changed["half_precision_backend"] = (args.half_precision_backend, "Apex")
     return changed

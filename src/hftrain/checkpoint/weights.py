@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hftrain.checkpoint.adapters import load_adapters, save_adapters, saves_adapters
 from hftrain.checkpoint.layout import BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE, WEIGHTS, WEIGHTS_INDEX
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.log import get_logger
@@ -41,7 +42,9 @@ def save_weights(
     """
     state = dict(model.state_dict() if state_dict is None else state_dict)
     _remove_weights(folder)
-    if _saves_itself(model):
+    if saves_adapters(model):
+        save_adapters(model, folder, state, safe=safe)
+    elif _saves_itself(model):
         _save_pretrained(model, folder, state, safe=safe)
     elif not safe:
         save_containers(state, folder / BIN_WEIGHTS)
@@ -69,6 +72,8 @@ def load_weights(model: torch.nn.Module, folder: Path, *, strict: bool = True) -
     Raises:
         CheckpointError: There are no weights, a file is damaged, or names or shapes do not fit.
     """
+    if saves_adapters(model):
+        return load_adapters(model, folder)
     state = matching_weights(model, folder, strict=strict)
     try:
         model.load_state_dict(state, strict=strict)

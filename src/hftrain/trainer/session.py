@@ -34,7 +34,9 @@ from hftrain.trainer.announce import announce_training
 from hftrain.trainer.checks import best_metric_key, check_optimizer
 from hftrain.trainer.counting import RunCounts
 from hftrain.trainer.debugging import watch_overflow
+from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
+from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.weighing import LossShares
@@ -81,6 +83,7 @@ class TrainSession:
             ),
         )
         self._rng: Mapping[str, Any] | None = None
+        self.changes = ModelChanges(trainer)
         self.checkpoints = RunCheckpoints(trainer, progress=self.progress, losses=self.losses, logs=self.logs)
         self.optimizer: torch.optim.Optimizer
         self._watch: DebugUnderflowOverflow | None = None
@@ -145,6 +148,7 @@ class TrainSession:
         trainer = self.trainer
         if self._watch is not None:
             self._watch.remove()
+        self.changes.undo()
         trainer.task.model = trainer.model
         trainer._backward, trainer._autocast = trainer.precision.backward, trainer.precision.autocast
         trainer.is_in_train = False
@@ -177,19 +181,22 @@ class TrainSession:
     def _set_up(self, max_steps: int) -> Any:
         """Place and wrap the model, make optimizer and schedule, assemble the step."""
         trainer, strategy, precision = self.trainer, self.trainer.strategy, self.trainer.precision
+        # Before the weights are loaded, which would be rounded to the dtype they are copied into.
+        trainer.model = trainer.task.model = precision.convert(trainer.model)
         if self.resume is not None:
             self.checkpoints.load_model(self.resume)
         place_task(trainer.task, strategy, is_model_placed=True)
-        self._enable_checkpointing(trainer.model)
-        trainer.model = precision.convert(trainer.model)
+        self.changes.apply(trainer.model)
         trainer._forget_schedule()
 
         def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
             trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
             assert trainer.optimizer is not None
-            return trainer.optimizer
+            trainer.model = trainer.ipex_optimize_model(trainer.model, training=True)
+            return precision.attach(trainer.model, trainer.optimizer)
 
         wrapped, optimizer = self._wrap(make_optimizer)
+        trainer.compiler.compile(trainer.model)
         check_optimizer(optimizer, trainer.lr_scheduler, trainer.model)
         # An interrupted run, or the user, may have left gradients.
         trainer.model.zero_grad()
@@ -243,30 +250,16 @@ class TrainSession:
             # Documented: start the epoch's data over, with random numbers as they come.
             self._rng, self.progress.micro_steps_in_epoch = None, 0
 
-    def _enable_checkpointing(self, model: nn.Module) -> None:
-        args = self.trainer.args
-        if not args.gradient_checkpointing:
-            return
-        # transformers 5 renamed the method, and warns about the older name.
-        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-        enable = getattr(model, f"{kind}_checkpointing_enable", None)
-        if enable is None:
-            raise ConfigError(
-                explain(
-                    "gradient_checkpointing=True was asked for.",
-                    f"{type(model).__name__} has no gradient_checkpointing_enable method.",
-                    "Add one, or use torch.utils.checkpoint inside the model.",
-                )
-            )
-        options = args.gradient_checkpointing_kwargs
-        enable(**{f"{kind}_checkpointing_kwargs": options}) if options else enable()
-
     def _loop(self, config: FitConfig, loader: Any, stepper: Any) -> FitLoop:
         trainer, strategy = self.trainer, self.trainer.strategy
         schedule = None if self._follows_metric else trainer.lr_scheduler
+        take, step = trainer._shares.take, trainer._training_step
+        if trainer.args.auto_find_batch_size is True:
+            fitting = MicroBatches(trainer, logs=self.logs, found=found_size(trainer.args, self.resume))
+            take, step = fitting.take, fitting.step
         slots = FitSlots(
-            get_batch_samples=self.counts.watching(trainer._shares.take),
-            training_step=trainer._training_step,
+            get_batch_samples=self.counts.watching(take),
+            training_step=step,
             before_epoch=self._before_epoch,
             restore_rng=self._restore_rng,
             log=self._log,
@@ -322,7 +315,7 @@ class TrainSession:
             self.used_rate = logs["learning_rate"]
             logs["learning_rate"] = self.trainer._get_learning_rate()
             self.used_rate = None
-        self.trainer._log(merge_reports(logs, self.logs.read(), own))
+        self.trainer._log(merge_reports(logs, self.trainer.precision.logs(), self.logs.read(), own))
 
     def _act_through_hook(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
         """Let a subclass see the end of a step; it calls the base method, which calls `act`."""
@@ -415,7 +408,7 @@ class TrainSession:
         self._metric(found, wanted)
 
     def _save(self) -> None:
-        self.trainer._save_checkpoint(self.trainer.model_wrapped, None)
+        self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, None))
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, SequentialSampler
 
+from hftrain.adapter.compilation import compile_config
 from hftrain.adapter.data import eval_loader_config, length_config, total_batch_size, train_loader_config
 from hftrain.adapter.evaluate import evaluate_config
 from hftrain.adapter.optim import optimizer_config, schedule_config
 from hftrain.adapter.plan import train_plan
-from hftrain.adapter.precision import precision_request
+from hftrain.adapter.precision import check_half_precision_backend, precision_request
 from hftrain.adapter.sharing import check_configured_state, non_blocking_copies, settle_sharing
 from hftrain.adapter.strategy import strategy_request
 from hftrain.adapter.unwired import check_local_rank, check_wired
@@ -55,10 +56,12 @@ from hftrain.step.legality import check_legal
 from hftrain.storage.files import check_writable
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
+from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import is_recomputing
 from hftrain.task.loss import LabelSmoother
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
+from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.acceleration import has_engine, make_accelerator
 from hftrain.trainer.announce import announce_evaluation
 from hftrain.trainer.checks import (
@@ -77,10 +80,13 @@ from hftrain.trainer.checks import (
 )
 from hftrain.trainer.counting import count_tokens, token_counter
 from hftrain.trainer.debugging import debug_callbacks
+from hftrain.trainer.fitting import SMALLER_BATCH, check_fitting, with_smaller_batches
 from hftrain.trainer.hooks import call_with, check_hooks
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.instep import in_step
+from hftrain.trainer.ipex import optimize_with_ipex
 from hftrain.trainer.memory import MemoryTracker, measuring_init
+from hftrain.trainer.numerics import check_training, prepare_model
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
 from hftrain.trainer.reports import (
     format_metrics,
@@ -215,6 +221,9 @@ class Trainer:
             device_type=self.strategy.device_type,
         )
         self._memory.start("init")
+        check_half_precision_backend(self.args, self.strategy.device_type)
+        check_fitting(self.args, self.strategy)
+        self.compiler = Compiler(compile_config(self.args))
 
     def _adopt_model(self, model: nn.Module) -> None:
         """Make `model` the one to train: a plain module becomes a `ModelTask`."""
@@ -237,6 +246,7 @@ class Trainer:
         self._outermost = model
         self.is_model_parallel = is_spread(self.model)
         self.strategy.place_model = bool(self.place_model_on_device)
+        prepare_model(self)
         plain = self.task if isinstance(self.task, ModelTask) else None
         self._find("label_names", list(plain.label_names) if plain else ["labels"])
         self._find("can_return_loss", plain.can_return_loss if plain else False)
@@ -308,6 +318,8 @@ class Trainer:
         self.can_return_loss: bool
         self.model_accepts_loss_kwargs: bool
         self._signature_columns: list[str] | None = getattr(self, "_signature_columns", None)
+        self.neftune_noise_alpha: float | None = self.args.neftune_noise_alpha
+        self._neftune_hook: Any = None
         self._session: TrainSession | None = None
         self._loaders = LoaderCache(limit=1)
         self._depth = 0
@@ -464,14 +476,19 @@ class Trainer:
         if self.args.save_strategy != "no":
             check_writable(self.output_dir)
         self._check_optimizer()
+        check_training(self)
         resume = find_resume(self, resume_from_checkpoint)
-        with self._running("train"):
+
+        def run() -> TrainOutput:
             session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
             try:
                 return session.run()
             finally:
                 session.close()
                 self._session = None
+
+        with self._running("train"):
+            return with_smaller_batches(self, resume, run) if self.args.auto_find_batch_size == SMALLER_BATCH else run()
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -999,6 +1016,32 @@ class Trainer:
             return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
         return self.strategy.to_device(data)
 
+    def _activate_neftune(self, model: nn.Module) -> nn.Module:
+        """Add NEFTune's noise to the embeddings of `model`, until `_deactivate_neftune`; mutates the model."""
+        assert self.neftune_noise_alpha is not None
+        self._neftune_hook = add_noise(find_embeddings(self.strategy.unwrap(model)), self.neftune_noise_alpha)
+        return model
+
+    def _deactivate_neftune(self, model: nn.Module) -> None:
+        """Take the noise away again; safe to call twice."""
+        if self._neftune_hook is not None:
+            self._neftune_hook.remove()
+        self._neftune_hook = None
+
+    def ipex_optimize_model(
+        self, model: nn.Module, training: bool = False, dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        """Return the model as the Intel extension optimizes it; the model itself without `use_ipex`.
+
+        Args:
+            model: The model; mutated.
+            training: Optimize `self.optimizer` with it.
+            dtype: What to compute in; None follows the precision.
+
+        Source: the documented `Trainer.ipex_optimize_model`.
+        """
+        return optimize_with_ipex(self, model, training=training, dtype=dtype) if self.args.use_ipex else model
+
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move a batch to the device."""
         if isinstance(inputs, (dict, Mapping)) and not inputs:
@@ -1477,11 +1520,13 @@ class Trainer:
                 self.precision.open(self.strategy.device, self.strategy.scaler_factory)
                 if isinstance(self.task, ModelTask):
                     self.task.label_names, self.task.can_return_loss = list(self.label_names), self.can_return_loss
+                self.compiler.open()
             yield
         finally:
             self._depth -= 1
             self._stage = previous
             if self._depth == 0:
+                self.compiler.close()
                 self.precision.close()
                 self._memory.stop()
 
@@ -1494,9 +1539,12 @@ class Trainer:
                 start_s = time.perf_counter()
                 self.model = self.task.model = self.precision.convert(self.model)
                 place_task(self.task, self.strategy)
+                self.compiler.compile(self.model)
                 self._preparation_s = round(time.perf_counter() - start_s, 4)
             wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
             self.task.model = self._wrap_model(wrapped, training=False)
+            if self._session is None:
+                self.task.model = self.ipex_optimize_model(self.task.model)
             self.task.eval()
             for metric in self.task.metrics("eval").values():
                 metric.reset()

@@ -49,7 +49,7 @@ def train(
         ({"precision": "bf16"}, {"fp16": True}, "precision='bf16'.*fp16=True"),
         ({"precision": "tf32"}, {}, "TF32"),
         ({}, {"deepspeed": {"zero": 3}}, "Not wired in this version: deepspeed"),
-        ({}, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+        ({}, {"neftune_noise_alpha": 5.0}, "get_input_embeddings"),
         ({}, {"eval_strategy": "epoch"}, "no eval_dataset"),
         ({"data_collator": 3}, {}, "data_collator"),
         ({"optimizers": (None, object()), "model_init": Net}, {}, "optimizers.*model_init"),
