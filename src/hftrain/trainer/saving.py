@@ -100,6 +100,7 @@ class RunCheckpoints:
             "epoch_rng": self.epoch_rng,
             "loss_window": self.losses.state_dict(),
             "log_window": self.logs.state_dict(),
+            "past": self.trainer._past,
         }
         return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
 
@@ -145,6 +146,9 @@ class RunCheckpoints:
         self.epoch_rng = own.pop("epoch_rng")
         self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
         self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
+        past = own.pop("past", None)
+        if self.progress.micro_steps_in_epoch:
+            trainer._past = strategy.to_device(past)
         trainer.callback_handler.restore(
             trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
         )

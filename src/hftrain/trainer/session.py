@@ -26,6 +26,7 @@ from hftrain.step.assemble import assemble_stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
 from hftrain.trainer.checks import best_metric_key, check_optimizer
+from hftrain.trainer.eval_sets import check_cadences, is_due, own_metrics
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.weighing import LossShares
@@ -120,6 +121,7 @@ class TrainSession:
         trainer.task.model = trainer.model
         trainer._backward, trainer._autocast = trainer.precision.backward, trainer.precision.autocast
         trainer.is_in_train = False
+        trainer._past = None
         # Workers that persist live as long as their loader.
         trainer.callback_handler.refresh(train_dataloader=None, eval_dataloader=None)
 
@@ -139,6 +141,7 @@ class TrainSession:
         state.max_steps, state.num_train_epochs = max_steps, num_epochs
         state.train_batch_size = trainer.args.train_batch_size
         state.compute_steps(trainer.args, max_steps)
+        check_cadences(trainer.args, trainer._eval_sets, eval_steps=state.eval_steps)
         for flag in vars(trainer.control):
             setattr(trainer.control, flag, False)
         if self.resume is not None:
@@ -247,6 +250,7 @@ class TrainSession:
         """Remember the random numbers an epoch's order may be drawn from, or put the checkpoint's back."""
         if self._rng is None:
             self.checkpoints.epoch_rng = capture_rng()
+            self.trainer._past = None
         else:
             restore_rng(self.checkpoints.epoch_rng)
 
@@ -267,6 +271,10 @@ class TrainSession:
     def _evaluate(self) -> None:
         trainer = self.trainer
         metrics = trainer.evaluate(ignore_keys=self.ignore_keys)
+        wanted = best_metric_key(trainer.args.metric_for_best_model or "loss")
+        if wanted not in metrics and not all(is_due(entry, trainer) for entry in trainer._eval_sets.values()):
+            # The set that decides has a cadence of its own, and was not evaluated now.
+            return
         if trainer.args.metric_for_best_model is not None and trainer.state.global_step > 0:
             self._note_best(metrics, trainer.args.metric_for_best_model)
         if self._follows_metric and trainer.state.global_step > 0:
@@ -311,9 +319,10 @@ class TrainSession:
         with trainer._evaluating("eval"):
             for name in names:
                 loader = trainer._sharded(trainer.get_eval_dataloader(name), is_training=False)
-                loop = trainer._evaluate_loop(
-                    loss_only=trainer.compute_metrics is None, ignore_keys=self.ignore_keys, events=_Silence()
-                )
+                with own_metrics(trainer, trainer._eval_sets.get(name or "")):
+                    loop = trainer._evaluate_loop(
+                        loss_only=trainer.compute_metrics is None, ignore_keys=self.ignore_keys, events=_Silence()
+                    )
                 try:
                     metrics = loop.run(islice(iter(loader), 1)).metrics
                 except Exception as error:

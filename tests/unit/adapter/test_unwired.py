@@ -14,6 +14,7 @@ from hftrain.core.errors import ConfigError
 WIRED_NAMES = """
 output_dir overwrite_output_dir do_train do_eval do_predict resume_from_checkpoint run_name
 eval_strategy evaluation_strategy eval_steps eval_delay eval_accumulation_steps eval_do_concat_batches eval_on_start
+eval_use_gather_object past_index use_legacy_prediction_loop jit_mode_eval bf16_full_eval fp16_full_eval
 batch_eval_metrics prediction_loss_only include_inputs_for_metrics include_for_metrics label_names
 per_device_train_batch_size per_device_eval_batch_size per_gpu_train_batch_size per_gpu_eval_batch_size
 gradient_accumulation_steps num_train_epochs max_steps torch_empty_cache_steps average_tokens_across_devices
@@ -40,12 +41,6 @@ CHANGED = {
     "tpu_metrics_debug": True,
     "project": "mine",
     "trackio_space_id": None,
-    "eval_use_gather_object": True,
-    "past_index": 2,
-    "use_legacy_prediction_loop": True,
-    "jit_mode_eval": True,
-    "bf16_full_eval": True,
-    "fp16_full_eval": True,
     "auto_find_batch_size": True,
     "optim_target_modules": "all-linear",
     "neftune_noise_alpha": 0.1,
