@@ -13,6 +13,7 @@ from hftrain.callbacks import (
     DefaultFlowCallback,
     EarlyStoppingCallback,
     NotebookProgressCallback,
+    PredictionWriter,
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
@@ -36,6 +37,7 @@ from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import strategies
 from hftrain.task import ModelTask, TaskModule
 from hftrain.trainer import Trainer
+from hftrain.trainer.eval_sets import EvalSet
 
 __version__ = "0.1.0"
 
@@ -48,6 +50,7 @@ __all__ = [
     "EarlyStoppingCallback",
     "EvalLoopOutput",
     "EvalPrediction",
+    "EvalSet",
     "HFTrainError",
     "HubStrategy",
     "IntervalStrategy",
@@ -57,6 +60,7 @@ __all__ = [
     "OptimizerNames",
     "Precision",
     "PredictionOutput",
+    "PredictionWriter",
     "PrinterCallback",
     "ProgressCallback",
     "SaveStrategy",

@@ -184,6 +184,8 @@ class Trainer:
         self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
         check_evaluating(self.args, strategy=self.strategy, task=self.task, spill_dir=spill_dir)
+        if self._is_overridden("prediction_loop") and not self.args.use_legacy_prediction_loop:
+            warn_once(f"{type(self).__name__}.prediction_loop is not called without use_legacy_prediction_loop=True.")
         own = next((entry.metrics for entry in self._eval_sets.values() if entry.metrics is not None), None)
         check_best_metric(self.args, task=self.task, compute_metrics=compute_metrics or own, eval_dataset=eval_dataset)
         self.data_collator = data_collator or self._default_collator()

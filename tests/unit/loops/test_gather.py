@@ -106,7 +106,7 @@ def test_kept_batches_come_back_joined(moves_every: int | None) -> None:
         kept = Kept(moves_every=moves_every)
         for batch in case.batches:
             kept.add(batch)
-            assert_equal(kept.joined(Alone(), is_interleaved=False), expected(case.batches))
+        assert_equal(kept.joined(Alone(), is_interleaved=False), expected(case.batches))
 
 
 class Named(NamedTuple):
