@@ -14,6 +14,10 @@ from hftrain import EvalPrediction, EvalSet, PredictionWriter, StepOutput, Train
 
 pytestmark = pytest.mark.distributed
 
+SIZES = list(range(1, 18))
+# What costs many exchanges is looked at for fewer sizes: one batch only, an even and an odd number of batches.
+RARE_SIZES = (1, 3, 16)
+
 
 class Counting(Task):
     """Stream an accuracy, and report a number per batch."""
@@ -86,47 +90,51 @@ def evaluate(folder: str, *, sizes: list[int]) -> list[Any]:
         rows = make_rows(number, seed=number)
         for data in (rows, Stream(rows)):
             prediction = documented.predict(data)
-            per_batch = Trainer(
-                documented.model, make_arguments(root, batch_eval_metrics=True, **options), compute_metrics=PerBatch()
-            )
-            wide, found = objects.predict(data).predictions
-            writing.predict(data)
-            writing.strategy.barrier()
-            answers.append({
+            answer = {
                 "metrics": numbers(documented.evaluate(data)),
                 "task": numbers(task.evaluate(data)),
-                "per_batch": numbers(per_batch.evaluate(data)),
                 "predictions": prediction.predictions.tolist(),
                 "labels": prediction.label_ids.tolist(),
-                "unjoined": [label for batch in unjoined.predict(data).label_ids for label in batch.tolist()],
-                "wide": wide.tolist(),
-                "found": plain(found),
-                "spilled": spilled.predict(data).predictions.tolist(),
-                "written": [row for batch in PredictionWriter.read(root / "written") for row in batch["outputs"].tolist()],
-            })  # fmt: skip
-            writing.strategy.barrier()
+            }
+            if number in RARE_SIZES:
+                per_batch = Trainer(
+                    documented.model, make_arguments(root, batch_eval_metrics=True, **options),
+                    compute_metrics=PerBatch(),
+                )  # fmt: skip
+                wide, found = objects.predict(data).predictions
+                answer["per_batch"] = numbers(per_batch.evaluate(data))
+                answer["unjoined"] = [row for batch in unjoined.predict(data).label_ids for row in batch.tolist()]
+                answer["wide"], answer["found"] = wide.tolist(), plain(found)
+                answer["spilled"] = spilled.predict(data).predictions.tolist()
+                writing.predict(data)
+                writing.strategy.barrier()
+                batches = PredictionWriter.read(root / "written")
+                answer["written"] = [row for batch in batches for row in batch["outputs"].tolist()]
+                writing.strategy.barrier()
+            answers.append(answer)
     return answers
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return evaluate(str(tmp_path_factory.mktemp("alone")), sizes=list(range(1, 18)))
+    return evaluate(str(tmp_path_factory.mktemp("alone")), sizes=SIZES)
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_numbers_and_order_are_those_of_one_process(
     tmp_path: Path, run_distributed: Any, alone: list[Any], num_processes: int
 ) -> None:
-    ranks = run_distributed(evaluate, num_processes=num_processes, folder=str(tmp_path), sizes=list(range(1, 18)))
+    ranks = run_distributed(evaluate, num_processes=num_processes, folder=str(tmp_path), sizes=SIZES)
     for answers in ranks:
         for ours, theirs in zip(answers, alone, strict=True):
-            for name in ("metrics", "task", "per_batch"):
-                # How logs of batches weigh depends on how the set is cut into batches; the samples decide.
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
-            for name in ("labels", "unjoined", "wide", "found"):
-                assert ours[name] == theirs[name], name
-            for name in ("predictions", "spilled", "written"):
-                torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(theirs[name]))
+            assert ours.keys() == theirs.keys()
+            for name in ours:
+                if name in ("metrics", "task", "per_batch"):
+                    assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+                elif name in ("predictions", "spilled", "written"):
+                    torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(theirs[name]))
+                else:
+                    assert ours[name] == theirs[name], name
 
 
 def train(folder: str) -> list[Any]:

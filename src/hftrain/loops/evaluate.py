@@ -117,9 +117,9 @@ class EvaluateLoop:
                 batch_metrics.add(self._parts(batch, output), is_last=upcoming is _END)
             self._tell(output)
             batch = upcoming
-        reports: list[Mapping[str, Any]] = [self._mean_loss(), self._logs.read()]
-        if batch_metrics is not None:
-            reports.append(batch_metrics.finish())
+        # First, because ranks with more batches exchange theirs until all are through.
+        per_batch = {} if batch_metrics is None else batch_metrics.finish()
+        reports: list[Mapping[str, Any]] = [self._mean_loss(), self._logs.read(), per_batch]
         if self.slots.read_metrics is not None:
             reports.append(self.slots.read_metrics())
         predictions, labels = self._collect("outputs", is_interleaved), self._collect("labels", is_interleaved)

@@ -272,3 +272,27 @@ def test_ranks_report_what_one_would(run_ranks: Callable[..., list[Any]], is_int
         assert output.predictions.tolist() == whole.predictions.tolist()
         assert output.label_ids.tolist() == whole.label_ids.tolist()
     assert seen == [seen[0]] * 4
+
+
+@pytest.mark.parametrize("shares", [[[0, 1], [2]], [[], [0, 1, 2]], [[0], [], [1, 2]], [[], []]])
+def test_metrics_batch_by_batch_join_the_ranks_batches(
+    run_ranks: Callable[..., list[Any]], shares: list[list[int]]
+) -> None:
+    batches = make_batches([1, 2], [3], [4, 5, 6])
+
+    def run(group: Any) -> Any:
+        seen: list[tuple[list[int], list[float], bool]] = []
+
+        def compute(prediction: EvalPrediction, compute_result: bool) -> dict[str, float] | None:
+            seen.append((prediction.label_ids.tolist(), prediction.losses.tolist(), compute_result))
+            return {"total": float(sum(sum(labels) for labels, _, _ in seen))} if compute_result else None
+
+        loop = make_loop(group=group, computes_per_batch=True, includes=("loss",), slots={"compute_metrics": compute})
+        return seen, loop.run([batches[index] for index in shares[group.rank]]).metrics
+
+    (seen, metrics), *others = run_ranks(run, len(shares))
+    assert all(other == (seen, metrics) for other in others)
+    assert sorted(label for labels, _, _ in seen for label in labels) == ([1, 2, 3, 4, 5, 6] if seen else [])
+    assert [is_last for _, _, is_last in seen] == [False] * (len(seen) - 1) + [True] * bool(seen)
+    assert metrics.get("total", 21.0) == 21.0
+    assert all(len(labels) == len(losses) for labels, losses, _ in seen)
