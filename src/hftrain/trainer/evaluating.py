@@ -135,28 +135,41 @@ def read_memory(outputs: Any, index: int, *, has_loss: bool) -> Any:
 
 @contextmanager
 def cast_weights(model: nn.Module, dtype: torch.dtype | None, *, keep_on: torch.device | None = None) -> Iterator[None]:
-    """Hold a model's floating-point weights in another dtype, and put the very same numbers back at the end.
+    """Let a model run on copies of its floating-point weights in another dtype, then on the weights themselves again.
 
-    Hooks, tied weights, optimizers and gradients stay as they are: only the memory behind parameters and buffers is
-    exchanged.
+    Copies take the places of parameters and buffers in the modules. The tensors themselves are not touched: to change
+    their dtype would detach what hangs on their gradients, such as DDP's exchange, without a word.
 
     Args:
         model: Mutated while the context is open.
         dtype: None changes nothing.
         keep_on: Where the exact weights wait; None leaves them where they are.
     """
-    own = []
-    # Several names may stand for one parameter.
-    for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values() if dtype is not None else ():
-        if tensor.is_floating_point() and tensor.dtype is not dtype:
-            cast = tensor.data.to(dtype)
-            own.append((tensor, tensor.data if keep_on is None else tensor.data.to(keep_on), tensor.device))
-            tensor.data = cast
+    places: list[tuple[nn.Module, str, torch.Tensor]] = []
+    copies: dict[int, torch.Tensor] = {}
+    devices: list[tuple[torch.Tensor, torch.device]] = []
+    for module in model.modules() if dtype is not None else ():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_floating_point() and tensor.dtype is not dtype:
+                places.append((module, name, tensor))
     try:
+        for module, name, tensor in places:
+            # Several places may share one tensor.
+            if id(tensor) not in copies:
+                copy = tensor.detach().to(dtype)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                copies[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+                if keep_on is not None and tensor.device != keep_on:
+                    devices.append((tensor, tensor.device))
+                    tensor.data = tensor.data.to(keep_on)
+            setattr(module, name, copies[id(tensor)])
+        copies.clear()
         yield
     finally:
-        for tensor, exact, device in own:
-            tensor.data = exact.to(device)
+        for tensor, device in devices:
+            tensor.data = tensor.data.to(device)
+        for module, name, tensor in places:
+            setattr(module, name, tensor)
 
 
 def cast_inputs(inputs: Any, dtype: torch.dtype, *, labels: list[str]) -> Any:

@@ -26,6 +26,7 @@ from hftrain import (
     set_seed,
 )
 from hftrain.adapter.evaluate import full_eval_dtype
+from hftrain.trainer.evaluating import cast_weights
 
 
 def share(prediction: EvalPrediction) -> dict[str, float]:
@@ -401,7 +402,7 @@ def test_full_evaluation_runs_in_that_dtype_and_puts_the_model_back(
     arguments = make_arguments(tmp_path, **{setting: True}, bf16=True)
     assert full_eval_dtype(arguments) is dtype
     trainer = Trainer(model, arguments, eval_dataset=make_rows(9))
-    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    before = {name: (p, p.clone()) for name, p in model.named_parameters()}
     exact = Trainer(model, make_arguments(tmp_path)).evaluate(make_rows(9))["eval_loss"]
     model.seen.clear()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(exact, rel=0.05)
@@ -410,6 +411,7 @@ def test_full_evaluation_runs_in_that_dtype_and_puts_the_model_back(
     assert output.predictions.dtype == (numpy.float32 if dtype is torch.bfloat16 else numpy.float16)
     for name, parameter in model.named_parameters():
         assert parameter.dtype is torch.float32
+        assert parameter is before[name][0]
         assert torch.equal(parameter, before[name][1])
     assert model.table.dtype is torch.float32
     assert model.tied is model.layers[0].weight
@@ -431,6 +433,17 @@ def test_full_evaluations_change_no_bit_of_a_training(tmp_path: Path, setting: s
         seen.append({entry[1] for entry in model.seen if entry[0]})
     assert answers[0] == answers[1]
     assert seen == [{torch.float32}, {torch.float32}]
+
+
+def test_full_evaluation_keeps_what_hangs_on_gradients(tmp_path: Path) -> None:
+    model, heard = nn.LSTM(4, 3), []
+    model.weight_ih_l0.register_post_accumulate_grad_hook(lambda parameter: heard.append(parameter.dtype))
+    loss = model(torch.ones(2, 4))[0].sum()
+    with cast_weights(model, torch.bfloat16):
+        assert model(torch.ones(2, 4).bfloat16())[0].dtype is torch.bfloat16
+    loss.backward()
+    model(torch.ones(2, 4))[0].sum().backward()
+    assert heard == [torch.float32] * 2
 
 
 def test_full_evaluation_puts_the_model_back_after_an_error(tmp_path: Path) -> None:
