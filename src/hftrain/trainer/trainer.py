@@ -161,13 +161,9 @@ class Trainer:
         )
         self._make_parts(model, strategy, precision)
         eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
-        check_cadences(self.args, self._eval_sets, eval_steps=self.args.eval_steps)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
-        check_eval_data(self.args, eval_dataset)
-        check_evaluation(
-            self.args, eval_dataset=eval_dataset, has_own_loader=self._is_overridden("get_eval_dataloader")
-        )
+        self._check_eval_data()
         self.model_init = model_init
         self.compute_loss_func = compute_loss_func
         self.compute_metrics = compute_metrics
@@ -183,17 +179,30 @@ class Trainer:
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
-        check_evaluating(self.args, strategy=self.strategy, task=self.task, spill_dir=spill_dir)
-        if self._is_overridden("prediction_loop") and not self.args.use_legacy_prediction_loop:
-            warn_once(f"{type(self).__name__}.prediction_loop is not called without use_legacy_prediction_loop=True.")
-        own = next((entry.metrics for entry in self._eval_sets.values() if entry.metrics is not None), None)
-        check_best_metric(self.args, task=self.task, compute_metrics=compute_metrics or own, eval_dataset=eval_dataset)
+        self._check_evaluating()
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
         self._resolve_hooks()
         self._make_callbacks([*(callbacks or ()), *(callback or ())])
 
     # -- construction --------------------------------------------------------------------------------------------
+
+    def _check_eval_data(self) -> None:
+        check_cadences(self.args, self._eval_sets, eval_steps=self.args.eval_steps)
+        check_eval_data(self.args, self.eval_dataset)
+        check_evaluation(
+            self.args, eval_dataset=self.eval_dataset, has_own_loader=self._is_overridden("get_eval_dataloader")
+        )
+
+    def _check_evaluating(self) -> None:
+        """Refuse evaluations that cannot run as asked, and metrics that never come."""
+        args, task = self.args, self.task
+        check_evaluating(args, strategy=self.strategy, task=task, spill_dir=self.spill_dir)
+        if self._is_overridden("prediction_loop") and not args.use_legacy_prediction_loop:
+            warn_once(f"{type(self).__name__}.prediction_loop is not called without use_legacy_prediction_loop=True.")
+        own = next((entry.metrics for entry in self._eval_sets.values() if entry.metrics is not None), None)
+        metrics = self.compute_metrics or own
+        check_best_metric(args, task=task, compute_metrics=metrics, eval_dataset=self.eval_dataset)
 
     def _make_parts(self, model: Any, strategy: str | Strategy | None, precision: str | Precision | None) -> None:
         """Choose strategy and precision and refuse what cannot work; nothing is launched."""
