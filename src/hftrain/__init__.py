@@ -13,6 +13,7 @@ from hftrain.callbacks import (
     DefaultFlowCallback,
     EarlyStoppingCallback,
     NotebookProgressCallback,
+    PredictionWriter,
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
@@ -44,6 +45,7 @@ from hftrain.strategies.registry import strategies
 from hftrain.task import ModelTask, TaskModule
 from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer import Trainer
+from hftrain.trainer.eval_sets import EvalSet
 
 __version__ = "0.1.0"
 
@@ -61,6 +63,7 @@ __all__ = [
     "EarlyStoppingCallback",
     "EvalLoopOutput",
     "EvalPrediction",
+    "EvalSet",
     "HFTrainError",
     "HfArgumentParser",
     "HubStrategy",
@@ -71,6 +74,7 @@ __all__ = [
     "OptimizerNames",
     "Precision",
     "PredictionOutput",
+    "PredictionWriter",
     "PrinterCallback",
     "ProgressCallback",
     "SaveStrategy",

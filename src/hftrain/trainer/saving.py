@@ -119,6 +119,7 @@ class RunCheckpoints:
             "loss_window": self.losses.state_dict(),
             "log_window": self.logs.state_dict(),
             "train_metrics": metric_states(self.trainer.task.metrics("train")),
+            "past": self.trainer._past,
         }
         return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
 
@@ -165,6 +166,9 @@ class RunCheckpoints:
                 "The checkpoint does not tell what these metrics had gathered since the last log: %s.",
                 ", ".join(unknown),
             )
+        past = own.pop("past", None)
+        if self.progress.micro_steps_in_epoch:
+            trainer._past = strategy.to_device(past)
         trainer.callback_handler.restore(
             trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
         )

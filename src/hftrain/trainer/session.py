@@ -34,6 +34,7 @@ from hftrain.trainer.announce import announce_training
 from hftrain.trainer.checks import best_metric_key, check_optimizer
 from hftrain.trainer.counting import RunCounts
 from hftrain.trainer.debugging import watch_overflow
+from hftrain.trainer.eval_sets import check_cadences, is_due, own_metrics
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
 from hftrain.trainer.numerics import ModelChanges
@@ -154,6 +155,7 @@ class TrainSession:
         trainer.is_in_train = False
         # Workers that persist live as long as their loader, which torch's optimizers keep the frame of.
         end_workers(self._loader)
+        trainer._past = None
         trainer.callback_handler.refresh(train_dataloader=None, eval_dataloader=None)
         trainer._loaders.clear()
 
@@ -173,6 +175,7 @@ class TrainSession:
         state.max_steps, state.num_train_epochs = max_steps, num_epochs
         state.train_batch_size = trainer.args.train_batch_size
         state.compute_steps(trainer.args, max_steps)
+        check_cadences(trainer.args, trainer._eval_sets, eval_steps=state.eval_steps)
         for flag in vars(trainer.control):
             setattr(trainer.control, flag, False)
         if self.resume is not None:
@@ -295,6 +298,7 @@ class TrainSession:
         """Remember the random numbers an epoch's order may be drawn from, or put the checkpoint's back."""
         if self._rng is None:
             self.checkpoints.epoch_rng = capture_rng()
+            self.trainer._past = None
         else:
             restore_rng(self.checkpoints.epoch_rng)
 
@@ -343,6 +347,10 @@ class TrainSession:
         trainer = self.trainer
         self.counts.read()
         metrics = trainer._evaluate(None, self.ignore_keys)
+        wanted = best_metric_key(trainer.args.metric_for_best_model or "loss")
+        if wanted not in metrics and not all(is_due(entry, trainer) for entry in trainer._eval_sets.values()):
+            # The set that decides has a cadence of its own, and was not evaluated now.
+            return
         if trainer.args.metric_for_best_model is not None and trainer.state.global_step > 0:
             is_best = trainer._determine_best_metric(metrics, None)
             if trainer.args.save_strategy == "best" and is_best:
@@ -394,9 +402,10 @@ class TrainSession:
         with trainer._evaluating("eval"):
             for name in names:
                 loader = trainer._sharded(trainer.get_eval_dataloader(name), is_training=False)
-                loop = trainer._evaluate_loop(
-                    loss_only=trainer.compute_metrics is None, ignore_keys=self.ignore_keys, events=_Silence()
-                )
+                with own_metrics(trainer, trainer._eval_sets.get(name or "")):
+                    loop = trainer._evaluate_loop(
+                        loss_only=trainer.compute_metrics is None, ignore_keys=self.ignore_keys, events=_Silence()
+                    )
                 try:
                     metrics = loop.run(islice(iter(loader), 1)).metrics
                 except Exception as error:

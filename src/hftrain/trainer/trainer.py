@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, SequentialSampler
 
 from hftrain.adapter.compilation import compile_config
 from hftrain.adapter.data import eval_loader_config, length_config, total_batch_size, train_loader_config
-from hftrain.adapter.evaluate import evaluate_config
+from hftrain.adapter.evaluate import evaluate_config, full_eval_dtype
 from hftrain.adapter.optim import optimizer_config, schedule_config
 from hftrain.adapter.plan import train_plan
 from hftrain.adapter.precision import check_half_precision_backend, precision_request
@@ -44,7 +44,7 @@ from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler, r
 from hftrain.data.loaders import build_eval_loader, build_train_loader, default_train_sampler
 from hftrain.data.persistent import LoaderCache
 from hftrain.data.sharding import shard_loader
-from hftrain.data.sizes import has_length, num_examples
+from hftrain.data.sizes import expected_samples, has_length, num_examples
 from hftrain.loops.evaluate import EvaluateLoop, EvaluateSlots
 from hftrain.loops.predict import PredictLoop
 from hftrain.optim.groups import decay_parameter_names
@@ -80,6 +80,16 @@ from hftrain.trainer.checks import (
 )
 from hftrain.trainer.counting import count_tokens, token_counter
 from hftrain.trainer.debugging import debug_callbacks
+from hftrain.trainer.eval_sets import check_cadences, evaluate_sets, own_metrics, split_eval_sets
+from hftrain.trainer.evaluating import (
+    JitModel,
+    cast_inputs,
+    cast_weights,
+    check_evaluating,
+    read_memory,
+    trace_model,
+    with_memory,
+)
 from hftrain.trainer.fitting import SMALLER_BATCH, check_fitting, with_smaller_batches
 from hftrain.trainer.hooks import call_with, check_hooks
 from hftrain.trainer.hub import TrainerHub
@@ -114,7 +124,8 @@ class Trainer:
         args: The documented arguments; None writes to ``tmp_trainer``.
         data_collator: Makes a batch of samples; by default pads with `processing_class` if it can, else stacks.
         train_dataset: What to train on; may be an iterable without length (then set `max_steps`).
-        eval_dataset: What to evaluate on; a dict holds several sets, each with metrics of its own name.
+        eval_dataset: What to evaluate on; a dict holds several sets, each with metrics of its own name. Its values are
+            datasets, or `EvalSet` objects where a set has metrics or a cadence of its own.
         processing_class: Tokenizer or processor; pads batches and is saved beside the model.
         model_init: Builds the model anew at each `train()`.
         compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` in place of the model's own loss.
@@ -125,6 +136,8 @@ class Trainer:
         preprocess_logits_for_metrics: ``f(logits, labels) -> logits``, run before predictions are kept.
         strategy: A strategy's name or an instance; wins over the arguments, which must not contradict it.
         precision: A precision's name or an instance; likewise.
+        spill_dir: A folder for predictions larger than memory: what an evaluation or `predict` keeps is held in unnamed
+            files there, mapped into memory as NumPy arrays. A file's space is free again when its array is gone.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
 
@@ -154,6 +167,7 @@ class Trainer:
         *,
         strategy: str | Strategy | None = None,
         precision: str | Precision | None = None,
+        spill_dir: str | Path | None = None,
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
     ) -> None:
@@ -172,11 +186,10 @@ class Trainer:
             collator=data_collator,
         )
         self._make_parts(model, strategy, precision)
+        eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        check_eval_data(self.args, eval_dataset)
-        check_evaluation(
-            self.args, eval_dataset=eval_dataset, has_own_loader=self._is_overridden("get_eval_dataloader")
-        )
+        self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
+        self._check_eval_data()
         self.model_init = model_init
         self.compute_loss_func = compute_loss_func
         self.compute_metrics = compute_metrics
@@ -192,7 +205,7 @@ class Trainer:
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
-        check_best_metric(self.args, task=self.task, compute_metrics=compute_metrics, eval_dataset=eval_dataset)
+        self._check_evaluating()
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
         self._resolve_hooks(given)
@@ -200,6 +213,23 @@ class Trainer:
         self._make_callbacks([*(callbacks or ()), *(callback or ())])
 
     # -- construction --------------------------------------------------------------------------------------------
+
+    def _check_eval_data(self) -> None:
+        check_cadences(self.args, self._eval_sets, eval_steps=self.args.eval_steps)
+        check_eval_data(self.args, self.eval_dataset)
+        check_evaluation(
+            self.args, eval_dataset=self.eval_dataset, has_own_loader=self._is_overridden("get_eval_dataloader")
+        )
+
+    def _check_evaluating(self) -> None:
+        """Refuse evaluations that cannot run as asked, and metrics that never come."""
+        args, task = self.args, self.task
+        check_evaluating(args, strategy=self.strategy, task=task, spill_dir=self.spill_dir)
+        if self._is_overridden("prediction_loop") and not args.use_legacy_prediction_loop:
+            warn_once(f"{type(self).__name__}.prediction_loop is not called without use_legacy_prediction_loop=True.")
+        own = next((entry.metrics for entry in self._eval_sets.values() if entry.metrics is not None), None)
+        metrics = self.compute_metrics or own
+        check_best_metric(args, task=task, compute_metrics=metrics, eval_dataset=self.eval_dataset)
 
     def _make_parts(self, model: Any, strategy: str | Strategy | None, precision: str | Precision | None) -> None:
         """Choose strategy and precision and refuse what cannot work; nothing is launched."""
@@ -327,6 +357,9 @@ class Trainer:
         self._eval_logs: Mapping[str, Any] = {}
         self._preparation_s: float | None = None
         self.current_flos: float = 0
+        # What a recurrent model hands from step to step (`past_index`).
+        self._past: Any = None
+        self._input_dtype: torch.dtype | None = None
         # Replaced for as long as a run lasts by what its stepper says.
         self._backward: Callable[[torch.Tensor], None] = self.precision.backward
         self._autocast: Callable[[], AbstractContextManager[Any]] = self.precision.autocast
@@ -508,23 +541,20 @@ class Trainer:
         is_own = eval_dataset is None
         datasets = self.eval_dataset if is_own else eval_dataset
         if isinstance(datasets, Mapping):
-            metrics: dict[str, float] = {}
-            for name, dataset in datasets.items():
-                # The name, not the data, so that an override of get_eval_dataloader sees what was asked for.
-                chosen = name if is_own else dataset
-                metrics.update(self.evaluate(chosen, ignore_keys, f"{metric_key_prefix}_{name}"))
-            return metrics
-        with self._evaluating("eval"):
+            return evaluate_sets(self, datasets, ignore_keys, metric_key_prefix, is_own=is_own)
+        chosen = self._eval_sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
+        with own_metrics(self, chosen), self._evaluating("eval"):
             loader = self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False)
             start_s = time.perf_counter()
-            output = self.evaluation_loop(
+            loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
+            output = loop(
                 loader,
                 description="Evaluation",
                 prediction_loss_only=True if self.compute_metrics is None else None,
                 ignore_keys=ignore_keys,
                 metric_key_prefix=metric_key_prefix,
             )
-            metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output.num_samples, loader)}
+            metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output, loader)}
             self._log(metrics)
             if self.state.epoch is not None:
                 metrics["epoch"] = self.state.epoch
@@ -551,10 +581,11 @@ class Trainer:
         with self._evaluating("predict"):
             loader = self._sharded(self.get_test_dataloader(test_dataset), is_training=False)
             start_s = time.perf_counter()
-            output = self.evaluation_loop(
+            loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
+            output = loop(
                 loader, description="Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
             )
-            metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output.num_samples, loader)}
+            metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output, loader)}
             self.callback_handler.fire("on_predict", metrics=metrics)
             self._report_memory(metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
@@ -586,17 +617,64 @@ class Trainer:
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         announce_evaluation(self, dataloader, description=description)
         self.callback_handler.refresh(eval_dataloader=dataloader)
-        loop = self._evaluate_loop(loss_only=loss_only, ignore_keys=ignore_keys, events=self.callback_handler)
+        jit = JitModel(self, self.task.model) if self.args.jit_mode_eval else None
+        loop = self._evaluate_loop(loss_only=loss_only, ignore_keys=ignore_keys, events=self.callback_handler, jit=jit)
         is_stream = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
         takes_turns = is_stream or isinstance(dataloader, DispatchLoader)
         batches = in_step(self, dataloader, loss_only=loss_only, ignore_keys=ignore_keys)
-        output = loop.run(batches, is_interleaved=takes_turns, order=reading_order(dataloader))
-        return output._replace(metrics=to_plain(with_prefix(output.metrics, metric_key_prefix)))
+        output = loop.run(
+            batches,
+            is_interleaved=takes_turns,
+            order=reading_order(dataloader),
+            num_expected=expected_samples(dataloader),
+        )
+        metrics = to_plain(with_prefix(output.metrics, metric_key_prefix))
+        if jit is not None and jit.compilation_s is not None:
+            metrics[f"{metric_key_prefix}_jit_compilation_time"] = jit.compilation_s
+        return output._replace(metrics=metrics)
 
-    def _evaluate_loop(self, *, loss_only: bool, ignore_keys: list[str] | None, events: Any) -> EvaluateLoop:
+    def prediction_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run the model over a loader: what `evaluate` and `predict` call with `use_legacy_prediction_loop`.
+
+        It is `evaluation_loop` under its older name, for subclasses that override it, and gives the same numbers.
+
+        Source: the documented `Trainer.prediction_loop`.
+        """
+        return Trainer.evaluation_loop(
+            self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+
+    def torch_jit_model_eval(self, model: nn.Module, dataloader: Any, training: bool = False) -> nn.Module:
+        """Return a model traced with the first batch of a loader; as it is, with a warning, where that fails.
+
+        Args:
+            model: In evaluation mode.
+            dataloader: Its first batch is the example.
+            training: True returns the model as it is.
+
+        Source: the documented `jit_mode_eval`.
+        """
+        return model if training else trace_model(self, model, dataloader)
+
+    def _evaluate_loop(
+        self, *, loss_only: bool, ignore_keys: list[str] | None, events: Any, jit: JitModel | None = None
+    ) -> EvaluateLoop:
         is_prediction = self._stage == "predict"
+        # A callback that writes predictions somewhere may ask that they are not returned as well.
+        is_replaced = is_prediction and any(
+            getattr(callback, "replaces_predictions", False) for callback in self.callback_handler.callbacks
+        )
 
         def evaluate_batch(batch: Any) -> StepOutput:
+            if jit is not None:
+                self.task.model = jit.for_batch(batch)
             loss, outputs, labels = self.prediction_step(self.task.model, batch, loss_only, ignore_keys)
             return StepOutput(loss=loss, outputs=outputs, labels=labels, logs=self._eval_logs)
 
@@ -604,6 +682,8 @@ class Trainer:
             self.args,
             keeps_predictions=not loss_only,
             input_name=getattr(self.model, "main_input_name", "input_ids"),
+            spill_dir=self.spill_dir,
+            returns_predictions=not is_replaced,
         )
         slots = EvaluateSlots(
             evaluate_batch=evaluate_batch,
@@ -938,6 +1018,8 @@ class Trainer:
         """
         if isinstance(self.task, ModelTask):
             loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
+            if self.args.past_index >= 0:
+                self._past = read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
         else:
             result = self.task.training_step(inputs)
             if isinstance(result, torch.Tensor):
@@ -1053,7 +1135,10 @@ class Trainer:
                     "Rename the columns, or set remove_unused_columns=False.",
                 )
             )
-        return self._prepare_input(inputs) if self._walks_inputs else self.strategy.to_device(inputs)
+        inputs = self._prepare_input(inputs) if self._walks_inputs else self.strategy.to_device(inputs)
+        if self._past is not None:
+            inputs = with_memory(inputs, self._past)
+        return inputs if self._input_dtype is None else cast_inputs(inputs, self._input_dtype, labels=self.label_names)
 
     # -- hooks of evaluation -------------------------------------------------------------------------------------
 
@@ -1074,6 +1159,7 @@ class Trainer:
                     inputs,
                     loss_only=prediction_loss_only,
                     ignore=ignored,
+                    note_outputs=self._note_memory if self.args.past_index >= 0 else None,
                 )
             elif self._stage == "predict":
                 output = StepOutput(outputs=task.prediction_step(inputs))
@@ -1081,6 +1167,10 @@ class Trainer:
                 output = as_step_output(task.evaluation_step(inputs))
         self._eval_logs = output.logs
         return (output.loss, None, None) if prediction_loss_only else (output.loss, output.outputs, output.labels)
+
+    def _note_memory(self, outputs: Any) -> None:
+        """Remember what a model that was called without labels hands to the next step."""
+        self._past = read_memory(outputs, self.args.past_index, has_loss=False)
 
     def _read_metrics(self) -> dict[str, Any]:
         """Compute and reset the task's metrics; torchmetrics synchronises ranks."""
@@ -1531,16 +1621,21 @@ class Trainer:
                 self._memory.stop()
 
     @contextmanager
-    def _evaluating(self, stage: str) -> Iterator[None]:
-        """Evaluate the unwrapped model in evaluation mode, and leave modes and random numbers as they were."""
-        with self._running(stage), preserved_rng():
+    def _evaluating(self, stage: str, *, casts: bool = True) -> Iterator[None]:
+        """Evaluate the unwrapped model in evaluation mode, and leave weights, modes and random numbers as they were."""
+        with self._running(stage), preserved_rng(), ExitStack() as stack:
             self._preparation_s = None
+            dtype = full_eval_dtype(self.args) if casts and self._input_dtype is None else None
             if self._session is None:
                 start_s = time.perf_counter()
                 self.model = self.task.model = self.precision.convert(self.model)
+                # Cast before it is placed: the exact weights wait in host memory, and the device holds half of them.
+                stack.enter_context(cast_weights(self.model, dtype, keep_on=torch.device("cpu")))
                 place_task(self.task, self.strategy)
                 self.compiler.compile(self.model)
                 self._preparation_s = round(time.perf_counter() - start_s, 4)
+            else:
+                stack.enter_context(cast_weights(self.model, dtype))
             wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
             self.task.model = self._wrap_model(wrapped, training=False)
             if self._session is None:
@@ -1548,17 +1643,26 @@ class Trainer:
             self.task.eval()
             for metric in self.task.metrics("eval").values():
                 metric.reset()
+            before = self._past, self._input_dtype, self._autocast
+            self._past = None
+            if dtype is not None:
+                self._input_dtype, self._autocast = dtype, nullcontext
             try:
                 yield
             finally:
+                self._past, self._input_dtype, self._autocast = before
                 self.task.model = wrapped
                 for module, was_training in modes:
                     module.training = was_training
 
-    def _rates(self, prefix: str, start_s: float, num_samples: int | None, loader: Any) -> dict[str, float]:
+    def _rates(self, prefix: str, start_s: float, output: Any, loader: Any) -> dict[str, float]:
+        # An override in the older style returns a PredictionOutput, which has no count.
+        num_samples = getattr(output, "num_samples", None)
         num_steps = None
         if num_samples is not None:
             num_steps = math.ceil(num_samples / (self.args.eval_batch_size * self.strategy.world_size))
+        # Tracing happens once and says nothing about the speed.
+        start_s += output.metrics.get(f"{prefix}_jit_compilation_time", 0.0)
         rates = speed_metrics(prefix, start_s, num_samples=num_samples, num_steps=num_steps)
         if self._preparation_s is not None:
             rates[f"{prefix}_model_preparation_time"] = self._preparation_s
