@@ -172,11 +172,7 @@ class Trainer:
         callback: Sequence[Any] | None = None,
     ) -> None:
         given = dict(vars(self))
-        self.args = TrainingArguments("tmp_trainer") if args is None else args
-        check_arguments(self.args)
-        settle(self.args)
-        settle_sharing(self.args)
-        check_local_rank(self.args)
+        self.args = _settled(args)
         check_model(model, model_init)
         check_parts(
             self.args,
@@ -1672,6 +1668,16 @@ class Trainer:
         """Add what the running verb took, unless it is part of another one."""
         if self._depth == 1:
             metrics.update(self._memory.stop())
+
+
+def _settled(args: TrainingArguments | None) -> TrainingArguments:
+    """Check the arguments, and fill in what follows from others; by default those for a folder in the working one."""
+    args = TrainingArguments("tmp_trainer") if args is None else args
+    check_arguments(args)
+    settle(args)
+    settle_sharing(args)
+    check_local_rank(args)
+    return args
 
 
 def _one_of(value: Any, older: Any, *, new: str, old: str) -> Any:
