@@ -141,9 +141,10 @@ def _check_config(args: Any, config: dict[str, Any]) -> None:
     if config.get("activation_checkpointing") and args.gradient_checkpointing:
         reason = "gradient_checkpointing=True recomputes the same activations."
         raise _refuse("activation_checkpointing", config, reason, "Keep activation_checkpointing alone.")
-    again = config.get("reshard_after_forward", True)
-    shardings = {word for word in args.fsdp or () if word in _SHARDINGS}
-    if not isinstance(again, int) or (shardings and bool(again) != bool(shardings & {"full_shard", "hybrid_shard"})):
+    shardings = {str(word) for word in args.fsdp or () if word in _SHARDINGS}
+    gathers_again = not shardings or bool(shardings & {"full_shard", "hybrid_shard"})
+    again = config.get("reshard_after_forward", gathers_again)
+    if not isinstance(again, int) or (shardings and bool(again) != gathers_again):
         reason = f"It must be true, false or a number of processes, and agree with fsdp={' '.join(shardings)!r}."
         raise _refuse("reshard_after_forward", config, reason, "Leave it out: the sharding decides.")
 

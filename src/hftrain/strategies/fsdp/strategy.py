@@ -323,7 +323,9 @@ class FSDPStrategy(DistributedStrategy):
         mesh = self._mesh()
         offload = CPUOffloadPolicy(pin_memory=self.device_type != "cpu") if self.offload else OffloadPolicy()
         casting: dict[str, Any] = {}
-        if policy.autocast:
+        # Beside autocast, to gather half as much. On the CPU autocast leaves some operations (layer_norm) alone, which
+        # then fail where a float32 buffer meets a cast parameter; there parameters are gathered as they are.
+        if policy.autocast and self.device_type != "cpu":
             casting = {"param_dtype": policy.compute_dtype, "reduce_dtype": policy.reduce_dtype}
         for unit in units:
             fully_shard(
