@@ -203,7 +203,11 @@ def test_ragged_end_trains_as_with_ddp_and_half_precision_alike_on_all_ranks(two
     close(first["ragged fsdp"], first["ragged ddp"])
     for precision in ("bf16", "fp16"):
         assert first[precision]["history"] == second[precision]["history"]
-        close(first[precision], first["ragged ddp"], rel=0.1)
+        losses = [
+            [entry["loss"] for entry in run["history"] if "loss" in entry]
+            for run in (first[precision], first["ragged ddp"])
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -440,12 +444,13 @@ def hybrid(folder: str) -> dict[str, Any]:
     # Without a word about it, the processes of a machine share a copy.
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     answers["by machine"] = train(f"{folder}/machine", fsdp="hybrid_shard auto_wrap", **options)
-    answers["files"] = sorted(name for name in os.listdir(f"{folder}/machine/checkpoint-4") if "shard" in name)
-    answers["resumed"] = train(f"{folder}/machine", resume=True, fsdp="hybrid_shard auto_wrap", **options)
+    train(f"{folder}/parts", fsdp="hybrid_shard auto_wrap", stop=5, **options)
+    answers["files"] = sorted(os.listdir(f"{folder}/parts/checkpoint-5"))
+    answers["resumed"] = train(f"{folder}/parts", resume=True, fsdp="hybrid_shard auto_wrap", **options)
     return answers
 
 
-SAVED_SOON: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "num_train_epochs": 1}
+SAVED_SOON: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100, "num_train_epochs": 1}
 
 
 def test_copies_of_a_hybrid_sharding_stay_in_step(tmp_path: Path, run_distributed: Any) -> None:
@@ -454,8 +459,8 @@ def test_copies_of_a_hybrid_sharding_stay_in_step(tmp_path: Path, run_distribute
     for name in ("hybrid_shard", "hybrid_shard_zero2", "by machine"):
         close(four[0][name], alone)
         assert all(answer[name]["history"] == four[0][name]["history"] for answer in four)
-    assert four[0]["resumed"] == four[0]["by machine"]
+    close(four[0]["resumed"], four[0]["by machine"], rel=1e-6)
     # One of the copies is written.
-    assert [name for name in four[0]["files"] if name.startswith("model")] == [
+    assert [name for name in four[0]["files"] if name.startswith("model_shard")] == [
         f"model_shard-{rank:05d}-of-00004.safetensors" for rank in range(2)
     ]

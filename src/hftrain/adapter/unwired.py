@@ -31,7 +31,6 @@ UNWIRED: dict[str, str] = {
     "save_on_each_node": "saving on every node",
     "tpu_num_cores": "TPUs",
     "mp_parameters": "SageMaker model parallelism",
-    "sharded_ddp": "fully sharded data parallel",
     "deepspeed": "DeepSpeed",
     "parallelism_config": "device meshes",
     "ray_scope": "hyper-parameter search",

@@ -122,6 +122,7 @@ class FSDPStrategy(DistributedStrategy):
         """
         if isinstance(model, FSDPModule):
             return
+        units = self._units(model)
         reason, remedy = None, ""
         if not any(parameter.requires_grad for parameter in model.parameters()):
             reason, remedy = "None of its parameters requires a gradient.", "Unfreeze some, or use another strategy."
@@ -135,7 +136,7 @@ class FSDPStrategy(DistributedStrategy):
             elif not self.cpu_ram_efficient_loading:
                 reason = "It is on the meta device, without weights."
                 remedy = "Set fsdp_config's cpu_ram_efficient_loading, which takes them from the first process."
-        if self.activation_checkpointing and not self._units(model):
+        if self.activation_checkpointing and not units:
             reason = "activation_checkpointing recomputes unit by unit, and the whole model is one unit."
             remedy = "Name the repeated layers in transformer_layer_cls_to_wrap, or set min_num_params."
         if reason:
