@@ -353,7 +353,10 @@ def end_whole(folder: str) -> list[Any]:
     """Do as the documented final save does, and save once more without it."""
     trainer = make_trainer(f"{folder}/ended", per_device_train_batch_size=2, fsdp="full_shard", max_steps=2, stop=1)
     trainer.train()
-    plugin = trainer.strategy.accelerator_options()["fsdp_plugin"]
+    if hasattr(Trainer, "accelerator"):
+        plugin = trainer.accelerator.state.fsdp_plugin
+    else:
+        plugin = trainer.strategy.accelerator_options()["fsdp_plugin"]
     answers: list[Any] = [trainer.is_fsdp_enabled, plugin.state_dict_type.name]
     trainer.save_model(f"{folder}/ended/before")
     plugin.set_state_dict_type("FULL_STATE_DICT")

@@ -33,6 +33,11 @@ _FLAGS = (
 _BACKWARD_PREFETCH = ("backward_pre", "backward_post", "backward_pos", "no_prefetch")
 
 
+def launcher_asks() -> bool:
+    """Tell whether `accelerate launch` was told to use FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")
+
+
 def fsdp_options(args: Any, *, is_named: bool) -> dict[str, Any]:
     """Return the options of `FSDPStrategy` that the arguments ask for.
 
@@ -43,7 +48,9 @@ def fsdp_options(args: Any, *, is_named: bool) -> dict[str, Any]:
     Raises:
         ConfigError: There is one process that no launcher started, or a key or its value cannot be.
     """
-    words = [str(word) for word in args.fsdp or ()]
+    words, given = [str(word) for word in args.fsdp or ()], args.fsdp_config
+    if launcher_asks() and not words and not given:
+        words, given = _from_launcher()
     if not is_named and args.world_size == 1 and "WORLD_SIZE" not in os.environ:
         raise ConfigError(
             explain(
@@ -61,8 +68,8 @@ def fsdp_options(args: Any, *, is_named: bool) -> dict[str, Any]:
                 "Generate from the saved model, in one process.",
             )
         )
-    config = _read_config(args.fsdp_config)
-    _check_config(args, config)
+    config = _read_config(given)
+    _check_config(args, config, words)
     _report_unused(config)
     options = {_OPTIONS[key]: value for key, value in config.items() if key in _OPTIONS}
     if isinstance(options.get("state_dict_type"), str):
@@ -117,7 +124,40 @@ def _read_config(given: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None}
 
 
-def _check_config(args: Any, config: dict[str, Any]) -> None:
+def _from_launcher() -> tuple[list[str], dict[str, Any]]:
+    """Return what `accelerate launch` set in the environment, as `fsdp` and `fsdp_config` would say it."""
+    said = {name.removeprefix("FSDP_"): value for name, value in os.environ.items() if name.startswith("FSDP_")}
+    sharding = said.get("SHARDING_STRATEGY", "FULL_SHARD")
+    if said.get("VERSION") == "2":
+        sharding = "FULL_SHARD" if said.get("RESHARD_AFTER_FORWARD", "true") == "true" else "SHARD_GRAD_OP"
+    if sharding in ("1", "2", "3", "4", "5"):
+        sharding = _SHARDINGS[int(sharding) - 1]
+    words = [sharding.lower()]
+    if words[0] not in _SHARDINGS:
+        raise ConfigError(
+            explain(
+                f"The launcher asked for FSDP_SHARDING_STRATEGY={sharding!r}.",
+                "There is no such sharding.",
+                suggest(words[0], _SHARDINGS),
+            )
+        )
+    if said.get("OFFLOAD_PARAMS", "false").lower() == "true":
+        words.append("offload")
+    names = {
+        key.upper(): key for key in (*_FLAGS, "backward_prefetch", "state_dict_type") if key != "limit_all_gathers"
+    }
+    config: dict[str, Any] = {names[name]: value for name, value in said.items() if name in names}
+    policy = said.get("AUTO_WRAP_POLICY", "NO_WRAP")
+    if policy != "NO_WRAP":
+        words.append("auto_wrap")
+    if policy == "SIZE_BASED_WRAP":
+        config["min_num_params"] = int(said.get("MIN_NUM_PARAMS", "0"))
+    elif said.get("TRANSFORMER_CLS_TO_WRAP"):
+        config["transformer_layer_cls_to_wrap"] = said["TRANSFORMER_CLS_TO_WRAP"]
+    return words, config
+
+
+def _check_config(args: Any, config: dict[str, Any], words: list[str]) -> None:
     refused = [key for key in _XLA_KEYS if config.get(key)]
     if refused:
         raise _refuse(
@@ -141,7 +181,7 @@ def _check_config(args: Any, config: dict[str, Any]) -> None:
     if config.get("activation_checkpointing") and args.gradient_checkpointing:
         reason = "gradient_checkpointing=True recomputes the same activations."
         raise _refuse("activation_checkpointing", config, reason, "Keep activation_checkpointing alone.")
-    shardings = {str(word) for word in args.fsdp or () if word in _SHARDINGS}
+    shardings = {word for word in words if word in _SHARDINGS}
     gathers_again = not shardings or bool(shardings & {"full_shard", "hybrid_shard"})
     again = config.get("reshard_after_forward", gathers_again)
     if not isinstance(again, int) or (shardings and bool(again) != gathers_again):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from hftrain.adapter.fsdp import fsdp_options
+from hftrain.adapter.fsdp import fsdp_options, launcher_asks
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
@@ -49,8 +49,8 @@ def strategy_request(
                     **{field: value},
                 )
             )
-    _check_launcher()
-    name = chosen or ("fsdp" if args.fsdp else "ddp" if args.world_size > 1 else "single")
+    _check_launcher(may_be_fsdp=chosen is None or _is_fsdp(strategy))
+    name = chosen or ("fsdp" if args.fsdp or launcher_asks() else "ddp" if args.world_size > 1 else "single")
     wanted: dict[str, Any] = {
         "backend": args.ddp_backend,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
@@ -59,7 +59,7 @@ def strategy_request(
         "timeout_s": None if args.ddp_timeout == _DEFAULT_TIMEOUT_S else args.ddp_timeout,
     }
     wanted = {option: value for option, value in wanted.items() if value is not None}
-    if _is_fsdp(strategy) or (chosen is None and args.fsdp):
+    if name == "fsdp" or _is_fsdp(strategy):
         wanted.update(fsdp_options(args, is_named=chosen is not None))
     if not is_object:
         _check_preset(name, wanted)
@@ -117,14 +117,16 @@ def _accepted_options(name: str | None) -> Callable[[str], bool]:
     return lambda option: takes_any or option in accepted
 
 
-def _check_launcher() -> None:
+def _check_launcher(*, may_be_fsdp: bool) -> None:
     """Raise where `accelerate launch` was told to use an engine that is not here: plain DDP would train instead."""
     for variable, engine in _LAUNCHER_ENGINES.items():
+        if engine == "fsdp" and may_be_fsdp:
+            continue
         if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
             raise ConfigError(
                 explain(
                     f"The launcher asked for {engine} ({variable}={os.environ[variable]}).",
-                    f"strategy={engine!r} is not wired in this version.",
+                    f"strategy={engine!r} is not the one that was chosen, or not wired in this version.",
                     "Launch with torchrun, or without that option of accelerate launch.",
                 )
             )

@@ -12,8 +12,6 @@ from hftrain.adapter.checkpoint import checkpoint_config
 from hftrain.adapter.data import data_seed
 from hftrain.checkpoint.layout import (
     ARGUMENTS,
-    OPTIMIZER_SHARDS,
-    WEIGHT_SHARDS,
     checkpoint_name,
     list_checkpoints,
 )
@@ -22,7 +20,6 @@ from hftrain.checkpoint.manifest import check_geometry, read_manifest
 from hftrain.checkpoint.parts import (
     load_arguments,
     load_optimizer,
-    load_rng,
     load_scaler,
     load_scheduler,
     save_optimizer,
@@ -31,7 +28,7 @@ from hftrain.checkpoint.parts import (
     save_scheduler,
     save_trainer_state,
 )
-from hftrain.checkpoint.ranks import fit_geometry, share_out
+from hftrain.checkpoint.ranks import fit_geometry
 from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
@@ -40,8 +37,8 @@ from hftrain.core.seed import capture_rng
 from hftrain.data.sizes import has_length
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
-from hftrain.storage.shards import save_shards
 from hftrain.task.module import TaskModule
+from hftrain.trainer.sharding import load_own, shard_writers
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -84,25 +81,12 @@ class RunCheckpoints:
         if not trainer.args.save_only_model:
             main += self._resume_writers(optimizer)
             each.append(self._rank_writer())
-        each += self._shard_writers(optimizer)
+        each += shard_writers(trainer, optimizer)
         facts = {"progress": self.progress.state_dict(), "geometry": self._geometry(optimizer)}
         self.manager.save(state.global_step, main=main, each=each, facts=facts)
         self.manager.rotate(best=best_checkpoint(trainer))
         self.saved_step = state.global_step
         trainer.callback_handler.fire("on_save")
-
-    def _shard_writers(self, optimizer: torch.optim.Optimizer) -> list[Writer]:
-        """Write this process's pieces of the model and the optimizer, where they are not saved whole."""
-        trainer, strategy = self.trainer, self.trainer.strategy
-        place = {"rank": strategy.rank, "world_size": strategy.world_size}
-        weights = strategy.model_shards(trainer.model_wrapped)
-        if weights is None:
-            return []
-        writers: list[Writer] = [lambda folder: save_shards(weights, folder, stem=WEIGHT_SHARDS, **place)]
-        split = None if trainer.args.save_only_model else strategy.optimizer_shards(trainer.model_wrapped, optimizer)
-        if split is not None:
-            writers.append(lambda folder: save_shards(split[1], folder, stem=OPTIMIZER_SHARDS, **place))
-        return writers
 
     def _resume_writers(self, optimizer: torch.optim.Optimizer) -> list[Writer]:
         trainer = self.trainer
@@ -150,9 +134,8 @@ class RunCheckpoints:
 
     def load_model(self, folder: Path) -> None:
         """Load the weights, and what the task holds beside its model, in place."""
-        if not any(
-            p.is_meta for p in self.trainer.model.parameters()
-        ):  # else the process that holds the weights sends them
+        # Where there are none yet, the process that holds the weights sends them.
+        if not any(parameter.is_meta for parameter in self.trainer.model.parameters()):
             load_weights(self.trainer.model, folder, load=self.trainer.strategy.load_model_state)
         own = task_state(self.trainer.task)
         self.trainer.task.load_state_dict(load_task_state(folder, own.keys()), strict=False)
@@ -167,7 +150,7 @@ class RunCheckpoints:
             refresh_rate(trainer.lr_scheduler)
         if trainer.precision.state_dict():
             trainer.precision.load_state_dict(load_scaler(folder))
-        own = self._load_own(folder)
+        own = load_own(trainer, folder)
         self.epoch_rng = own.pop("epoch_rng")
         self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
         self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
@@ -175,19 +158,6 @@ class RunCheckpoints:
             trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
         )
         return own
-
-    def _load_own(self, folder: Path) -> dict[str, Any]:
-        """Read what differs by process; another number of processes than now may have saved it."""
-        strategy = self.trainer.strategy
-        num_saved = read_manifest(folder).facts["geometry"]["world_size"]
-        if num_saved == strategy.world_size:
-            return load_rng(folder, rank=strategy.rank, world_size=strategy.world_size)
-        logger.warning(
-            "%s was saved by %d processes and goes on with %d: random numbers (dropout) come out differently.",
-            *(folder, num_saved, strategy.world_size),
-        )
-        states = [load_rng(folder, rank=rank, world_size=num_saved) for rank in range(num_saved)]
-        return share_out(states, rank=strategy.rank)
 
     def load_best(self) -> None:
         """Load the best checkpoint's model, saying so if there is none."""

@@ -199,3 +199,59 @@ def test_best_model_without_a_complete_checkpoint_is_refused(tmp_path: Path) -> 
 def test_fsdp_is_told_from_other_strategies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Trainer(Net(), make_arguments(tmp_path, fsdp="full_shard")).is_fsdp_enabled
     assert not Trainer(Task(), make_arguments(tmp_path), strategy="ddp").is_fsdp_enabled
+
+
+# What `accelerate launch` sets for the documented example file.
+LAUNCHER = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "1",
+    "FSDP_SHARDING_STRATEGY": "1",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_MIN_NUM_PARAMS": "100000000",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
+    "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_FORWARD_PREFETCH": "false",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_SYNC_MODULE_STATES": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, {}),
+        ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, {"sharding": "hybrid_shard"}),
+        ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, {"sharding": "shard_grad_op"}),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, {"offload": True}),
+        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, {"min_num_params": 100_000_000, "layer_classes": None}),
+        ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": ""}, {"auto_wrap": False}),
+    ],
+)
+def test_launchers_settings_arrive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], expected: dict[str, Any]
+) -> None:
+    for name, value in {**LAUNCHER, **changed}.items():
+        monkeypatch.setenv(name, value)
+    whole = {
+        "sharding": "full_shard", "offload": False, "auto_wrap": True, "layer_classes": ["Block"],
+        "state_dict_type": "FULL_STATE_DICT", "forward_prefetch": False, "cpu_ram_efficient_loading": True,
+        "sync_module_states": True, "activation_checkpointing": False, **expected,
+    }  # fmt: skip
+    found = options(tmp_path, "")
+    assert (
+        {"layer_classes": None, **found} == whole if expected.get("auto_wrap") is not False else not found["auto_wrap"]
+    )
+    # What the arguments say replaces it.
+    assert options(tmp_path, "no_shard") == {"sharding": "no_shard", "offload": False, "auto_wrap": False}
+
+
+def test_launchers_sharding_that_does_not_exist_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "FULL_SHRAD")
+    with pytest.raises(ConfigError, match="Did you mean 'full_shard'"):
+        options(tmp_path, "")
