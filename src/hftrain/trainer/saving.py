@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrain.adapter.checkpoint import checkpoint_config
-from hftrain.adapter.data import data_seed
+from hftrain.adapter.data import data_seed, read_accelerator_config
 from hftrain.checkpoint.layout import (
     ARGUMENTS,
     checkpoint_name,
@@ -127,7 +127,9 @@ class RunCheckpoints:
         geometry = self._geometry(None)
         if self.trainer.args.ignore_data_skip:
             geometry = {name: geometry[name] for name in ("world_size", "batch_size", "accumulation", "precision")}
-        check_geometry(manifest, **fit_geometry(manifest.facts.get("geometry", {}), geometry))
+        if not read_accelerator_config(self.trainer.args).get("split_batches"):
+            geometry = fit_geometry(manifest.facts.get("geometry", {}), geometry)
+        check_geometry(manifest, **geometry)
         self._report_changed_arguments(folder)
         self.manager.run_id = manifest.facts["run_id"]
         self.progress.load_state_dict(manifest.facts["progress"])
