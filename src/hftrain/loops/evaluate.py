@@ -57,6 +57,7 @@ class EvaluateSlots:
         compute_metrics: The user's function on predictions and labels, or None.
         preprocess_logits: Runs on (logits, labels) before they are kept, or None.
         needs_labels: Whether `compute_metrics` must run: a batch without labels or predictions is then an error.
+        finish: Called after the last batch; collective.
         read_metrics: Compute and reset the task's own metrics; collective.
     """
 
@@ -65,6 +66,7 @@ class EvaluateSlots:
     compute_metrics: Callable[..., Mapping[str, Any]] | None = None
     preprocess_logits: Callable[[Any, Any], Any] | None = None
     needs_labels: bool = False
+    finish: Callable[[], None] | None = None
     read_metrics: Callable[[], Mapping[str, Any]] | None = None
 
 
@@ -122,6 +124,8 @@ class EvaluateLoop:
                 batch_metrics.add(self._parts(batch, output), is_last=upcoming is _END)
             self._tell(output)
             batch = upcoming
+        if self.slots.finish is not None:
+            self.slots.finish()
         # First, because ranks with more batches exchange theirs until all are through.
         per_batch = {} if batch_metrics is None else batch_metrics.finish()
         reports: list[Mapping[str, Any]] = [self._mean_loss(), self._logs.read(), per_batch]

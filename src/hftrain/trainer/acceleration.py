@@ -14,7 +14,7 @@ from hftrain.strategies.base import Strategy
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
 
-_PLUGINS = frozenset({"fsdp_plugin", "deepspeed_plugin"})
+_PLUGINS = frozenset({"deepspeed_plugin"})
 
 
 def make_accelerator(trainer: Trainer) -> Any:
@@ -36,6 +36,8 @@ def make_accelerator(trainer: Trainer) -> Any:
         trainer.args, trainer.precision.policy, device_type=strategy.device_type
     )
     options = strategy.accelerator_options()
+    # Given to it, accelerate would drop the plugin on a CPU, and leave an environment variable set.
+    fsdp_plugin = options.pop("fsdp_plugin", None)
     known = AcceleratorState._shared_state
     if known and (known.get("_mixed_precision") != mixed or options.keys() & _PLUGINS or _has_engine(known)):
         # A singleton, which would keep what an earlier Trainer told it.
@@ -50,6 +52,8 @@ def make_accelerator(trainer: Trainer) -> Any:
     )
     for shared in (accelerator.state, accelerator.gradient_state):
         shared.__dict__ = dict(vars(shared))  # its own from here on
+    if fsdp_plugin is not None:
+        accelerator.state.fsdp_plugin = fsdp_plugin
     _check(accelerator, strategy)
     if strategy.world_size > 1:
         # Its own takes for granted that processes hold as many rows each; batches of an evaluation differ.

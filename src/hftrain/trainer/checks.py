@@ -135,6 +135,40 @@ def check_parts(
         )
 
 
+def check_sharding(args: Any, strategy: Strategy, *, optimizers: tuple[Any, Any]) -> None:
+    """Raise where a strategy that gives each process a part of the model cannot do what was asked for."""
+    if not strategy.shards_model:
+        return
+    name = strategy.name
+    if optimizers[0] is not None:
+        raise ConfigError(
+            explain(
+                f"optimizers=({type(optimizers[0]).__name__}(...), ...) was given with strategy={name!r}.",
+                "The strategy splits the parameters, and the given optimizer holds the whole ones.",
+                "Pass optimizer_cls_and_kwargs, or override create_optimizer.",
+            )
+        )
+    for setting in ("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "jit_mode_eval"):
+        if getattr(args, setting):
+            raise ConfigError(
+                explain(
+                    f"{setting}=True was asked for with strategy={name!r}.",
+                    "Each forward pass brings the processes' parts of the parameters together as they are, in step.",
+                    "Drop it, or use strategy='ddp'.",
+                )
+            )
+    if args.save_only_model and args.load_best_model_at_end:
+        raise ConfigError(
+            explain(
+                f"save_only_model=True was asked for with load_best_model_at_end=True and strategy={name!r}.",
+                "The best model is loaded into parts that are split among processes, from a complete checkpoint.",
+                "Drop one of the two.",
+                save_only_model=True,
+                load_best_model_at_end=True,
+            )
+        )
+
+
 def check_evaluation(args: Any, *, eval_dataset: Any, has_own_loader: bool) -> None:
     """Raise where evaluations are planned without data."""
     if args.eval_strategy != "no" and eval_dataset is None and not has_own_loader:

@@ -10,14 +10,17 @@ import torch
 from torch import nn
 
 from hftrain.adapter.checkpoint import checkpoint_config
-from hftrain.adapter.data import data_seed
-from hftrain.checkpoint.layout import ARGUMENTS, checkpoint_name, list_checkpoints
+from hftrain.adapter.data import data_seed, read_accelerator_config
+from hftrain.checkpoint.layout import (
+    ARGUMENTS,
+    checkpoint_name,
+    list_checkpoints,
+)
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import check_geometry, read_manifest
 from hftrain.checkpoint.parts import (
     load_arguments,
     load_optimizer,
-    load_rng,
     load_scaler,
     load_scheduler,
     save_optimizer,
@@ -26,6 +29,7 @@ from hftrain.checkpoint.parts import (
     save_scheduler,
     save_trainer_state,
 )
+from hftrain.checkpoint.ranks import fit_geometry
 from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
@@ -36,6 +40,7 @@ from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.task.module import TaskModule
+from hftrain.trainer.sharding import load_own, shard_writers
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -81,6 +86,7 @@ class RunCheckpoints:
             else:
                 main += self._resume_writers(optimizer)
             each.append(self._rank_writer())
+        each += shard_writers(trainer, optimizer)
         facts = {"progress": self.progress.state_dict(), "geometry": self._geometry(optimizer)}
         committed = self.manager.save(state.global_step, main=main, each=each, facts=facts)
         if trainer.args.push_to_hub:
@@ -102,7 +108,8 @@ class RunCheckpoints:
 
     def _resume_writers(self, optimizer: torch.optim.Optimizer) -> list[Writer]:
         trainer = self.trainer
-        state = trainer.strategy.optimizer_state(trainer.model_wrapped, optimizer)
+        split = trainer.strategy.optimizer_shards(trainer.model_wrapped, optimizer)
+        state = split[0] if split else trainer.strategy.optimizer_state(trainer.model_wrapped, optimizer)
         writers: list[Writer] = [lambda folder: save_optimizer(state, folder)]
         if trainer.lr_scheduler is not None:
             writers.append(lambda folder: save_scheduler(trainer.lr_scheduler.state_dict(), folder))
@@ -140,6 +147,8 @@ class RunCheckpoints:
         geometry = self._geometry(None)
         if self.trainer.args.ignore_data_skip:
             geometry = {name: geometry[name] for name in ("world_size", "batch_size", "accumulation", "precision")}
+        if not read_accelerator_config(self.trainer.args).get("split_batches"):
+            geometry = fit_geometry(manifest.facts.get("geometry", {}), geometry)
         check_geometry(manifest, **geometry)
         self._report_changed_arguments(folder)
         self.manager.run_id = manifest.facts["run_id"]
@@ -154,7 +163,7 @@ class RunCheckpoints:
         trainer, strategy = self.trainer, self.trainer.strategy
         check_geometry(read_manifest(folder), optimizer=type(optimizer).__name__)
         trainer._load_optimizer_and_scheduler(str(folder))
-        own = load_rng(folder, rank=strategy.rank, world_size=strategy.world_size)
+        own = load_own(trainer, folder)
         self.epoch_rng = own.pop("epoch_rng")
         self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
         self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
@@ -286,7 +295,13 @@ def best_checkpoint(trainer: Trainer) -> Path | None:
 
 def load_task(trainer: Trainer, folder: Path, *, model: nn.Module | None = None) -> None:
     """Load a checkpoint's weights, and what the task holds beside its model, in place."""
-    load_weights(trainer.model if model is None else trainer.strategy.unwrap(model), folder)
+    strategy = trainer.strategy
+    target, load = trainer.model, strategy.load_model_state
+    if model is not None and strategy.unwrap(model) is not target:
+        target, load = strategy.unwrap(model), None
+    # Where there are none yet, the process that holds the weights sends them.
+    if not any(parameter.is_meta for parameter in target.parameters()):
+        load_weights(target, folder, load=load)
     own = task_state(trainer.task)
     trainer.task.load_state_dict(load_task_state(folder, own.keys()), strict=False)
 

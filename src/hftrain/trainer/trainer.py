@@ -71,6 +71,7 @@ from hftrain.trainer.checks import (
     check_evaluation,
     check_model,
     check_parts,
+    check_sharding,
     check_strategy,
     check_task,
     check_tensor_parallel,
@@ -182,6 +183,7 @@ class Trainer:
             collator=data_collator,
         )
         self._make_parts(model, strategy, precision)
+        check_sharding(self.args, self.strategy, optimizers=optimizers)
         eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
@@ -506,6 +508,7 @@ class Trainer:
             check_writable(self.output_dir)
         self._check_optimizer()
         check_training(self)
+        self.strategy.check_model(self.model)
         resume = find_resume(self, resume_from_checkpoint)
 
         def run() -> TrainOutput:
@@ -687,6 +690,7 @@ class Trainer:
             compute_metrics=None if loss_only else self.compute_metrics,
             needs_labels=not is_prediction,
             preprocess_logits=self.preprocess_logits_for_metrics,
+            finish=self.strategy.finish_forwards,
             read_metrics=None if is_prediction and not isinstance(self.task, ModelTask) else self._read_metrics,
         )
         loop = PredictLoop if is_prediction else EvaluateLoop
@@ -704,7 +708,9 @@ class Trainer:
         Source: the documented `Trainer.save_model`.
         """
         folder = Path(output_dir) if output_dir else self.output_dir
-        weights = self.strategy.model_state(self.model_wrapped)
+        # In a checkpoint each process may write a part of its own; asked for by name, a model is always whole.
+        is_split = _internal_call and self.strategy.model_shards(self.model_wrapped) is not None
+        weights = {} if is_split else self.strategy.model_state(self.model_wrapped)
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             self._save(str(folder), state_dict=weights)
@@ -1647,6 +1653,7 @@ class Trainer:
                 yield
             finally:
                 self._past, self._input_dtype, self._autocast = before
+                self.strategy.after_evaluation(wrapped)
                 self.task.model = wrapped
                 for module, was_training in modes:
                     module.training = was_training

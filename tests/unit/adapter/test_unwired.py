@@ -17,11 +17,6 @@ CHANGED = {
     "save_on_each_node": True,
     "tpu_num_cores": 8,
     "mp_parameters": "{}",
-    "fsdp": "full_shard",
-    "fsdp_config": {"min_num_params": 1},
-    "fsdp_min_num_params": 1,
-    "fsdp_transformer_layer_cls_to_wrap": "Block",
-    "sharded_ddp": "simple",
     "deepspeed": "ds.json",
     "parallelism_config": object(),
     "ray_scope": "all",
@@ -46,7 +41,7 @@ def test_defaults_pass(cls):
     check_wired(cls("out"))
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fsdp_config has no effect")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", sorted(UNWIRED))
 def test_changed_setting_raises(name):
     args = Seq2SeqTrainingArguments("out", **{name: CHANGED[name]})
