@@ -296,9 +296,8 @@ def best_checkpoint(trainer: Trainer) -> Path | None:
 def load_task(trainer: Trainer, folder: Path, *, model: nn.Module | None = None) -> None:
     """Load a checkpoint's weights, and what the task holds beside its model, in place."""
     strategy = trainer.strategy
-    target, load = trainer.model, strategy.load_model_state
-    if model is not None and strategy.unwrap(model) is not target:
-        target, load = strategy.unwrap(model), None
+    target = trainer.model if model is None else strategy.unwrap(model)
+    load = strategy.load_model_state if target is trainer.model else None
     # Where there are none yet, the process that holds the weights sends them.
     if not any(parameter.is_meta for parameter in target.parameters()):
         load_weights(target, folder, load=load)
