@@ -38,7 +38,7 @@ def test_accelerator_says_what_strategy_and_arguments_say(tmp_path: Path) -> Non
         tmp_path,
         gradient_accumulation_steps=3,
         bf16=True,
-        accelerator_config={"even_batches": False, "split_batches": 1},
+        accelerator_config={"even_batches": False, "split_batches": True},
     )
     found = trainer.accelerator
     assert (found.device, found.num_processes, found.process_index) == (torch.device("cpu"), 1, 0)
