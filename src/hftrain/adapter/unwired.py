@@ -26,7 +26,6 @@ UNWIRED: dict[str, str] = {
     "bf16_full_eval": "half-precision evaluation",
     "fp16_full_eval": "half-precision evaluation",
     "auto_find_batch_size": "batch-size search",
-    "optim_target_modules": "low-rank optimizers",
     "neftune_noise_alpha": "NEFTune",
     "save_on_each_node": "saving on every node",
     "tpu_num_cores": "TPUs",

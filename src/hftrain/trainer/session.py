@@ -22,6 +22,7 @@ from hftrain.core.types import TrainOutput
 from hftrain.data.feed import TrainFeed
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
 from hftrain.loops.window import LogWindow, LossWindow, merge_reports
+from hftrain.optim.weight_modes import training_weights
 from hftrain.step.assemble import assemble_stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
@@ -107,7 +108,8 @@ class TrainSession:
             num_epochs=num_epochs if plan[4] else None,
             world_size=trainer.strategy.world_size,
         )
-        self._loop(config, loader, stepper).run()
+        with training_weights(self.optimizer):
+            self._loop(config, loader, stepper).run()
         has_trained = self.progress.step > first_step
         if args.save_strategy == "steps" and has_trained and self.checkpoints.saved_step != self.progress.step:
             # Stopped by the evaluation of the last epoch's end, after which no event follows.
@@ -162,6 +164,7 @@ class TrainSession:
         wrapped, optimizer = strategy.setup(trainer.model, make_optimizer, precision.policy)
         assert optimizer is not None
         check_optimizer(optimizer, trainer.lr_scheduler, trainer.model)
+        trainer._check_in_backward(optimizer)
         # An interrupted run, or the user, may have left gradients.
         trainer.model.zero_grad()
         trainer.optimizer = self.optimizer = optimizer

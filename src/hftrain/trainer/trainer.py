@@ -44,8 +44,10 @@ from hftrain.loops.predict import PredictLoop
 from hftrain.optim.groups import decay_parameter_names
 from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
 from hftrain.optim.schedules import build_schedule
+from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
+from hftrain.step.in_backward import check_in_backward
 from hftrain.step.legality import check_legal
 from hftrain.storage.files import check_writable
 from hftrain.strategies.base import Strategy
@@ -476,10 +478,11 @@ class Trainer:
         Source: the documented `Trainer.save_model`.
         """
         folder = Path(output_dir) if output_dir else self.output_dir
-        weights = self.strategy.model_state(self.model_wrapped)
-        if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._save(str(folder), state_dict=weights)
+        with evaluation_weights(self.optimizer):
+            weights = self.strategy.model_state(self.model_wrapped)
+            if self.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._save(str(folder), state_dict=weights)
         if not _internal_call:
             self.strategy.barrier()
             if self.args.push_to_hub:
@@ -655,7 +658,8 @@ class Trainer:
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Commit a checkpoint of the running session; called by the loop when callbacks ask for a save."""
         assert self._session is not None
-        self._session.checkpoints.save(self._session.optimizer)
+        with evaluation_weights(self.optimizer):
+            self._session.checkpoints.save(self._session.optimizer)
 
     # -- hooks of the training step ------------------------------------------------------------------------------
 
@@ -921,7 +925,11 @@ class Trainer:
         is_own = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         makes_own = type(self.task).configure_optimizers is not TaskModule.configure_optimizers
         if not (is_own or makes_own or self._is_overridden("create_optimizer")):
-            self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self._check_in_backward(self.get_optimizer_cls_and_kwargs(self.args, self.model)[0])
+
+    def _check_in_backward(self, optimizer: Any) -> None:
+        accumulation = self.args.gradient_accumulation_steps
+        check_in_backward(optimizer, strategy=self.strategy, precision=self.precision, accumulation=accumulation)
 
     # -- optimizer and schedule ----------------------------------------------------------------------------------
 
@@ -1091,7 +1099,7 @@ class Trainer:
     @contextmanager
     def _evaluating(self, stage: str) -> Iterator[None]:
         """Evaluate the unwrapped model in evaluation mode, and leave modes and random numbers as they were."""
-        with self._running(stage), preserved_rng():
+        with self._running(stage), preserved_rng(), evaluation_weights(self.optimizer):
             if self._session is None:
                 self.model = self.task.model = self.precision.convert(self.model)
                 place_task(self.task, self.strategy)

@@ -17,7 +17,8 @@ eval_strategy evaluation_strategy eval_steps eval_delay eval_accumulation_steps 
 batch_eval_metrics prediction_loss_only include_inputs_for_metrics include_for_metrics label_names
 per_device_train_batch_size per_device_eval_batch_size per_gpu_train_batch_size per_gpu_eval_batch_size
 gradient_accumulation_steps num_train_epochs max_steps torch_empty_cache_steps average_tokens_across_devices
-learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim optim_args adafactor
+learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim optim_args
+optim_target_modules adafactor
 lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps label_smoothing_factor
 log_level log_level_replica log_on_each_node logging_strategy logging_first_step logging_steps logging_nan_inf_filter
 report_to disable_tqdm
@@ -49,7 +50,6 @@ CHANGED = {
     "bf16_full_eval": True,
     "fp16_full_eval": True,
     "auto_find_batch_size": True,
-    "optim_target_modules": "all-linear",
     "neftune_noise_alpha": 0.1,
     "save_on_each_node": True,
     "tpu_num_cores": 8,
