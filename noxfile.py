@@ -152,7 +152,7 @@ def tests_deepspeed(session: nox.Session) -> None:
 def tests_optimizers(session: nox.Session) -> None:
     """Run the tests of optimizers that come with packages of their own."""
     install(session, "test", "optimizers")
-    pytest(session, "optimizers and not distributed and not slow")
+    pytest(session, "optimizers and not slow")
 
 
 @nox.session
