@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,8 @@ class LayerWise(UpdatesInBackward):
     """
 
     _is_updating = False
+    # Each device of a model spread over several has a backward thread of its own.
+    _lock = threading.Lock()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, and wait for the gradients of its parameters."""
@@ -78,10 +81,11 @@ class LayerWise(UpdatesInBackward):
         """Do nothing: the backward pass has stepped every parameter."""
 
     def _update(self, number: int, parameter: torch.Tensor) -> None:
-        groups = self.param_groups
-        self.param_groups = [{**groups[number], "params": [parameter]}]
-        try:
-            super().step()
-        finally:
-            self.param_groups = groups
+        with self._lock:
+            groups = self.param_groups
+            self.param_groups = [{**groups[number], "params": [parameter]}]
+            try:
+                super().step()
+            finally:
+                self.param_groups = groups
         parameter.grad = None

@@ -22,7 +22,7 @@ class PlainState(Optimizer):
         """Add a group; torchao makes its rate a tensor, which schedules, logs and checkpoints would share."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group["lr"] = group["initial_lr"] = float(param_group.get("lr", self.defaults["lr"]))
+        group["lr"] = float(group["lr"])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -177,6 +177,32 @@ def test_adalomo_trains_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.optimizers
+@pytest.mark.parametrize("name", ["lomo", "adalomo"])
+def test_lomo_steps_after_the_backward_pass_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    # As it does with several processes. "Moving to CUDA" stays where it is, see above.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    models = []
+    for is_during in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        optimizer: Any = build_optimizer(OptimizerConfig(name=name, learning_rate=0.1), model)
+        for step in range(3):
+            loss = model(torch.full((2, 3), 0.1 * (step + 1))).square().mean()
+            if is_during:
+                optimizer.update_in_backward(loss, backward=torch.Tensor.backward, max_norm=0.0)
+                assert optimizer.last_norm() is None
+            else:
+                before = model[0].weight.detach().clone()
+                loss.backward()
+                assert torch.equal(model[0].weight, before)
+            optimizer.step()
+        models.append(model)
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.optimizers
 @pytest.mark.parametrize("layerwise", ["", "_layerwise"])
 def test_galore_in_8_bits_trains_and_resumes(monkeypatch: pytest.MonkeyPatch, layerwise: str) -> None:
     # It runs on CUDA only, because it synchronises with the device: that is left out here, the rest is the package.
