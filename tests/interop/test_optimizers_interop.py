@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ def environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     level = transformers.logging.get_verbosity()
     yield
     transformers.logging.set_verbosity(level)
+    if "bitsandbytes" in sys.modules:
+        # It holds exceptions by the identity of a parameter, which a later one may get.
+        sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()
 
 
 def both(folder: Path, **options: Any) -> list[dict[str, torch.Tensor]]:

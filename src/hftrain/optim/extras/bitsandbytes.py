@@ -61,7 +61,8 @@ def _paired(
 def _with_full_embeddings(cls: Any, model: nn.Module) -> Any:
     """Keep the averages of embeddings in 32 bits, which 8-bit training is not stable without.
 
-    bitsandbytes' own manager of such exceptions is global: it would hold on to the model for the process's life.
+    bitsandbytes' own manager of such exceptions is global: it would hold on to the model for the process's life, and
+    it goes by the identity of a parameter, which a later model's may get.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if not embeddings:
