@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", "constraints.txt")
 
 # Tests with one of these marks have a session of their own.
-MARKS = ("slow", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "bench")
+MARKS = ("slow", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "optimizers", "bench")
 
 # One thread per process: the models are tiny, and processes share the cores.
 ENV = {"OMP_NUM_THREADS": "1"}
@@ -146,6 +146,13 @@ def tests_deepspeed(session: nox.Session) -> None:
     skip_unless_marked(session, "deepspeed", "strategy='deepspeed' comes in a later version")
     install(session, "test", "deepspeed")
     pytest(session, "deepspeed")
+
+
+@nox.session(name="tests-optimizers")
+def tests_optimizers(session: nox.Session) -> None:
+    """Run the tests of optimizers that come with packages of their own."""
+    install(session, "test", "optimizers")
+    pytest(session, "optimizers and not slow")
 
 
 @nox.session

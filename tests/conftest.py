@@ -33,11 +33,26 @@ from hftrain.core.log import warn_once
 from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng, set_seed
 
+OPTIMIZER_PACKAGES = (
+    "apollo-torch",
+    "bitsandbytes",
+    "galore-torch",
+    "grokadamw",
+    "lomo-optim",
+    "schedulefree",
+    "torch-optimi",
+    "torchao",
+    "transformers",
+)
 DEVICES: dict[str, tuple[Callable[[], bool], str]] = {
     "cuda": (torch.cuda.is_available, "torch sees no GPU"),
     "mps": (torch.backends.mps.is_available, "torch sees no Apple GPU"),
     "xla": (lambda: is_available("torch_xla"), "torch_xla is not installed"),
     "deepspeed": (lambda: is_available("deepspeed"), "deepspeed is not installed"),
+    "optimizers": (
+        lambda: all(map(is_available, OPTIMIZER_PACKAGES)),
+        f"not all of {', '.join(OPTIMIZER_PACKAGES)} are installed",
+    ),
     "interop": (
         lambda: is_available("transformers") and is_available("datasets"),
         "transformers or datasets is not installed",

@@ -288,7 +288,7 @@ def test_metrics_and_predictions(tmp_path, name):
     ]
     ours, theirs = ([trainer.evaluate(), trainer.predict(rows)] for trainer in trainers)
     names = {"eval_right", "eval_spread", "eval_loss", "eval_runtime"}
-    names |= {"eval_samples_per_second", "eval_steps_per_second"}
+    names |= {"eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time"}
     assert ours[0].keys() == names
     # Before training there is no epoch here, as in 4.x; transformers 5 says 0.
     assert theirs[0].keys() - names == {"epoch"}

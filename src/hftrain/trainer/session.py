@@ -26,6 +26,7 @@ from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
 from hftrain.loops.window import LogWindow, LossWindow, merge_reports
+from hftrain.optim.weight_modes import training_weights
 from hftrain.step.assemble import assemble_stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
@@ -137,7 +138,8 @@ class TrainSession:
             num_epochs=num_epochs if plan[4] else None,
             world_size=trainer.strategy.world_size,
         )
-        self._loop(config, loader, stepper).run()
+        with training_weights(self.optimizer):
+            self._loop(config, loader, stepper).run()
         has_trained = self.progress.step > first.step
         if args.save_strategy == "steps" and has_trained and self.checkpoints.saved_step != self.progress.step:
             # Stopped by the evaluation of the last epoch's end, after which no event follows.
@@ -201,6 +203,7 @@ class TrainSession:
         wrapped, optimizer = self._wrap(make_optimizer)
         trainer.compiler.compile(trainer.model)
         check_optimizer(optimizer, trainer.lr_scheduler, trainer.model)
+        trainer._check_in_backward(optimizer)
         # An interrupted run, or the user, may have left gradients.
         trainer.model.zero_grad()
         trainer.optimizer = self.optimizer = optimizer

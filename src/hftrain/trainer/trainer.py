@@ -50,8 +50,10 @@ from hftrain.loops.predict import PredictLoop
 from hftrain.optim.groups import decay_parameter_names
 from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
 from hftrain.optim.schedules import build_schedule
+from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
+from hftrain.step.in_backward import check_in_backward
 from hftrain.step.legality import check_legal
 from hftrain.storage.files import check_writable
 from hftrain.strategies.base import Strategy
@@ -710,10 +712,11 @@ class Trainer:
         folder = Path(output_dir) if output_dir else self.output_dir
         # In a checkpoint each process may write a part of its own; asked for by name, a model is always whole.
         is_split = _internal_call and self.strategy.model_shards(self.model_wrapped) is not None
-        weights = {} if is_split else self.strategy.model_state(self.model_wrapped)
-        if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._save(str(folder), state_dict=weights)
+        with evaluation_weights(self.optimizer):
+            weights = {} if is_split else self.strategy.model_state(self.model_wrapped)
+            if self.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._save(str(folder), state_dict=weights)
         if not _internal_call:
             self.strategy.barrier()
             if self.args.push_to_hub:
@@ -902,7 +905,8 @@ class Trainer:
         session = self._running_session("_save_checkpoint")
         session.counts.read()
         self.store_flos()
-        session.checkpoints.save(session.optimizer)
+        with evaluation_weights(self.optimizer):
+            session.checkpoints.save(session.optimizer)
 
     def _get_output_dir(self, trial: Any = None) -> str:
         """Return the folder that checkpoints go to."""
@@ -1370,7 +1374,11 @@ class Trainer:
         is_own = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         makes_own = type(self.task).configure_optimizers is not TaskModule.configure_optimizers
         if not (is_own or makes_own or self._is_overridden("create_optimizer")):
-            self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self._check_in_backward(self.get_optimizer_cls_and_kwargs(self.args, self.model)[0])
+
+    def _check_in_backward(self, optimizer: Any) -> None:
+        accumulation = self.args.gradient_accumulation_steps
+        check_in_backward(optimizer, strategy=self.strategy, precision=self.precision, accumulation=accumulation)
 
     # -- optimizer and schedule ----------------------------------------------------------------------------------
 
@@ -1625,7 +1633,7 @@ class Trainer:
     @contextmanager
     def _evaluating(self, stage: str, *, casts: bool = True) -> Iterator[None]:
         """Evaluate the unwrapped model in evaluation mode, and leave weights, modes and random numbers as they were."""
-        with self._running(stage), preserved_rng(), ExitStack() as stack:
+        with self._running(stage), preserved_rng(), evaluation_weights(self.optimizer), ExitStack() as stack:
             self._preparation_s = None
             dtype = full_eval_dtype(self.args) if casts and self._input_dtype is None else None
             if self._session is None:

@@ -13,7 +13,6 @@ CHANGED = {
     "logging_dir": "logs",
     "project": "mine",
     "trackio_space_id": None,
-    "optim_target_modules": "all-linear",
     "save_on_each_node": True,
     "tpu_num_cores": 8,
     "mp_parameters": "{}",

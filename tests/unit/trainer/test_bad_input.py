@@ -76,7 +76,7 @@ def test_contradictory_or_unknown_setting_is_refused(
             {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "steps"},
             "load_best_model_at_end",
         ),
-        ({"optim": "lion_8bit"}, "bitsandbytes"),
+        ({"optim": "adalomo"}, "CUDA devices only"),
     ],
 )
 def test_argument_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
