@@ -17,6 +17,22 @@ from hftrain.callbacks import (
     ProgressCallback,
     TrainerCallback,
 )
+from hftrain.callbacks.trackers import (
+    AzureMLCallback,
+    ClearMLCallback,
+    CodeCarbonCallback,
+    CometCallback,
+    DagsHubCallback,
+    DVCLiveCallback,
+    FlyteCallback,
+    MLflowCallback,
+    NeptuneCallback,
+    SwanLabCallback,
+    TensorBoardCallback,
+    TrackerCallback,
+    TrackioCallback,
+    WandbCallback,
+)
 from hftrain.cli import HfArgumentParser
 from hftrain.core.errors import (
     CheckpointError,
@@ -31,6 +47,8 @@ from hftrain.core.seed import enable_full_determinism, set_seed
 from hftrain.core.state import TrainerState
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, PredictionOutput, StepOutput, TrainOutput
 from hftrain.data.collators import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
+from hftrain.loggers.base import Logger
+from hftrain.loggers.registry import loggers
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
 from hftrain.strategies.base import Strategy
@@ -42,8 +60,14 @@ from hftrain.trainer import Trainer
 __version__ = "0.1.0"
 
 __all__ = [
+    "AzureMLCallback",
     "CheckpointError",
+    "ClearMLCallback",
+    "CodeCarbonCallback",
+    "CometCallback",
     "ConfigError",
+    "DVCLiveCallback",
+    "DagsHubCallback",
     "DataCollatorWithPadding",
     "DebugUnderflowOverflow",
     "DefaultDataCollator",
@@ -51,12 +75,16 @@ __all__ = [
     "EarlyStoppingCallback",
     "EvalLoopOutput",
     "EvalPrediction",
+    "FlyteCallback",
     "HFTrainError",
     "HfArgumentParser",
     "HubStrategy",
     "IntervalStrategy",
+    "Logger",
+    "MLflowCallback",
     "MissingDependencyError",
     "ModelTask",
+    "NeptuneCallback",
     "NotebookProgressCallback",
     "OptimizerNames",
     "Precision",
@@ -69,16 +97,22 @@ __all__ = [
     "StepOutput",
     "Strategy",
     "StrategyError",
+    "SwanLabCallback",
     "TaskError",
     "TaskModule",
+    "TensorBoardCallback",
+    "TrackerCallback",
+    "TrackioCallback",
     "TrainOutput",
     "Trainer",
     "TrainerCallback",
     "TrainerControl",
     "TrainerState",
     "TrainingArguments",
+    "WandbCallback",
     "default_data_collator",
     "enable_full_determinism",
+    "loggers",
     "precisions",
     "set_seed",
     "strategies",

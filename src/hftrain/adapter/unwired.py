@@ -11,12 +11,9 @@ from hftrain.arguments import Seq2SeqTrainingArguments
 from hftrain.core.errors import ConfigError, explain, suggest
 
 UNWIRED: dict[str, str] = {
-    "logging_dir": "TensorBoard",
     "skip_memory_metrics": "memory metrics",
     "include_tokens_per_second": "token counts",
     "include_num_input_tokens_seen": "token counts",
-    "project": "Trackio",
-    "trackio_space_id": "Trackio",
     "eval_use_gather_object": "gathering of objects",
     "past_index": "recurrent memories",
     "use_legacy_prediction_loop": "the legacy prediction loop",
@@ -122,8 +119,6 @@ def _changed_fields(args: Any) -> dict[str, tuple[Any, str]]:
 
 def _changed_values(args: Any) -> dict[str, tuple[Any, str]]:
     changed: dict[str, tuple[Any, str]] = {}
-    if args.report_to:
-        changed["report_to"] = (args.report_to, "experiment tracking")
     if args.half_precision_backend not in _HALF_PRECISION_BACKENDS:
         changed["half_precision_backend"] = (args.half_precision_backend, "Apex")
     sharing = read_accelerator_config(args)

@@ -158,7 +158,7 @@ class CallbackRunner:
                 missing.append(name)
             for index, state in zip(places.get(name, ()), found, strict=False):
                 restored = _rebuild(type(self.callbacks[index]), state)
-                if is_full:
+                if is_full and getattr(restored, "is_rebuilt", True):
                     self.callbacks[index] = restored
                 else:
                     vars(self.callbacks[index]).update(state.get("attributes", {}))

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 
 from hftrain.adapter.data import eval_loader_config, train_loader_config
 from hftrain.adapter.evaluate import evaluate_config
+from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
 from hftrain.adapter.optim import optimizer_config, schedule_config
 from hftrain.adapter.plan import train_plan
 from hftrain.adapter.precision import precision_request
@@ -26,6 +27,7 @@ from hftrain.adapter.unwired import check_local_rank, check_wired
 from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackRunner, TrainerCallback, default_callbacks
+from hftrain.callbacks.trackers import TrackerCallback
 from hftrain.checkpoint.parts import save_arguments
 from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
@@ -39,6 +41,7 @@ from hftrain.data.columns import ColumnPruner, prune_columns, removable_columns,
 from hftrain.data.loaders import build_eval_loader, build_train_loader
 from hftrain.data.sharding import shard_loader
 from hftrain.data.sizes import has_length, num_examples
+from hftrain.loggers.base import Logger
 from hftrain.loops.evaluate import EvaluateLoop, EvaluateSlots
 from hftrain.loops.predict import PredictLoop
 from hftrain.optim.groups import decay_parameter_names
@@ -104,6 +107,7 @@ class Trainer:
         preprocess_logits_for_metrics: ``f(logits, labels) -> logits``, run before predictions are kept.
         strategy: A strategy's name or an instance; wins over the arguments, which must not contradict it.
         precision: A precision's name or an instance; likewise.
+        loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
 
@@ -132,6 +136,7 @@ class Trainer:
         *,
         strategy: str | Strategy | None = None,
         precision: str | Precision | None = None,
+        loggers: str | Logger | Sequence[str | Logger] | None = None,
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
     ) -> None:
@@ -148,6 +153,8 @@ class Trainer:
             collator=data_collator,
         )
         self._make_parts(model, strategy, precision)
+        callbacks = [*(callbacks or ()), *(callback or ())]
+        trackers = self._choose_trackers(loggers, callbacks)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         check_eval_data(self.args, eval_dataset)
         check_evaluation(
@@ -173,7 +180,7 @@ class Trainer:
         self._has_own_collator = data_collator is not None
         self._resolve_hooks()
         self._hub.start()
-        self._make_callbacks([*(callbacks or ()), *(callback or ())])
+        self._make_callbacks([*trackers, *debug_callbacks(self), *callbacks])
 
     # -- construction --------------------------------------------------------------------------------------------
 
@@ -188,6 +195,13 @@ class Trainer:
             precision if isinstance(precision, Precision) else precisions.create(precision_name, **precision_options)
         )
         check_legal(self.strategy, self.precision)
+
+    def _choose_trackers(self, loggers: Any, callbacks: Sequence[Any]) -> list[TrackerCallback]:
+        """Build the callbacks of the trackers to report to; none is started."""
+        trackers = trackers_asked(self.args, loggers)
+        if loggers is None:
+            self.args.report_to = [str(name) for name in trackers]
+        return tracker_callbacks(trackers, besides=callbacks)
 
     def _adopt_model(self, model: nn.Module) -> None:
         """Make `model` the one to train: a plain module becomes a `ModelTask`."""
@@ -230,7 +244,7 @@ class Trainer:
         self.control = TrainerControl()
         self.state = self._new_state()
         self.callback_handler = CallbackRunner(
-            [*default_callbacks(disable_tqdm=disables), *debug_callbacks(self), *callbacks],
+            [*default_callbacks(disable_tqdm=disables), *callbacks],
             args=self.args,
             state=self.state,
             control=self.control,
