@@ -65,7 +65,7 @@ class NeptuneLogger(Logger):
         if self._is_own:
             known = {"with_id": run.run_id} if run.run_id else {"name": self._label or run.name}
             self._run = neptune.init_run(**known, **self._options)
-        self.run_id = self._run["sys/id"].fetch() if self._run.get_attribute("sys").has("id") else None
+        self.run_id = self._run["sys/id"].fetch() if self._run.exists("sys/id") else None
         if self._records_parameters:
             self._run[f"{self._base}/trainer_parameters"] = stringify_unsupported(dict(run.hparams))
             if run.model_config:

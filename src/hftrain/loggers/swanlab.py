@@ -13,8 +13,8 @@ from hftrain.loggers.base import Logger, RunFacts
 class SwanLabLogger(Logger):
     """Report to SwanLab, in the run that is open if there is one.
 
-    Environment variables: SWANLAB_PROJECT, SWANLAB_RUN_ID and SWANLAB_RESUME (the run to go on with); SwanLab itself
-    reads SWANLAB_MODE, SWANLAB_LOG_DIR, SWANLAB_API_KEY, SWANLAB_API_HOST and SWANLAB_WEB_HOST. SWANLAB_LOG_MODEL is
+    Environment variables: SWANLAB_PROJECT, SWANLAB_RUN_ID and SWANLAB_RESUME (the run to go on with), SWANLAB_LOG_DIR; SwanLab
+    itself reads SWANLAB_MODE, SWANLAB_API_KEY, SWANLAB_API_HOST and SWANLAB_WEB_HOST. SWANLAB_LOG_MODEL is
     warned of: there are no model artifacts.
 
     Source: the documented `SwanLabCallback`.
@@ -38,11 +38,16 @@ class SwanLabLogger(Logger):
         """Start, continue or join a run; record the settings."""
         import swanlab
 
-        self._is_own = swanlab.get_run() is None
+        self._is_own = not swanlab.has_run()
         if self._is_own:
             run_id = run.run_id or os.environ.get("SWANLAB_RUN_ID")
             known = {"id": run_id, "resume": os.environ.get("SWANLAB_RESUME") or "allow"} if run_id else {}
-            swanlab.init(project=os.environ.get("SWANLAB_PROJECT"), experiment_name=run.name, **known)
+            swanlab.init(
+                project=os.environ.get("SWANLAB_PROJECT"),
+                name=run.name,
+                log_dir=os.environ.get("SWANLAB_LOG_DIR"),
+                **known,
+            )
         self._run = swanlab.get_run()
         self.run_id = self._run.id
         self._run.config.update(run.config)
