@@ -20,7 +20,11 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", "constraints.txt")
 
 # Tests with one of these marks have a session of their own.
-MARKS = ("slow", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "bench")
+MARKS = ("slow", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "trackers", "bench")
+
+# Experiment trackers by what their installation costs.
+QUICK_TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "codecarbon")
+SLOW_TRACKERS = ("clearml", "comet_ml", "dagshub", "dvclive", "flyte", "neptune", "swanlab")
 
 # One thread per process: the models are tiny, and processes share the cores.
 ENV = {"OMP_NUM_THREADS": "1"}
@@ -146,6 +150,20 @@ def tests_deepspeed(session: nox.Session) -> None:
     skip_unless_marked(session, "deepspeed", "strategy='deepspeed' comes in a later version")
     install(session, "test", "deepspeed")
     pytest(session, "deepspeed")
+
+
+@nox.session(name="tests-trackers")
+def tests_trackers(session: nox.Session) -> None:
+    """Run the tests that train with real experiment trackers, offline: those that pip installs together quickly."""
+    install(session, "test", *QUICK_TRACKERS)
+    pytest(session, "trackers and not slow")
+
+
+@nox.session(name="tests-trackers-all", venv_backend="uv")
+def tests_trackers_all(session: nox.Session) -> None:
+    """Run them with every tracker; needs uv, as pip takes very long to find versions that fit together."""
+    install(session, "test", *QUICK_TRACKERS, *SLOW_TRACKERS)
+    pytest(session, "trackers and not slow")
 
 
 @nox.session
