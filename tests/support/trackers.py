@@ -50,8 +50,10 @@ def train(folder: Path, *, env: dict[str, str] | None = None, script: str = _RUN
     """
     known = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(_TESTS), *([known] if known else [])])
+    file = folder / "script.py"  # some trackers read the source of what they track
+    file.write_text(script, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, json.dumps(options)],
+        [sys.executable, "-W", "ignore", str(file), json.dumps(options)],
         cwd=folder,
         env={**os.environ, "HOME": str(folder), "PYTHONPATH": path, **(env or {})},
         stdout=subprocess.PIPE,

@@ -13,8 +13,8 @@ from hftrain.loggers.base import Logger, RunFacts
 class SwanLabLogger(Logger):
     """Report to SwanLab, in the run that is open if there is one.
 
-    Environment variables: SWANLAB_PROJECT, SWANLAB_RUN_ID and SWANLAB_RESUME (the run to go on with), SWANLAB_LOG_DIR; SwanLab
-    itself reads SWANLAB_MODE, SWANLAB_API_KEY, SWANLAB_API_HOST and SWANLAB_WEB_HOST. SWANLAB_LOG_MODEL is
+    Environment variables: SWANLAB_PROJECT, SWANLAB_RUN_ID and SWANLAB_RESUME (the run to go on with), SWANLAB_LOG_DIR;
+    SwanLab itself reads SWANLAB_MODE, SWANLAB_API_KEY, SWANLAB_API_HOST and SWANLAB_WEB_HOST. SWANLAB_LOG_MODEL is
     warned of: there are no model artifacts.
 
     Source: the documented `SwanLabCallback`.
@@ -36,6 +36,15 @@ class SwanLabLogger(Logger):
 
     def start(self, run: RunFacts) -> None:
         """Start, continue or join a run; record the settings."""
+        # SwanLab 0.10 stumbles over the documented variable: it reads it as settings in JSON.
+        project = os.environ.pop("SWANLAB_PROJECT", None)
+        try:
+            self._start(run, project)
+        finally:
+            if project is not None:
+                os.environ["SWANLAB_PROJECT"] = project
+
+    def _start(self, run: RunFacts, project: str | None) -> None:
         import swanlab
 
         self._is_own = not swanlab.has_run()
@@ -43,7 +52,7 @@ class SwanLabLogger(Logger):
             run_id = run.run_id or os.environ.get("SWANLAB_RUN_ID")
             known = {"id": run_id, "resume": os.environ.get("SWANLAB_RESUME") or "allow"} if run_id else {}
             swanlab.init(
-                project=os.environ.get("SWANLAB_PROJECT"),
+                project=project,
                 name=run.name,
                 log_dir=os.environ.get("SWANLAB_LOG_DIR"),
                 **known,
@@ -58,6 +67,8 @@ class SwanLabLogger(Logger):
 
     def close(self) -> None:
         """Finish the run."""
-        if self._run is not None and self._is_own:
+        import swanlab
+
+        if self._run is not None and self._is_own and swanlab.has_run():
             self._run.finish()
         self._run = None
