@@ -27,7 +27,6 @@ from hftrain.adapter.unwired import check_local_rank, check_wired
 from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackRunner, TrainerCallback, default_callbacks
-from hftrain.callbacks.trackers import TrackerCallback
 from hftrain.checkpoint.parts import save_arguments
 from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
@@ -153,20 +152,17 @@ class Trainer:
             collator=data_collator,
         )
         self._make_parts(model, strategy, precision)
-        callbacks = [*(callbacks or ()), *(callback or ())]
-        trackers = self._choose_trackers(loggers, callbacks)
+        callbacks = self._with_trackers(loggers, [*(callbacks or ()), *(callback or ())])
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         check_eval_data(self.args, eval_dataset)
         check_evaluation(
             self.args, eval_dataset=eval_dataset, has_own_loader=self._is_overridden("get_eval_dataloader")
         )
-        self.model_init = model_init
-        self.compute_loss_func = compute_loss_func
+        self.model_init, self.compute_loss_func = model_init, compute_loss_func
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.optimizer: torch.optim.Optimizer | None
-        self.lr_scheduler: Any
-        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer: torch.optim.Optimizer | None = optimizers[0]
+        self.lr_scheduler: Any = optimizers[1]
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.processing_class = _one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
         self._start_idle()
@@ -180,7 +176,7 @@ class Trainer:
         self._has_own_collator = data_collator is not None
         self._resolve_hooks()
         self._hub.start()
-        self._make_callbacks([*trackers, *debug_callbacks(self), *callbacks])
+        self._make_callbacks([*debug_callbacks(self), *callbacks])
 
     # -- construction --------------------------------------------------------------------------------------------
 
@@ -196,12 +192,12 @@ class Trainer:
         )
         check_legal(self.strategy, self.precision)
 
-    def _choose_trackers(self, loggers: Any, callbacks: Sequence[Any]) -> list[TrackerCallback]:
-        """Build the callbacks of the trackers to report to; none is started."""
+    def _with_trackers(self, loggers: Any, callbacks: Sequence[Any]) -> list[Any]:
+        """Put the callbacks of the trackers to report to before the user's; none is started."""
         trackers = trackers_asked(self.args, loggers)
         if loggers is None:
             self.args.report_to = [str(name) for name in trackers]
-        return tracker_callbacks(trackers, besides=callbacks)
+        return [*tracker_callbacks(trackers, besides=callbacks), *callbacks]
 
     def _adopt_model(self, model: nn.Module) -> None:
         """Make `model` the one to train: a plain module becomes a `ModelTask`."""
