@@ -29,6 +29,7 @@ import torch
 from support.distributed import DistributedRun, launch
 from support.police import Snapshot
 
+from hftrain.adapter import loggers
 from hftrain.core.log import warn_once
 from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng, set_seed
@@ -96,6 +97,12 @@ def _reset_accelerate() -> None:
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def no_tracker_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start no tracker that happens to be installed where a test does not name it; they are on by default."""
+    monkeypatch.setattr(loggers, "available_loggers", list)
 
 
 @pytest.fixture

@@ -10,9 +10,6 @@ from hftrain.arguments import Seq2SeqTrainingArguments
 from hftrain.core.errors import ConfigError, explain
 
 UNWIRED: dict[str, str] = {
-    "logging_dir": "TensorBoard",
-    "project": "Trackio",
-    "trackio_space_id": "Trackio",
     "save_on_each_node": "saving on every node",
     "tpu_num_cores": "TPUs",
     "mp_parameters": "SageMaker model parallelism",
@@ -25,8 +22,6 @@ UNWIRED: dict[str, str] = {
     "generation_config": "generation",
 }
 
-# Settings of which only some values are acted on.
-
 
 def check_wired(args: Any) -> None:
     """Refuse documented settings that nothing acts on yet; fields that a subclass adds are its own business.
@@ -37,7 +32,7 @@ def check_wired(args: Any) -> None:
     Raises:
         ConfigError: Such settings differ from their defaults; all of them are listed.
     """
-    found = {**_changed_fields(args), **_changed_values(args)}
+    found = _changed_fields(args)
     if found:
         features = ", ".join(dict.fromkeys(found[name][1] for name in found))
         raise ConfigError(
@@ -81,11 +76,4 @@ def _changed_fields(args: Any) -> dict[str, tuple[Any, str]]:
         value = getattr(args, name, default)
         if value != default:
             changed[name] = ("<hidden>" if name.endswith("_token") else value, feature)
-    return changed
-
-
-def _changed_values(args: Any) -> dict[str, tuple[Any, str]]:
-    changed: dict[str, tuple[Any, str]] = {}
-    if args.report_to:
-        changed["report_to"] = (args.report_to, "experiment tracking")
     return changed

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, SequentialSampler
 from hftrain.adapter.compilation import compile_config
 from hftrain.adapter.data import eval_loader_config, length_config, total_batch_size, train_loader_config
 from hftrain.adapter.evaluate import evaluate_config, full_eval_dtype
+from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
 from hftrain.adapter.optim import optimizer_config, schedule_config
 from hftrain.adapter.plan import train_plan
 from hftrain.adapter.precision import check_half_precision_backend, precision_request
@@ -45,6 +46,7 @@ from hftrain.data.loaders import build_eval_loader, build_train_loader, default_
 from hftrain.data.persistent import LoaderCache
 from hftrain.data.sharding import shard_loader
 from hftrain.data.sizes import expected_samples, has_length, num_examples
+from hftrain.loggers.base import Logger
 from hftrain.loops.evaluate import EvaluateLoop, EvaluateSlots
 from hftrain.loops.predict import PredictLoop
 from hftrain.optim.groups import decay_parameter_names
@@ -141,6 +143,7 @@ class Trainer:
         precision: A precision's name or an instance; likewise.
         spill_dir: A folder for predictions larger than memory: what an evaluation or `predict` keeps is held in unnamed
             files there, mapped into memory as NumPy arrays. A file's space is free again when its array is gone.
+        loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
 
@@ -171,6 +174,7 @@ class Trainer:
         strategy: str | Strategy | None = None,
         precision: str | Precision | None = None,
         spill_dir: str | Path | None = None,
+        loggers: str | Logger | Sequence[str | Logger] | None = None,
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
     ) -> None:
@@ -186,17 +190,16 @@ class Trainer:
         )
         self._make_parts(model, strategy, precision)
         check_sharding(self.args, self.strategy, optimizers=optimizers)
+        callbacks = self._with_trackers(loggers, [*(callbacks or ()), *(callback or ())])
         eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
         self._check_eval_data()
-        self.model_init = model_init
-        self.compute_loss_func = compute_loss_func
+        self.model_init, self.compute_loss_func = model_init, compute_loss_func
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.optimizer: torch.optim.Optimizer | None
-        self.lr_scheduler: Any
-        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer: torch.optim.Optimizer | None = optimizers[0]
+        self.lr_scheduler: Any = optimizers[1]
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.processing_class = _one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
         self._start_idle()
@@ -210,7 +213,7 @@ class Trainer:
         self._has_own_collator = data_collator is not None
         self._resolve_hooks(given)
         self._hub.start()
-        self._make_callbacks([*(callbacks or ()), *(callback or ())])
+        self._make_callbacks([*debug_callbacks(self), *callbacks])
 
     # -- construction --------------------------------------------------------------------------------------------
 
@@ -254,6 +257,13 @@ class Trainer:
         check_half_precision_backend(self.args, self.strategy.device_type)
         check_fitting(self.args, self.strategy)
         self.compiler = Compiler(compile_config(self.args))
+
+    def _with_trackers(self, loggers: Any, callbacks: Sequence[Any]) -> list[Any]:
+        """Put the callbacks of the trackers to report to before the user's; none is started."""
+        trackers = trackers_asked(self.args, loggers)
+        if loggers is None:
+            self.args.report_to = [str(name) for name in trackers]
+        return [*tracker_callbacks(trackers, besides=callbacks), *callbacks]
 
     def _adopt_model(self, model: nn.Module) -> None:
         """Make `model` the one to train: a plain module becomes a `ModelTask`."""
@@ -315,7 +325,7 @@ class Trainer:
         self.control = TrainerControl()
         self.state = self._new_state()
         self.callback_handler = CallbackRunner(
-            [*default_callbacks(disable_tqdm=disables), *debug_callbacks(self), *callbacks],
+            [*default_callbacks(disable_tqdm=disables), *callbacks],
             args=self.args,
             state=self.state,
             control=self.control,
