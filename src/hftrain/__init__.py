@@ -40,6 +40,7 @@ from hftrain.data.collators_text import (
 )
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
+from hftrain.search.config import BestRun, HPSearchBackend
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import strategies
 from hftrain.task import ModelTask, TaskModule
@@ -50,6 +51,7 @@ from hftrain.trainer.eval_sets import EvalSet
 __version__ = "0.1.0"
 
 __all__ = [
+    "BestRun",
     "CheckpointError",
     "ConfigError",
     "DataCollatorForLanguageModeling",
@@ -65,6 +67,7 @@ __all__ = [
     "EvalPrediction",
     "EvalSet",
     "HFTrainError",
+    "HPSearchBackend",
     "HfArgumentParser",
     "HubStrategy",
     "IntervalStrategy",

@@ -16,9 +16,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("arguments",),
     ("precision", "strategies", "data", "optim", "storage", "loggers"),
     ("task", "step", "callbacks", "checkpoint"),
-    ("loops", "hub"),
+    ("loops", "hub", "search"),
     ("adapter",),
-    ("trainer", "search", "cli"),
+    ("trainer", "cli"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -40,6 +40,7 @@ OPTIONAL_OR_HEAVY = frozenset(
         "lomo_optim",
         "optuna",
         "peft",
+        "ray",
         "schedulefree",
         "tensorboard",
         "torch._dynamo",
@@ -54,6 +55,7 @@ OPTIONAL_OR_HEAVY = frozenset(
         "tqdm.auto",
         "tqdm.notebook",
         "transformers",
+        "wandb",
         "yaml",
     }
 )
