@@ -163,18 +163,15 @@ def test_search_without_evaluation_data_is_refused(tmp_path: Path) -> None:
         trainer.hyperparameter_search(backend="optuna")
 
 
-def test_deepspeed_settings_follow_the_trial(tmp_path: Path) -> None:
+def test_deepspeed_settings_follow_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the engine: what counts is that it is told, and that the accelerator is made anew."""
     trainer, _ = make(tmp_path)
     told: list[float] = []
     strategy: Any = trainer.strategy
-    strategy.name = "deepspeed"
+    monkeypatch.setattr(type(trainer), "is_deepspeed_enabled", True)
     strategy.propagate_args = lambda args, **_: told.append(args.learning_rate)
     accelerator = trainer.accelerator
-    try:
-        trainer.train(trial={"learning_rate": 0.5})
-    finally:
-        strategy.name = "single"
+    trainer.train(trial={"learning_rate": 0.5})
     assert told == [0.5, 1e-2]
     assert trainer.accelerator is not accelerator
 
@@ -421,8 +418,13 @@ def test_options_reach_optuna(tmp_path: Path) -> None:
     optuna()
     trainer, look = make(tmp_path)
     seen: list[int] = []
+
+    def stop(study: Any, trial: Any) -> None:
+        seen.append(trial.number)
+        study.stop()
+
     trainer.hyperparameter_search(
-        space, n_trials=50, timeout=0.0, n_jobs=1, gc_after_trial=True, callbacks=[lambda s, t: seen.append(t.number)]
+        space, n_trials=50, timeout=600.0, n_jobs=1, gc_after_trial=True, callbacks=[stop], study_name="mine"
     )
     assert seen == [0]
     assert len(look.runs) == 1
