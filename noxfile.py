@@ -115,7 +115,7 @@ def tests_distributed(session: nox.Session) -> None:
 @nox.session(name="tests-interop")
 def tests_interop(session: nox.Session) -> None:
     """Run the tests against the installed transformers and datasets."""
-    install(session, "test", "transformers", "peft")
+    install(session, "test", "transformers", "peft", "search")
     pytest(session, "interop and not cuda and not slow")
 
 

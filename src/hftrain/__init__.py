@@ -58,6 +58,7 @@ from hftrain.loggers.base import Logger
 from hftrain.loggers.registry import loggers
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
+from hftrain.search.config import BestRun, HPSearchBackend
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import strategies
 from hftrain.task import ModelTask, TaskModule
@@ -69,6 +70,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AzureMLCallback",
+    "BestRun",
     "CheckpointError",
     "ClearMLCallback",
     "CodeCarbonCallback",
@@ -90,6 +92,7 @@ __all__ = [
     "EvalSet",
     "FlyteCallback",
     "HFTrainError",
+    "HPSearchBackend",
     "HfArgumentParser",
     "HubStrategy",
     "IntervalStrategy",

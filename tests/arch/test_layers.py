@@ -16,9 +16,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("arguments",),
     ("precision", "strategies", "data", "optim", "storage", "loggers"),
     ("task", "step", "callbacks", "checkpoint"),
-    ("loops", "hub"),
+    ("loops", "hub", "search"),
     ("adapter",),
-    ("trainer", "search", "cli"),
+    ("trainer", "cli"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -49,6 +49,7 @@ OPTIONAL_OR_HEAVY = frozenset(
         "neptune",
         "optuna",
         "peft",
+        "ray",
         "schedulefree",
         "swanlab",
         "tensorboard",

@@ -247,7 +247,7 @@ def test_deepspeed_and_searching_are_refused_where_they_are_not(tmp_path: Path) 
     trainer = make(tmp_path)
     with pytest.raises(ConfigError, match="has no DeepSpeed config"):
         trainer.propagate_args_to_deepspeed()
-    with pytest.raises(ConfigError, match="not wired"):
+    with pytest.raises(ConfigError, match="no model_init"):
         trainer.hyperparameter_search(n_trials=3, direction="maximize", backend="optuna", storage="x")
 
 

@@ -15,7 +15,6 @@ UNWIRED: dict[str, str] = {
     "mp_parameters": "SageMaker model parallelism",
     "deepspeed": "DeepSpeed",
     "parallelism_config": "device meshes",
-    "ray_scope": "hyper-parameter search",
     "predict_with_generate": "generation",
     "generation_max_length": "generation",
     "generation_num_beams": "generation",

@@ -10,7 +10,7 @@ from hftrain.core.errors import ConfigError, explain
 
 _STATEFUL = "Keep your own state in a callback that exports it (ExportableState), or override _save_checkpoint."
 _LOADERS = "Override get_train_dataloader, get_eval_dataloader or get_test_dataloader."
-_SEARCH = "Hyper-parameter search is not wired in this version; build a Trainer per trial."
+_SEARCH = "Override train(), which gets the trial, or _report_to_hp_search."
 
 # Every underscored hook the Hugging Face Trainer has, and what to do where this Trainer does not call it. Which ones it
 # does call is told by the class itself: it defines them.
@@ -51,7 +51,7 @@ DOCUMENTED: dict[str, str] = {
     "_prepare_inputs": "",
     "_push_from_checkpoint": "Push from on_save of a callback.",
     "_remove_unused_columns": "",
-    "_report_to_hp_search": _SEARCH,
+    "_report_to_hp_search": "",
     "_rotate_checkpoints": "",
     "_save": "",
     "_save_checkpoint": "",

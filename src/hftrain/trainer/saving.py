@@ -232,7 +232,7 @@ class RunCheckpoints:
 
 def make_manager(trainer: Trainer) -> CheckpointManager:
     """Return what saves and finds the run's checkpoints."""
-    folder = Path(trainer._get_output_dir(None))
+    folder = Path(trainer._get_output_dir(trainer._trial))
     return CheckpointManager(checkpoint_config(trainer.args, output_dir=folder), group=trainer.strategy)
 
 

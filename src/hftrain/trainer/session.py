@@ -105,7 +105,7 @@ class TrainSession:
         self.resume = None if resume is None else Path(resume)
         if trainer.model_init is not None:
             set_seed(args.seed)
-            trainer._adopt_model(trainer.call_model_init())
+            trainer._adopt_model(trainer.call_model_init(trainer._trial))
             trainer.optimizer = trainer.lr_scheduler = None
         loader = self._loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
         batch_size = trainer.get_total_train_batch_size(args)
@@ -175,6 +175,8 @@ class TrainSession:
         vars(trainer.state).update(vars(fresh))
         state = trainer.state
         state.max_steps, state.num_train_epochs = max_steps, num_epochs
+        if trainer._trial_run is not None:
+            trainer._trial_run.describe(state)
         state.train_batch_size = trainer.args.train_batch_size
         state.compute_steps(trainer.args, max_steps)
         check_cadences(trainer.args, trainer._eval_sets, eval_steps=state.eval_steps)
@@ -332,7 +334,7 @@ class TrainSession:
             "tr_loss": self._open_loss,
             "grad_norm": grad_norm,
             "model": trainer.model_wrapped,
-            "trial": None,
+            "trial": trainer._trial,
             "epoch": trainer.state.epoch,
             "ignore_keys_for_eval": self.ignore_keys,
             "start_time": self._start_time,
@@ -349,13 +351,13 @@ class TrainSession:
     def _evaluate(self) -> None:
         trainer = self.trainer
         self.counts.read()
-        metrics = trainer._evaluate(None, self.ignore_keys)
+        metrics = trainer._evaluate(trainer._trial, self.ignore_keys)
         wanted = best_metric_key(trainer.args.metric_for_best_model or "loss")
         if wanted not in metrics and not all(is_due(entry, trainer) for entry in trainer._eval_sets.values()):
             # The set that decides has a cadence of its own, and was not evaluated now.
             return
         if trainer.args.metric_for_best_model is not None and trainer.state.global_step > 0:
-            is_best = trainer._determine_best_metric(metrics, None)
+            is_best = trainer._determine_best_metric(metrics, trainer._trial)
             if trainer.args.save_strategy == "best" and is_best:
                 trainer.control.should_save = True
 
@@ -420,7 +422,7 @@ class TrainSession:
         self._metric(found, wanted)
 
     def _save(self) -> None:
-        self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, None))
+        self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial))
 
     # -- the end -------------------------------------------------------------------------------------------------
 

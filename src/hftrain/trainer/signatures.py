@@ -13,6 +13,12 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
+def takes_trial(model_init: Callable[..., Any]) -> bool:
+    """Tell whether a function that makes models wants the trial of a hyper-parameter search."""
+    parameters = inspect.signature(model_init).parameters.values()
+    return any(p.name == "trial" or (p.default is p.empty and p.kind < p.VAR_POSITIONAL) for p in parameters)
+
+
 def taking(function: Callable[..., Any], num_positional: int, name: str) -> Callable[..., Any]:
     """Return a function that takes `name` by keyword or as its last positional argument.
 

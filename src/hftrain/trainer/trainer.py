@@ -55,6 +55,7 @@ from hftrain.optim.schedules import build_schedule
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
+from hftrain.search.config import BestRun, HPSearchBackend
 from hftrain.step.in_backward import check_in_backward
 from hftrain.step.legality import check_legal
 from hftrain.storage.files import check_writable
@@ -112,8 +113,9 @@ from hftrain.trainer.reports import (
     with_prefix,
 )
 from hftrain.trainer.saving import find_resume, load_task, task_state
+from hftrain.trainer.searching import TrialRun, search, trying
 from hftrain.trainer.session import TrainSession, place_task
-from hftrain.trainer.signatures import accepts, taking
+from hftrain.trainer.signatures import accepts, takes_trial, taking
 from hftrain.trainer.weighing import LossShares
 
 logger = get_logger(__name__)
@@ -361,6 +363,9 @@ class Trainer:
         self.neftune_noise_alpha: float | None = self.args.neftune_noise_alpha
         self._neftune_hook: Any = None
         self._session: TrainSession | None = None
+        # What a search tries now: as the backend gave it, and what became of it.
+        self._trial: Any = None
+        self._trial_run: TrialRun | None = None
         self._loaders = LoaderCache(limit=1)
         self._depth = 0
         self._stage = "train"
@@ -476,7 +481,8 @@ class Trainer:
 
         Args:
             resume_from_checkpoint: A checkpoint's folder, or True for the newest valid one in `output_dir`.
-            trial: Hyper-parameter search; not wired in this version.
+            trial: An Optuna trial (what it has suggested, else the default space), or a dict of hyper-parameters. They
+                are written into the arguments for as long as the run lasts; needs `model_init`.
             ignore_keys_for_eval: Outputs that evaluations during training leave out of the predictions.
             **kwargs: `model_path`, the older name of `resume_from_checkpoint`.
 
@@ -502,8 +508,9 @@ class Trainer:
             )
         if kwargs:
             raise TypeError(f"train() got unexpected keyword arguments: {', '.join(sorted(kwargs))}.")
-        if trial is not None:
-            raise ConfigError(explain("train(trial=...) was called.", "It is not wired in this version.", "Leave it."))
+        if trial is not None and self._trial_run is None:
+            with trying(self, trial):
+                return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
         check_tensor_parallel(self.get_tp_size(), self.strategy, is_handled=self.is_deepspeed_enabled)
         if not self._is_overridden("get_train_dataloader"):
             check_train_data(self.args, self.train_dataset)
@@ -919,7 +926,7 @@ class Trainer:
             session.checkpoints.save(session.optimizer)
 
     def _get_output_dir(self, trial: Any = None) -> str:
-        """Return the folder that checkpoints go to."""
+        """Return the folder that checkpoints go to; while a search runs, `output_dir` is the trial's own folder."""
         return str(self.output_dir)
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
@@ -967,9 +974,15 @@ class Trainer:
     ) -> dict[str, float]:
         """Evaluate while training, and step a schedule that follows the metric unless told to skip it."""
         metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        self._report_to_hp_search(trial, self.state.global_step, metrics)
         if not skip_scheduler:
             self._running_session("_evaluate").follow_metric(metrics)
         return metrics
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        """Tell a search's backend the objective of an evaluation while training; the backend may end the trial."""
+        if self._trial_run is not None:
+            self._trial_run.note(self, metrics, step=step)
 
     def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
         """Remember the best evaluation so far in the state, and tell whether this is it."""
@@ -1550,22 +1563,46 @@ class Trainer:
         compute_objective: Callable[[dict[str, float]], Any] | None = None,
         n_trials: int = 20,
         direction: str | list[str] = "minimize",
-        backend: Any = None,
+        backend: str | HPSearchBackend | None = None,
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
-    ) -> Any:
-        """Refuse: searching for hyper-parameters is not wired in this version.
+    ) -> BestRun | list[BestRun]:
+        """Train again and again with other hyper-parameters, and return the best run; collective.
+
+        Each trial makes a new model with `model_init`, and writes to a folder of its own below `output_dir`. The
+        arguments hold a trial's values while it runs, and are as before afterwards. Evaluations while training are
+        reported to the backend, which may end the trial; the objective is that of the model the trial ends with.
+
+        Args:
+            hp_space: Gets the trial and returns values by setting (Optuna); returns the space (Ray Tune, wandb). By
+                default learning rate 1e-6 to 1e-4, 1 to 5 epochs, seed 1 to 40, batch size 4 to 64.
+            compute_objective: Gets an evaluation's metrics and returns a number, or one for each direction; by default
+                the loss if there are no other metrics, else the sum of those.
+            n_trials: How many trials to run.
+            direction: "minimize" or "maximize"; a list for several objectives (Optuna).
+            backend: "optuna", "ray" or "wandb"; by default the first of them that is installed.
+            hp_name: Gets the trial and names it and its folder; by default ``run-<id>``.
+            **kwargs: For `optuna.create_study` and `Study.optimize`, for `ray.tune.run`, or for the sweep (`sweep_id`,
+                `project`, `entity`, `name`, `metric`).
+
+        Returns:
+            The best run; with several directions those that no other run beats in all of them.
+
+        Raises:
+            ConfigError: There is no `model_init` or nothing to evaluate on, a value does not fit, or no trial ended.
+            MissingDependencyError: The backend is not installed.
 
         Source: the documented `Trainer.hyperparameter_search`.
         """
-        raise ConfigError(
-            explain(
-                "hyperparameter_search() was called.",
-                "It is not wired in this version.",
-                "Build a Trainer per trial in the objective function of a search library such as Optuna.",
-                n_trials=n_trials,
-                backend=backend,
-            )
+        return search(
+            self,
+            space=hp_space,
+            compute_objective=compute_objective,
+            num_trials=n_trials,
+            direction=direction,
+            backend=backend,
+            hp_name=hp_name,
+            options=kwargs,
         )
 
     def set_initial_training_values(
@@ -1607,8 +1644,7 @@ class Trainer:
                     "model_init was given.", "It takes more than the trial.", "Let it take no argument, or the trial."
                 )
             )
-        takes_trial = any(p.name == "trial" or (p.default is p.empty and p.kind < p.VAR_POSITIONAL) for p in parameters)
-        model = self.model_init(trial) if takes_trial else self.model_init()
+        model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
         if model is None:
             raise ConfigError(
                 explain("model_init() was called.", "It returned None.", "Return the model from model_init.")

@@ -15,7 +15,6 @@ CHANGED = {
     "mp_parameters": "{}",
     "deepspeed": "ds.json",
     "parallelism_config": object(),
-    "ray_scope": "all",
     "predict_with_generate": True,
     "generation_max_length": 5,
     "generation_num_beams": 2,
@@ -49,8 +48,8 @@ def test_changed_setting_raises(name):
 
 def test_all_changed_settings_are_listed_at_once():
     with pytest.raises(ConfigError) as caught:
-        check_wired(Seq2SeqTrainingArguments("out", save_on_each_node=True, ray_scope="all", mp_parameters="{}"))
-    for shown in ("save_on_each_node=True", "ray_scope='all'", "mp_parameters='{}'"):
+        check_wired(Seq2SeqTrainingArguments("out", save_on_each_node=True, project="mine", mp_parameters="{}"))
+    for shown in ("save_on_each_node=True", "project='mine'", "mp_parameters='{}'"):
         assert shown in str(caught.value)
 
 

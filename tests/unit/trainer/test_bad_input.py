@@ -203,5 +203,3 @@ def test_unknown_keyword_of_train_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows())
     with pytest.raises(TypeError, match="resume_from"):
         trainer.train(resume_from="x")
-    with pytest.raises(ConfigError, match="trial"):
-        trainer.train(trial={"learning_rate": 1.0})

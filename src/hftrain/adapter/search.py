@@ -1,0 +1,95 @@
+"""From a trial's hyper-parameters to the arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from hftrain.arguments.batches import BatchArguments
+from hftrain.arguments.data import DataArguments
+from hftrain.arguments.fields import ArgumentFields
+from hftrain.arguments.optimization import OptimizationArguments
+from hftrain.arguments.settle import settle
+from hftrain.core.errors import ConfigError, explain, suggest
+
+_EXTRA = {"seed", "data_seed", "eval_steps", "save_steps", "logging_steps", "run_name", "metric_for_best_model"}
+# Read anew by each run; the others decide what a Trainer is made of.
+SEARCHABLE = frozenset(
+    {
+        field.name
+        for group in (OptimizationArguments, BatchArguments, DataArguments)
+        for field in dataclasses.fields(group)
+    }
+    | _EXTRA
+)
+_TRUTHS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def apply_hyperparameters(args: Any, values: Mapping[str, Any], *, is_for_model: bool) -> list[str]:
+    """Write a trial's values into the arguments, in the types of the settings; mutates the arguments.
+
+    Args:
+        args: The arguments.
+        values: By setting.
+        is_for_model: Whether names that are no settings may be there, for a `model_init` that takes the trial.
+
+    Returns:
+        The names that are no settings.
+
+    Raises:
+        ConfigError: A name is unknown, a setting is read only when a Trainer is made, or a value does not fit.
+    """
+    known = {field.name: str(field.type) for field in dataclasses.fields(args) if field.init}
+    unknown = [name for name in values if name not in known]
+    if unknown and not is_for_model:
+        raise ConfigError(
+            explain(
+                f"The hyper-parameter {unknown[0]!r} was asked for.",
+                f"{type(args).__name__} has no setting of that name, and model_init does not take the trial.",
+                f"{suggest(unknown[0], SEARCHABLE)} Values for the model are read by a model_init(trial).",
+            )
+        )
+    documented = {field.name for field in dataclasses.fields(ArgumentFields)}
+    fixed = [name for name in values if name in documented and name not in SEARCHABLE]
+    if fixed:
+        raise ConfigError(
+            explain(
+                f"The hyper-parameter {fixed[0]!r} was asked for.",
+                "It decides what a Trainer is made of, and is read once for all trials.",
+                "Set it in the arguments, and make a Trainer for each of its values.",
+                **{name: values[name] for name in fixed},
+            )
+        )
+    for name, kind in known.items():
+        if name in values:
+            setattr(args, name, _cast(name, values[name], kind))
+    settle(args)
+    return unknown
+
+
+def _cast(name: str, value: Any, kind: str) -> Any:
+    """Return a value in the type of a setting, given as its annotation; raises where that would change it."""
+    value = value.item() if hasattr(value, "item") else value
+    types = {each.strip() for each in kind.split("|")}
+    if value is None or isinstance(value, Enum) or not types & {"int", "float", "bool"}:
+        return value
+    try:
+        if "bool" in types:
+            return value if isinstance(value, bool) or "str" in types else _TRUTHS[str(value).lower()]
+        number = float(value)
+        if "float" in types:
+            return number
+        if number.is_integer():
+            return int(number)
+    except (TypeError, ValueError, KeyError):
+        pass
+    raise ConfigError(
+        explain(
+            f"The hyper-parameter {name!r} was to be set.",
+            f"Its setting takes {kind}, and the value is none.",
+            "Let the search space give values of that type (suggest_int for whole numbers).",
+            **{name: value},
+        )
+    )

@@ -1,0 +1,1 @@
+"""Search for hyper-parameters: what a backend asks for, and the best run it found."""

@@ -1,0 +1,155 @@
+"""What a search is told, what it returns, and which backend does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+from hftrain.core.errors import ConfigError, MissingDependencyError, explain, suggest
+from hftrain.core.optional import is_available, require
+
+DIRECTIONS = ("minimize", "maximize")
+
+
+class BestRun(NamedTuple):
+    """The best trial of a search.
+
+    Args:
+        run_id: The backend's name of the trial: the number of an Optuna trial, as text.
+        objective: What the trial reached; a list where several objectives were searched.
+        hyperparameters: What the backend chose for it, by name.
+        run_summary: Ray Tune's `ExperimentAnalysis`; None with the other backends.
+
+    Source: the documented `BestRun`.
+    """
+
+    run_id: str
+    objective: float | list[float]
+    hyperparameters: dict[str, Any]
+    run_summary: Any = None
+
+
+class HPSearchBackend(str, Enum):
+    """The documented names of search backends. Source: the documented `HPSearchBackend`."""
+
+    OPTUNA = "optuna"
+    RAY = "ray"
+    SIGOPT = "sigopt"
+    WANDB = "wandb"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchConfig:
+    """What to search for.
+
+    Args:
+        space: Gets the trial (None where the backend wants the whole space at once), returns values or the space.
+        num_trials: How many trials to run; None where something else ends the search.
+        directions: "minimize" or "maximize", for each objective.
+        options: The user's further keyword arguments, for the backend.
+        scope: Which of a trial's results Ray Tune compares.
+    """
+
+    space: Callable[[Any], Any]
+    num_trials: int | None
+    directions: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    scope: str = "last"
+
+
+class Report(Protocol):
+    """Tell a backend an intermediate value; raises to end the trial."""
+
+    def __call__(self, values: Any, *, step: int, folder: str) -> None:
+        """Report the objective after a step; `folder` is where the run's checkpoints are."""
+
+
+class Attempt(Protocol):
+    """Train and evaluate once with a trial's hyper-parameters, and return its objective or objectives."""
+
+    def __call__(
+        self,
+        trial: Any,
+        *,
+        space: Callable[[Any], Any] | None = None,
+        run_id: str | None = None,
+        report: Report | None = None,
+        resume: str | None = None,
+    ) -> Any:
+        """Train with what `space` says of the trial; without one, the trial is a dict of values itself."""
+
+
+# In the order of preference.
+_REQUIREMENTS = {
+    HPSearchBackend.OPTUNA: ("optuna>=4", "search"),
+    HPSearchBackend.RAY: ("ray[tune]>=2.9", None),
+    HPSearchBackend.WANDB: ("wandb>=0.15", None),
+}
+
+
+def choose_backend(name: str | HPSearchBackend | None) -> HPSearchBackend:
+    """Return the backend asked for, or the first that is installed: optuna, ray, wandb.
+
+    Raises:
+        ConfigError: Nobody knows the name, or its service has ended.
+        MissingDependencyError: The package, or every one of them, is absent.
+    """
+    if name is None:
+        found = next((each for each, (package, _) in _REQUIREMENTS.items() if is_available(package)), None)
+        if found is None:
+            packages = ", ".join(package for package, _ in _REQUIREMENTS.values())
+            raise MissingDependencyError(
+                explain(
+                    "hyperparameter_search() was called.",
+                    f"No backend is installed: {packages}.",
+                    "Run: pip install 'hftrain[search]' (for optuna), or install one of the others.",
+                )
+            )
+        return found
+    known = [each.value for each in HPSearchBackend]
+    if name not in known:
+        raise ConfigError(
+            explain(f"backend={name!r} was asked for.", "No search backend has that name.", suggest(str(name), known))
+        )
+    backend = HPSearchBackend(name)
+    if backend is HPSearchBackend.SIGOPT:
+        raise ConfigError(
+            explain(
+                "backend='sigopt' was asked for.",
+                "Every trial of SigOpt's package comes from api.sigopt.com, a service that has ended.",
+                "Use backend='optuna', whose TPE and Gaussian process samplers do what SigOpt's service did.",
+            )
+        )
+    requirement, extra = _REQUIREMENTS[backend]
+    require(requirement, feature=f"backend={backend.value!r}", extra=extra)
+    return backend
+
+
+def check_directions(direction: Any, backend: HPSearchBackend) -> tuple[str, ...]:
+    """Return the direction of each objective.
+
+    Raises:
+        ConfigError: One is neither "minimize" nor "maximize", or there are several and the backend searches for one.
+    """
+    directions = tuple(direction) if isinstance(direction, (list, tuple)) else (direction,)
+    if not directions or any(each not in DIRECTIONS for each in directions):
+        raise ConfigError(
+            explain(
+                "A direction was given.",
+                "It is neither 'minimize' nor 'maximize', nor a list of these.",
+                "Use 'minimize' for a loss and 'maximize' for metrics that grow when the model gets better.",
+                direction=direction,
+            )
+        )
+    if len(directions) > 1 and backend is not HPSearchBackend.OPTUNA:
+        raise ConfigError(
+            explain(
+                f"{len(directions)} directions were given.",
+                f"backend={backend.value!r} searches for one objective.",
+                "Use backend='optuna', or let compute_objective return one number.",
+                direction=direction,
+            )
+        )
+    return directions

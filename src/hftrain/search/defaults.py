@@ -1,0 +1,86 @@
+"""The documented default spaces, and the documented default objective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hftrain.core.errors import ConfigError, explain
+
+_BATCH_SIZES = [4, 8, 16, 32, 64]
+# What an evaluation reports beside losses and metrics.
+_NOT_METRICS = ("_runtime", "_per_second", "_time")
+_COUNTS = ("epoch", "num_input_tokens_seen", "total_flos")
+
+
+def default_hp_space_optuna(trial: Any) -> dict[str, Any]:
+    """Suggest learning rate, epochs, seed and batch size. Source: the documented `default_hp_space_optuna`."""
+    return {
+        "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
+        "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
+        "seed": trial.suggest_int("seed", 1, 40),
+        "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", _BATCH_SIZES),
+    }
+
+
+def default_hp_space_ray(trial: Any) -> dict[str, Any]:
+    """Return the same space as Ray Tune's samplers. Source: the documented `default_hp_space_ray`."""
+    from ray import tune
+
+    return {
+        "learning_rate": tune.loguniform(1e-6, 1e-4),
+        "num_train_epochs": tune.randint(1, 6),
+        "seed": tune.randint(1, 41),
+        "per_device_train_batch_size": tune.choice(_BATCH_SIZES),
+    }
+
+
+def default_hp_space_wandb(trial: Any) -> dict[str, Any]:
+    """Return the same space as a sweep's configuration. Source: the documented `default_hp_space_wandb`."""
+    return {
+        "method": "random",
+        "parameters": {
+            "learning_rate": {"distribution": "log_uniform_values", "min": 1e-6, "max": 1e-4},
+            "num_train_epochs": {"distribution": "int_uniform", "min": 1, "max": 5},
+            "seed": {"distribution": "int_uniform", "min": 1, "max": 40},
+            "per_device_train_batch_size": {"values": _BATCH_SIZES},
+        },
+    }
+
+
+def default_compute_objective(metrics: Mapping[str, Any]) -> float:
+    """Return the evaluation's loss if it reports no other metric, else the sum of its metrics.
+
+    Losses, speeds, memory and the epoch are no metrics. Several evaluation sets without metrics: the sum of losses.
+
+    Args:
+        metrics: What `evaluate` returned.
+
+    Raises:
+        ConfigError: There is neither a loss nor a metric, or a metric is no number.
+
+    Source: the documented `default_compute_objective`.
+
+    Example:
+        >>> default_compute_objective({"eval_loss": 0.5, "eval_runtime": 1.2, "epoch": 3.0})
+        0.5
+        >>> default_compute_objective({"eval_loss": 0.5, "eval_f1": 0.75, "eval_precision": 0.5, "epoch": 3.0})
+        1.25
+    """
+    kept = {
+        name: value
+        for name, value in metrics.items()
+        if name not in _COUNTS and not name.endswith(_NOT_METRICS) and "_mem_" not in name
+    }
+    losses = {name: value for name, value in kept.items() if name.endswith("loss")}
+    chosen = {name: value for name, value in kept.items() if name not in losses} or losses
+    if not chosen or not all(isinstance(value, (int, float)) for value in chosen.values()):
+        raise ConfigError(
+            explain(
+                "An objective was to be computed from an evaluation's metrics.",
+                "A metric is no number." if chosen else "It reported neither a loss nor a metric.",
+                "Pass compute_objective, which gets the metrics and returns a number.",
+                metrics=sorted(metrics),
+            )
+        )
+    return float(sum(chosen.values()))

@@ -1,0 +1,110 @@
+"""Search with Optuna."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.search.config import Attempt, BestRun, SearchConfig
+from hftrain.search.shared import Result, search_together
+from hftrain.strategies.base import Strategy
+
+# What this room decides itself.
+_OURS = {"direction", "directions", "func", "self", "n_trials"}
+
+
+def search_with_optuna(config: SearchConfig, attempt: Attempt, *, group: Strategy) -> Result:
+    """Run a study; on several processes the main one asks Optuna. Collective.
+
+    Args:
+        config: Its options go to `optuna.create_study` and `Study.optimize`.
+        attempt: Trains with a trial.
+        group: The processes, launched.
+
+    Returns:
+        The best trial; the Pareto front where there are several directions.
+
+    Raises:
+        ConfigError: An option is unknown, or no trial came to its end.
+    """
+    import optuna
+
+    creating = _options(config.options, optuna.create_study)
+    running = _options(config.options, optuna.Study.optimize)
+    _check_options(config.options, {**_known(optuna.create_study), **_known(optuna.Study.optimize)})
+    has_one = len(config.directions) == 1
+
+    def attempt_trial(trial: Any) -> Any:
+        report = partial(report_to_optuna, trial) if has_one else None
+        return attempt(trial, space=config.space, report=report)
+
+    def run(objective: Any) -> Result:
+        study = optuna.create_study(**creating, directions=list(config.directions))
+        study.optimize(objective, n_trials=config.num_trials, **running)
+        best = study.best_trials
+        if not best:
+            raise ConfigError(
+                explain(
+                    f"The best of {len(study.trials)} trials was asked for.",
+                    "None came to its end with a number: they were pruned, failed, or reached NaN.",
+                    "Let the pruner wait for more steps, or narrow hp_space.",
+                )
+            )
+        if has_one:
+            return BestRun(str(best[0].number), best[0].value, best[0].params)
+        return [BestRun(str(trial.number), list(trial.values), trial.params) for trial in best]
+
+    if group.world_size == 1:
+        return run(attempt_trial)
+    return search_together(run, attempt_trial, group=group)
+
+
+def report_to_optuna(trial: Any, values: Any, *, step: int, folder: str = "") -> None:
+    """Tell Optuna what a trial has reached, and end the trial if the pruner says so.
+
+    Args:
+        trial: The trial.
+        values: The objective.
+        step: Optimizer updates done.
+        folder: Not needed.
+
+    Raises:
+        optuna.TrialPruned: The pruner ends the trial.
+    """
+    import optuna
+
+    trial.report(values, step)
+    if trial.should_prune():
+        raise optuna.TrialPruned(f"Pruned at step {step} with {values}.")
+
+
+def _known(function: Any) -> dict[str, Any]:
+    return {name: p for name, p in inspect.signature(function).parameters.items() if name not in _OURS}
+
+
+def _options(options: Mapping[str, Any], function: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in _known(function)}
+
+
+def _check_options(options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                explain(
+                    f"hyperparameter_search({name}=...) was called.",
+                    "Neither optuna.create_study nor Study.optimize takes it here.",
+                    "Pass direction=[...]." if name == "directions" else suggest(name, known),
+                )
+            )
+    if options.get("n_jobs", 1) != 1:
+        raise ConfigError(
+            explain(
+                "hyperparameter_search(n_jobs=...) was called.",
+                "One Trainer runs one training at a time, and the threads of n_jobs would share it.",
+                "Start the script several times with one storage= and study_name=, and load_if_exists=True.",
+                n_jobs=options["n_jobs"],
+            )
+        )

@@ -1,0 +1,83 @@
+"""Search with Ray Tune: each trial runs in a process of Ray's, with a copy of what trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hftrain.checkpoint.layout import list_checkpoints
+from hftrain.core.errors import ConfigError, explain
+from hftrain.search.config import Attempt, BestRun, SearchConfig
+
+OBJECTIVE = "objective"
+
+
+def search_with_ray(config: SearchConfig, attempt: Attempt, *, evaluates: bool) -> BestRun:
+    """Run `ray.tune.run`.
+
+    Args:
+        config: Its options go to `ray.tune.run`; `scope` says which of a trial's results are compared.
+        attempt: Trains with a dict of values; pickled for each trial.
+        evaluates: Whether a trial evaluates while it trains.
+
+    Returns:
+        The best trial, with Ray's analysis as `run_summary`.
+
+    Raises:
+        ConfigError: A scheduler was given that would never hear of a trial, or no trial came to its end.
+    """
+    from ray import tune
+
+    options = dict(config.options)
+    if options.get("scheduler") is not None and not evaluates:
+        raise ConfigError(
+            explain(
+                f"scheduler={type(options['scheduler']).__name__}(...) was given.",
+                "It decides by a trial's intermediate results, and no evaluation runs while training.",
+                "Set eval_strategy='steps' or 'epoch', or leave the scheduler out.",
+            )
+        )
+    num_gpus = 1 if torch.cuda.is_available() else 0
+    options.setdefault("resources_per_trial", {"cpu": 1, **({"gpu": 1} if num_gpus else {})})
+    mode = config.directions[0][:3]
+    trainable = tune.with_parameters(run_trial, attempt=attempt)
+    analysis = tune.run(trainable, config=config.space(None), num_samples=config.num_trials or 1, **options)
+    best = analysis.get_best_trial(OBJECTIVE, mode, scope=config.scope)
+    if best is None:
+        raise ConfigError(
+            explain("The best trial was asked for.", "No trial reported a number.", "Look into Ray's results.")
+        )
+    value = best.metric_analysis[OBJECTIVE]["last" if config.scope == "last" else mode]
+    if config.scope.startswith("last-"):
+        value = best.metric_analysis[OBJECTIVE][f"{config.scope}-avg"]
+    if config.scope == "avg":
+        value = best.metric_analysis[OBJECTIVE]["avg"]
+    return BestRun(best.trial_id, value, best.config, analysis)
+
+
+def run_trial(config: dict[str, Any], *, attempt: Attempt) -> None:
+    """Run one trial, within a process of Ray's.
+
+    A trial that Ray starts again goes on from the checkpoint it reported.
+    """
+    from ray import tune
+
+    told: list[Any] = []
+
+    def report(values: Any, *, step: int, folder: str) -> None:
+        told.append(values)
+        saved = list_checkpoints(Path(folder))
+        checkpoint = tune.Checkpoint.from_directory(str(saved[-1])) if saved else None
+        tune.report({OBJECTIVE: values, "step": step}, checkpoint=checkpoint)
+
+    run_id = tune.get_context().get_trial_id()
+    previous = tune.get_checkpoint()
+    if previous is None:
+        values = attempt(config, run_id=run_id, report=report)
+    else:
+        with previous.as_directory() as folder:
+            values = attempt(config, run_id=run_id, report=report, resume=folder)
+    if told[-1:] != [values]:
+        tune.report({OBJECTIVE: values})

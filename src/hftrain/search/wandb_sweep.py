@@ -1,0 +1,79 @@
+"""Search with a sweep of Weights & Biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.search.config import Attempt, BestRun, SearchConfig
+
+_OPTIONS = ("sweep_id", "project", "entity", "name", "metric")
+
+
+def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None) -> BestRun:
+    """Create a sweep, or join one, and run its agent in this process.
+
+    Args:
+        config: Its options: `sweep_id` (an existing sweep to join), `project`, `entity`, `name` (of the sweep) and
+            `metric` (the name that the objective is logged under).
+        attempt: Trains with a dict of values.
+        api: What has `sweep`, `agent` and `init`; None imports wandb.
+
+    Returns:
+        The best of the trials that ran here.
+
+    Raises:
+        ConfigError: An option is unknown, or no trial came to its end.
+    """
+    api = _wandb() if api is None else api
+    options = dict(config.options)
+    for option in options:
+        if option not in _OPTIONS:
+            raise ConfigError(
+                explain(
+                    f"hyperparameter_search({option}=...) was called.",
+                    "A sweep takes no such option.",
+                    suggest(option, _OPTIONS),
+                )
+            )
+    metric, direction = options.get("metric") or "objective", config.directions[0]
+    where = {name: options.get(name) for name in ("project", "entity")}
+    sweep_id = options.get("sweep_id")
+    if sweep_id is None:
+        asked = {**config.space(None), "metric": {"name": metric, "goal": direction}}
+        if options.get("name") is not None:
+            asked["name"] = options["name"]
+        sweep_id = api.sweep(asked, **where)
+    found: list[BestRun] = []
+    failures: list[Exception] = []
+
+    def run_trial() -> None:
+        run = api.init()
+
+        def report(values: Any, *, step: int, folder: str) -> None:
+            run.log({metric: values})
+
+        try:
+            values = dict(run.config)
+            objective = attempt(values, run_id=run.id, report=report)
+            run.log({metric: objective})
+            found.append(BestRun(run.id, objective, values))
+        except Exception as error:
+            # The agent swallows it.
+            failures.append(error)
+            raise
+        finally:
+            run.finish()
+
+    api.agent(sweep_id, function=run_trial, count=config.num_trials, **where)
+    if not found:
+        raise ConfigError(
+            explain("The best trial of a sweep was asked for.", "No trial came to its end.", "Look at the sweep's log.")
+        ) from (failures[-1] if failures else None)
+    return (max if direction == "maximize" else min)(found, key=lambda run: run.objective)
+
+
+def _wandb() -> Any:
+    import wandb
+
+    return wandb
