@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from hftrain.adapter.fsdp import fsdp_options, launcher_asks
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
@@ -38,7 +39,7 @@ def strategy_request(
     chosen = _name_of(strategy)
     for field in _STRATEGY_FIELDS:
         value = getattr(args, field, None)
-        if chosen is not None and value:
+        if chosen is not None and value and not (field == "fsdp" and _is_fsdp(strategy)):
             raise ConfigError(
                 explain(
                     f"strategy={chosen!r} was asked for together with {field}={value!r}.",
@@ -48,8 +49,8 @@ def strategy_request(
                     **{field: value},
                 )
             )
-    _check_launcher()
-    name = chosen or ("ddp" if args.world_size > 1 else "single")
+    _check_launcher(may_be_fsdp=chosen is None or _is_fsdp(strategy))
+    name = chosen or ("fsdp" if args.fsdp or launcher_asks() else "ddp" if args.world_size > 1 else "single")
     wanted: dict[str, Any] = {
         "backend": args.ddp_backend,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
@@ -58,6 +59,8 @@ def strategy_request(
         "timeout_s": None if args.ddp_timeout == _DEFAULT_TIMEOUT_S else args.ddp_timeout,
     }
     wanted = {option: value for option, value in wanted.items() if value is not None}
+    if name == "fsdp" or _is_fsdp(strategy):
+        wanted.update(fsdp_options(args, is_named=chosen is not None))
     if not is_object:
         _check_preset(name, wanted)
     accepts = _accepted_options(None if is_object else name)
@@ -78,6 +81,13 @@ def strategy_request(
     return name, {option: value for option, value in {**defaults, **wanted}.items() if accepts(option)}
 
 
+def _is_fsdp(strategy: str | Strategy | None) -> bool:
+    """Tell whether a strategy takes the options of FSDP."""
+    if isinstance(strategy, Strategy) or strategy in (None, "auto"):
+        return any(vars(kind).get("name") == "fsdp" for kind in type(strategy).__mro__)
+    return "sharding" in inspect.signature(strategies.resolve(str(strategy))[0]).parameters
+
+
 def _name_of(strategy: str | Strategy | None) -> str | None:
     if isinstance(strategy, Strategy):
         return strategy.name or type(strategy).__name__
@@ -88,13 +98,14 @@ def _check_preset(name: str, wanted: dict[str, Any]) -> None:
     """Raise where an argument takes back what a strategy's name says."""
     for option, value in strategies.resolve(name)[1].items():
         if wanted.get(option, value) != value:
+            shown = f"ddp_{option}" if option == "find_unused_parameters" else option
             raise ConfigError(
                 explain(
-                    f"strategy={name!r} was asked for together with ddp_{option}={wanted[option]!r}.",
+                    f"strategy={name!r} was asked for together with {shown}={wanted[option]!r}.",
                     f"The name means {option}={value!r}.",
                     "Keep one of the two.",
                     strategy=name,
-                    **{f"ddp_{option}": wanted[option]},
+                    **{shown: wanted[option]},
                 )
             )
 
@@ -106,14 +117,16 @@ def _accepted_options(name: str | None) -> Callable[[str], bool]:
     return lambda option: takes_any or option in accepted
 
 
-def _check_launcher() -> None:
+def _check_launcher(*, may_be_fsdp: bool) -> None:
     """Raise where `accelerate launch` was told to use an engine that is not here: plain DDP would train instead."""
     for variable, engine in _LAUNCHER_ENGINES.items():
+        if engine == "fsdp" and may_be_fsdp:
+            continue
         if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
             raise ConfigError(
                 explain(
                     f"The launcher asked for {engine} ({variable}={os.environ[variable]}).",
-                    f"strategy={engine!r} is not wired in this version.",
+                    f"strategy={engine!r} is not the one that was chosen, or not wired in this version.",
                     "Launch with torchrun, or without that option of accelerate launch.",
                 )
             )

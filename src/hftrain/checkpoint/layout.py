@@ -9,6 +9,8 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 BIN_WEIGHTS = "pytorch_model.bin"
 BIN_WEIGHTS_INDEX = "pytorch_model.bin.index.json"
+WEIGHT_SHARDS = "model_shard"
+OPTIMIZER_SHARDS = "optimizer_shard"
 TASK_STATE = "task_state.safetensors"
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
@@ -20,6 +22,7 @@ MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 _PARTS = {WEIGHTS, WEIGHTS_INDEX, BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE}
 _PARTS |= {OPTIMIZER, SCHEDULER, SCALER, TRAINER_STATE, ARGUMENTS}
+_SHARD = re.compile(rf"({WEIGHT_SHARDS}|{OPTIMIZER_SHARDS})-\d{{5}}-of-\d{{5}}\.safetensors")
 _RNG = re.compile(r"rng_state(_[0-9]+)?\.pth")
 
 
@@ -55,4 +58,4 @@ def rng_name(*, rank: int, world_size: int) -> str:
 
 def is_part(name: str) -> bool:
     """Tell whether a resume would read a file of this name."""
-    return name in _PARTS or _RNG.fullmatch(name) is not None
+    return name in _PARTS or any(pattern.fullmatch(name) for pattern in (_RNG, _SHARD))

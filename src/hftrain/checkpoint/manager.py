@@ -97,7 +97,8 @@ class CheckpointManager:
                 were. The cause is attached on the process where it happened.
         """
         target = self.config.output_dir / checkpoint_name(step)
-        writers = [*main, *each] if self.group.is_main else each
+        # In this order, for what all write together: no process may wait for one that has failed at its own part.
+        writers = [*each, *main] if self.group.is_main else each
         self._together(target, self._begin, is_for_main=True)
         self._together(target, lambda path: self._write(path, writers))
         self._together(target, lambda path: self._commit(path, step, facts), is_for_main=True)

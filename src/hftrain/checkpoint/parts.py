@@ -5,11 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, OPTIMIZER, SCALER, SCHEDULER, TRAINER_STATE, rng_name
+from hftrain.checkpoint.layout import (
+    ARGUMENTS,
+    MANIFEST,
+    OPTIMIZER,
+    OPTIMIZER_SHARDS,
+    SCALER,
+    SCHEDULER,
+    TRAINER_STATE,
+    rng_name,
+)
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.state import TrainerState
 from hftrain.storage.files import write_text
+from hftrain.storage.shards import load_shards
 from hftrain.storage.tensors import load_containers, save_containers
 
 
@@ -19,8 +29,16 @@ def save_optimizer(state: dict[str, Any], folder: Path) -> None:
 
 
 def load_optimizer(folder: Path) -> dict[str, Any]:
-    """Read the optimizer's state dict onto the CPU; raises `CheckpointError` if it is absent or damaged."""
-    return _load(folder, OPTIMIZER)
+    """Read the optimizer's state dict onto the CPU, in whichever form it is.
+
+    Raises:
+        CheckpointError: A file is absent or damaged.
+    """
+    state = _load(folder, OPTIMIZER)
+    for name, tensor in load_shards(folder, stem=OPTIMIZER_SHARDS).items():
+        index, _, key = name.partition(".")
+        state["state"].setdefault(int(index), {})[key] = tensor
+    return state
 
 
 def save_scheduler(state: dict[str, Any], folder: Path) -> None:

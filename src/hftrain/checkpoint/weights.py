@@ -6,18 +6,19 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hftrain.checkpoint.layout import BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE, WEIGHTS, WEIGHTS_INDEX
+from hftrain.checkpoint.layout import BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE, WEIGHT_SHARDS, WEIGHTS, WEIGHTS_INDEX
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.log import get_logger
 from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng
 from hftrain.storage.files import read_json
+from hftrain.storage.shards import find_shards, load_shards
 from hftrain.storage.tensors import load_containers, load_tensors, save_containers, save_tensors, tensor_identity
 
 _SHARD = re.compile(r"(model|pytorch_model)[\w.-]*\.(safetensors|bin)")
@@ -33,7 +34,8 @@ def save_weights(
     Args:
         model: The model without wrappers.
         folder: An existing folder; weights that it holds are replaced, whatever their form.
-        state_dict: The weights to write instead of the model's own, such as gathered shards.
+        state_dict: The weights to write instead of the model's own, such as gathered shards; without any, only the
+            model's configuration is written, if it has one.
         safe: Write safetensors, else torch's zip format.
 
     Raises:
@@ -41,7 +43,10 @@ def save_weights(
     """
     state = dict(model.state_dict() if state_dict is None else state_dict)
     _remove_weights(folder)
-    if _saves_itself(model):
+    if not state and next(model.parameters(), None) is not None:
+        if _saves_itself(model):
+            model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+    elif _saves_itself(model):
         _save_pretrained(model, folder, state, safe=safe)
     elif not safe:
         save_containers(state, folder / BIN_WEIGHTS)
@@ -58,27 +63,35 @@ def save_weights(
         save_tensors(state, folder / WEIGHTS)
 
 
-def load_weights(model: torch.nn.Module, folder: Path, *, strict: bool = True) -> None:
+def load_weights(
+    model: torch.nn.Module,
+    folder: Path,
+    *,
+    strict: bool = True,
+    load: Callable[[torch.nn.Module, Mapping[str, Any]], Any] | None = None,
+) -> None:
     """Overwrite a model's weights in place with those of a folder, in whichever form they are.
 
     Args:
         model: The model without wrappers.
         folder: What `save_weights` or `save_pretrained` wrote.
         strict: Raise if names are missing or left over, instead of warning.
+        load: Puts a whole state into the model, where its parameters are split among processes.
 
     Raises:
         CheckpointError: There are no weights, a file is damaged, or names or shapes do not fit.
     """
     state = matching_weights(model, folder, strict=strict)
     try:
-        model.load_state_dict(state, strict=strict)
+        load(model, state) if load else model.load_state_dict(state, strict=strict)
     except RuntimeError as error:
         raise _unfit(model, folder, str(error)) from error
 
 
 def matching_weights(model: torch.nn.Module, folder: Path, *, strict: bool = True) -> dict[str, Any]:
     """Read a folder's weights under the names of a model's state; see `load_weights`."""
-    state, own = read_weights(folder), model.state_dict()
+    # The parameters themselves, for names of one and the same to be seen.
+    state, own = read_weights(folder), model.state_dict(keep_vars=True)
     _add_tied(state, own)
     if state.keys() != own.keys() and _saves_itself(model) and is_available("transformers>=5"):
         state = _renamed(model, folder, state)
@@ -103,6 +116,8 @@ def read_weights(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: There are none, or a file is damaged.
     """
+    if find_shards(folder, stem=WEIGHT_SHARDS):
+        return dict(load_shards(folder, stem=WEIGHT_SHARDS))
     for name, index in ((WEIGHTS, WEIGHTS_INDEX), (BIN_WEIGHTS, BIN_WEIGHTS_INDEX)):
         if (folder / name).is_file():
             return _read_file(folder / name)
@@ -190,10 +205,10 @@ def _renamed(model: Any, folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 def _add_tied(state: dict[str, Any], own: Mapping[str, Any]) -> None:
     """Give a name that is missing the value of a loaded name with which it is one tensor in the model."""
-    loaded = {tensor_identity(own[name]): name for name in state if name in own}
-    loaded.pop(None, None)
+    # A parameter that is split has no memory that could be compared, but is itself the same object.
+    loaded = {tensor_identity(own[name]) or id(own[name]): name for name in state if name in own}
     for name, tensor in own.items():
-        source = loaded.get(tensor_identity(tensor))
+        source = loaded.get(tensor_identity(tensor) or id(tensor))
         if name not in state and source is not None:
             state[name] = state[source]
 

@@ -63,6 +63,20 @@ class Owns(enum.Flag):
     CASTING = enum.auto()
 
 
+class Shard(NamedTuple):
+    """One process's rows of a tensor that is split along its first dimension.
+
+    Args:
+        rows: The rows; the whole tensor where `start` is None.
+        start: The number of the first row.
+        length: How many rows there are in all processes together.
+    """
+
+    rows: torch.Tensor
+    start: int | None = None
+    length: int = 0
+
+
 class EvalPrediction:
     """Predictions and labels as `compute_metrics` receives them; unpacks into the parts that are present.
 

@@ -49,6 +49,7 @@ class EvaluateSlots:
         compute_metrics: The user's function on predictions and labels, or None.
         preprocess_logits: Runs on (logits, labels) before they are kept, or None.
         needs_labels: Whether `compute_metrics` must run: a batch without labels or predictions is then an error.
+        finish: Called after the last batch; collective.
         read_metrics: Compute and reset the task's own metrics; collective.
     """
 
@@ -57,6 +58,7 @@ class EvaluateSlots:
     compute_metrics: Callable[..., Mapping[str, Any]] | None = None
     preprocess_logits: Callable[[Any, Any], Any] | None = None
     needs_labels: bool = False
+    finish: Callable[[], None] | None = None
     read_metrics: Callable[[], Mapping[str, Any]] | None = None
 
 
@@ -119,6 +121,8 @@ class EvaluateLoop:
                 per_batch = self._compute_on_batch(batch, output, is_last=upcoming is _END)
             self.events.fire("on_prediction_step")
             batch = upcoming
+        if self.slots.finish is not None:
+            self.slots.finish()
         reports: list[Mapping[str, Any]] = [self._mean_loss(), self._logs.read(), per_batch]
         if self.slots.read_metrics is not None:
             reports.append(self.slots.read_metrics())

@@ -20,10 +20,15 @@ _ALIASES = "hftrain.aliases"
 _PLAIN = (type(None), bool, int, float, str)
 
 
-def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file; names of one and the same tensor are stored once and noted in the metadata.
 
     Tensors that share memory in any other way are written whole, each for itself.
+
+    Args:
+        tensors: What to write, by name.
+        path: The file.
+        metadata: Text to store beside.
 
     Raises:
         CheckpointError: The format has no such layout (sparse) or dtype.
@@ -45,11 +50,11 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
             names[identity] = name
             storages.add(identity[:2])
             kept[name] = (tensor.detach().clone() if is_shared else tensor.detach()).contiguous()
-    metadata = {"format": "pt"}
+    notes = {"format": "pt", **(metadata or {})}
     if aliases:
-        metadata[_ALIASES] = json.dumps(aliases, sort_keys=True)
+        notes[_ALIASES] = json.dumps(aliases, sort_keys=True)
     try:
-        save_file(kept, path, metadata=metadata)
+        save_file(kept, path, metadata=notes)
     except KeyError as error:  # the dtype, looked up in the format's table
         raise _unsupported(*next(item for item in kept.items() if item[1].dtype == error.args[0])) from error
 

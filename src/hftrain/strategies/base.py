@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hftrain.core.errors import StrategyError, explain
 from hftrain.core.tree import map_tensors
-from hftrain.core.types import Owns, PrecisionPolicy
+from hftrain.core.types import Owns, PrecisionPolicy, Shard
 
 
 class Strategy:
@@ -33,6 +33,7 @@ class Strategy:
     Attributes:
         name: The registry name.
         owns: What the strategy's own engine takes over from the step.
+        shards_model: Whether each process holds a part of the model, in parameters that `setup` makes.
         rank: This process among all; as the launcher said until `launch`, then as the process group says.
         local_rank: This process among those of its machine, likewise.
         world_size: The number of processes, likewise.
@@ -46,6 +47,7 @@ class Strategy:
 
     name = ""
     owns = Owns.NOTHING
+    shards_model = False
 
     def __init__(self, planned_device: torch.device, *, place_model: bool = True) -> None:
         self.rank, self.local_rank, self.world_size = 0, 0, 1
@@ -91,6 +93,13 @@ class Strategy:
     def scaler_factory(self, device: torch.device) -> GradScaler:
         """Make the gradient scaler that suits this strategy."""
         return GradScaler(device.type)
+
+    def accelerator_options(self) -> dict[str, Any]:
+        """Return what `accelerate.Accelerator(...)` must be told to describe this strategy; asked after `launch`."""
+        return {"cpu": True} if self.device_type == "cpu" else {}
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise `ConfigError` unless the strategy can train a model; asked before `launch`, touches no device."""
 
     def launch(self) -> None:
         """Take the device, and meet the other processes; doing so again changes nothing. Collective."""
@@ -139,6 +148,12 @@ class Strategy:
         """
         return self.unwrap(model)
 
+    def finish_forwards(self) -> None:
+        """Run what the other processes' forward passes still need of this one; after its last batch. Collective."""
+
+    def after_evaluation(self, model: nn.Module) -> None:
+        """Undo what `for_evaluation` did to the wrapped model; also after an error, and not collective."""
+
     def to_device(self, tree: Any) -> Any:
         """Return a nested batch with its tensors on the device; other leaves are kept.
 
@@ -163,19 +178,35 @@ class Strategy:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the whole model's state, keyed as the unwrapped model's. Collective."""
+        """Return the whole model's state, keyed as the unwrapped model's. Collective.
+
+        Where processes hold parts of the model, the main process gets the state, and the others an empty one.
+        """
         return self.unwrap(model).state_dict()
 
+    def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
+        """Return what this process writes of the model's state; None where states are saved whole."""
+        return None
+
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-        """Restore what `model_state` returned and return torch's missing and unexpected keys. Collective."""
+        """Restore a whole state, the same in every process; return torch's missing and unexpected keys. Collective."""
         return self.unwrap(model).load_state_dict(state, strict=strict)
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole optimizer's state. Collective."""
+        """Return the whole optimizer's state; where processes hold parts, see `model_state`. Collective."""
         return optimizer.state_dict()
 
+    def optimizer_shards(
+        self, model: nn.Module, optimizer: Optimizer
+    ) -> tuple[dict[str, Any], dict[str, Shard]] | None:
+        """Return the optimizer's state without what is split, and what this process writes of that, else None.
+
+        The pieces are named ``"<number of the parameter>.<key>"``.
+        """
+        return None
+
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Restore what `optimizer_state` returned. Collective; mutates the optimizer."""
+        """Restore a whole state, the same in every process. Collective; mutates the optimizer."""
         optimizer.load_state_dict(state)
 
     def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:

@@ -20,6 +20,19 @@ strategies.register(
     summary="like ddp, for models that leave parameters unused in some steps",
     find_unused_parameters=True,
 )
+strategies.register("fsdp", "hftrain.strategies.fsdp.strategy:FSDPStrategy", summary="a part of the model per process")
+strategies.register(
+    "fsdp_offload",
+    "hftrain.strategies.fsdp.strategy:FSDPStrategy",
+    summary="like fsdp, the parts in host memory",
+    offload=True,
+)
+strategies.register(
+    "fsdp_hybrid",
+    "hftrain.strategies.fsdp.strategy:FSDPStrategy",
+    summary="like fsdp within a machine, copies between machines",
+    sharding="hybrid_shard",
+)
 
 
 def create_strategy(name: str = "auto", **options: Any) -> Strategy:

@@ -13,6 +13,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
 from hftrain.core.log import warn_once
 from hftrain.data.sizes import has_length
+from hftrain.strategies.base import Strategy
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 
@@ -103,6 +104,31 @@ def check_parts(
                 "The share of the target that is spread must lie in [0, 1].",
                 "Use a value such as 0.1.",
                 label_smoothing_factor=args.label_smoothing_factor,
+            )
+        )
+
+
+def check_sharding(args: Any, strategy: Strategy, *, optimizers: tuple[Any, Any]) -> None:
+    """Raise where a strategy that gives each process a part of the model cannot do what was asked for."""
+    if not strategy.shards_model:
+        return
+    name = strategy.name
+    if optimizers[0] is not None:
+        raise ConfigError(
+            explain(
+                f"optimizers=({type(optimizers[0]).__name__}(...), ...) was given with strategy={name!r}.",
+                "The strategy splits the parameters, and the given optimizer holds the whole ones.",
+                "Pass optimizer_cls_and_kwargs, or override create_optimizer.",
+            )
+        )
+    if args.save_only_model and args.load_best_model_at_end:
+        raise ConfigError(
+            explain(
+                f"save_only_model=True was asked for with load_best_model_at_end=True and strategy={name!r}.",
+                "The best model is loaded into parts that are split among processes, from a complete checkpoint.",
+                "Drop one of the two.",
+                save_only_model=True,
+                load_best_model_at_end=True,
             )
         )
 

@@ -10,13 +10,16 @@ import torch
 
 from hftrain.adapter.checkpoint import checkpoint_config
 from hftrain.adapter.data import data_seed
-from hftrain.checkpoint.layout import ARGUMENTS, checkpoint_name, list_checkpoints
+from hftrain.checkpoint.layout import (
+    ARGUMENTS,
+    checkpoint_name,
+    list_checkpoints,
+)
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import check_geometry, read_manifest
 from hftrain.checkpoint.parts import (
     load_arguments,
     load_optimizer,
-    load_rng,
     load_scaler,
     load_scheduler,
     save_optimizer,
@@ -25,6 +28,7 @@ from hftrain.checkpoint.parts import (
     save_scheduler,
     save_trainer_state,
 )
+from hftrain.checkpoint.ranks import fit_geometry
 from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
@@ -34,6 +38,7 @@ from hftrain.data.sizes import has_length
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.module import TaskModule
+from hftrain.trainer.sharding import load_own, shard_writers
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -76,6 +81,7 @@ class RunCheckpoints:
         if not trainer.args.save_only_model:
             main += self._resume_writers(optimizer)
             each.append(self._rank_writer())
+        each += shard_writers(trainer, optimizer)
         facts = {"progress": self.progress.state_dict(), "geometry": self._geometry(optimizer)}
         committed = self.manager.save(state.global_step, main=main, each=each, facts=facts)
         if trainer.args.push_to_hub:
@@ -87,7 +93,8 @@ class RunCheckpoints:
 
     def _resume_writers(self, optimizer: torch.optim.Optimizer) -> list[Writer]:
         trainer = self.trainer
-        state = trainer.strategy.optimizer_state(trainer.model_wrapped, optimizer)
+        split = trainer.strategy.optimizer_shards(trainer.model_wrapped, optimizer)
+        state = split[0] if split else trainer.strategy.optimizer_state(trainer.model_wrapped, optimizer)
         writers: list[Writer] = [lambda folder: save_optimizer(state, folder)]
         if trainer.lr_scheduler is not None:
             writers.append(lambda folder: save_scheduler(trainer.lr_scheduler.state_dict(), folder))
@@ -123,14 +130,16 @@ class RunCheckpoints:
         geometry = self._geometry(None)
         if self.trainer.args.ignore_data_skip:
             geometry = {name: geometry[name] for name in ("world_size", "batch_size", "accumulation", "precision")}
-        check_geometry(manifest, **geometry)
+        check_geometry(manifest, **fit_geometry(manifest.facts.get("geometry", {}), geometry))
         self._report_changed_arguments(folder)
         self.manager.run_id = manifest.facts["run_id"]
         self.progress.load_state_dict(manifest.facts["progress"])
 
     def load_model(self, folder: Path) -> None:
         """Load the weights, and what the task holds beside its model, in place."""
-        load_weights(self.trainer.model, folder)
+        # Where there are none yet, the process that holds the weights sends them.
+        if not any(parameter.is_meta for parameter in self.trainer.model.parameters()):
+            load_weights(self.trainer.model, folder, load=self.trainer.strategy.load_model_state)
         own = task_state(self.trainer.task)
         self.trainer.task.load_state_dict(load_task_state(folder, own.keys()), strict=False)
 
@@ -144,7 +153,7 @@ class RunCheckpoints:
             refresh_rate(trainer.lr_scheduler)
         if trainer.precision.state_dict():
             trainer.precision.load_state_dict(load_scaler(folder))
-        own = load_rng(folder, rank=strategy.rank, world_size=strategy.world_size)
+        own = load_own(trainer, folder)
         self.epoch_rng = own.pop("epoch_rng")
         self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
         self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)

@@ -64,6 +64,7 @@ from hftrain.trainer.checks import (
     check_evaluation,
     check_model,
     check_parts,
+    check_sharding,
     check_task,
     check_train_data,
     check_unused_by_task,
@@ -153,6 +154,7 @@ class Trainer:
             collator=data_collator,
         )
         self._make_parts(model, strategy, precision)
+        check_sharding(self.args, self.strategy, optimizers=optimizers)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         check_eval_data(self.args, eval_dataset)
         check_evaluation(
@@ -346,6 +348,7 @@ class Trainer:
         if self.args.save_strategy != "no":
             check_writable(self.output_dir)
         self._check_optimizer()
+        self.strategy.check_model(self.model)
         resume = find_resume(self, resume_from_checkpoint)
         with self._running("train"):
             session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
@@ -473,6 +476,7 @@ class Trainer:
             compute_metrics=None if loss_only else self.compute_metrics,
             needs_labels=not is_prediction,
             preprocess_logits=self.preprocess_logits_for_metrics,
+            finish=self.strategy.finish_forwards,
             read_metrics=None if is_prediction and not isinstance(self.task, ModelTask) else self._read_metrics,
         )
         loop = PredictLoop if is_prediction else EvaluateLoop
@@ -490,7 +494,9 @@ class Trainer:
         Source: the documented `Trainer.save_model`.
         """
         folder = Path(output_dir) if output_dir else self.output_dir
-        weights = self.strategy.model_state(self.model_wrapped)
+        # In a checkpoint each process may write a part of its own; asked for by name, a model is always whole.
+        is_split = _internal_call and self.strategy.model_shards(self.model_wrapped) is not None
+        weights = {} if is_split else self.strategy.model_state(self.model_wrapped)
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             self._save(str(folder), state_dict=weights)
@@ -1047,6 +1053,11 @@ class Trainer:
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether the model is split by FSDP. Source: the documented `Trainer.is_fsdp_enabled`."""
+        return any(getattr(kind, "name", "") == "fsdp" for kind in type(self.strategy).__mro__)
+
     def is_world_process_zero(self) -> bool:
         """Tell whether this is the one main process of all."""
         return self.strategy.rank == 0
@@ -1143,6 +1154,7 @@ class Trainer:
             try:
                 yield
             finally:
+                self.strategy.after_evaluation(wrapped)
                 self.task.model = wrapped
                 for module, was_training in modes:
                     module.training = was_training

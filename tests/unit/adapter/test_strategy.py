@@ -138,11 +138,11 @@ def test_model_that_is_placed_already_stays_where_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variable", "engine"), [("ACCELERATE_USE_FSDP", "fsdp"), ("ACCELERATE_USE_DEEPSPEED", "deepspeed")]
 )
-def test_engine_that_only_the_launcher_asks_for_is_refused(
+def test_engine_of_the_launcher_that_is_not_the_chosen_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, engine: str
 ) -> None:
     monkeypatch.setenv(variable, "false")
     assert request(tmp_path)[0] == "single"
     monkeypatch.setenv(variable, "true")
     with pytest.raises(ConfigError, match=rf"The launcher asked for {engine} \({variable}=true\)"):
-        request(tmp_path)
+        request(tmp_path, "ddp")

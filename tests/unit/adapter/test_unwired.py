@@ -26,6 +26,7 @@ local_rank xpu_backend ddp_backend ddp_find_unused_parameters ddp_bucket_cap_mb 
 accelerator_config bf16 fp16 half_precision_backend fp16_backend gradient_checkpointing gradient_checkpointing_kwargs
 dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
 dataloader_prefetch_factor remove_unused_columns push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision push_to_hub_model_id push_to_hub_organization push_to_hub_token group_by_length length_column_name sortish_sampler
+fsdp fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap sharded_ddp
 """
 WIRED = set(WIRED_NAMES.split())
 
@@ -48,11 +49,6 @@ CHANGED = {
     "save_on_each_node": True,
     "tpu_num_cores": 8,
     "mp_parameters": "{}",
-    "fsdp": "full_shard",
-    "fsdp_config": {"min_num_params": 1},
-    "fsdp_min_num_params": 1,
-    "fsdp_transformer_layer_cls_to_wrap": "Block",
-    "sharded_ddp": "simple",
     "deepspeed": "ds.json",
     "parallelism_config": object(),
     "ray_scope": "all",

@@ -1,0 +1,207 @@
+"""The documented `fsdp` and `fsdp_config`, as options of the strategy."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.log import get_logger
+
+logger = get_logger(__name__)
+
+_SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+_XLA_KEYS = ("xla", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
+# Keys that are options of the strategy, most of them by the same name.
+_OPTIONS = {
+    "min_num_params": "min_num_params",
+    "transformer_layer_cls_to_wrap": "layer_classes",
+    "forward_prefetch": "forward_prefetch",
+    "sync_module_states": "sync_module_states",
+    "cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
+    "activation_checkpointing": "activation_checkpointing",
+    "state_dict_type": "state_dict_type",
+    "reshard_after_forward": "reshard_after_forward",
+}
+_KEYS = (*_OPTIONS, *_XLA_KEYS, "backward_prefetch", "limit_all_gathers", "use_orig_params", "version")
+_FLAGS = (
+    *("forward_prefetch", "sync_module_states", "cpu_ram_efficient_loading", "activation_checkpointing"),
+    *("limit_all_gathers", "use_orig_params"),
+)
+_BACKWARD_PREFETCH = ("backward_pre", "backward_post", "backward_pos", "no_prefetch")
+
+
+def launcher_asks() -> bool:
+    """Tell whether `accelerate launch` was told to use FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")
+
+
+def fsdp_options(args: Any, *, is_named: bool) -> dict[str, Any]:
+    """Return the options of `FSDPStrategy` that the arguments ask for.
+
+    Args:
+        args: The training arguments.
+        is_named: Whether the strategy was asked for by its own name, rather than by `fsdp`.
+
+    Raises:
+        ConfigError: There is one process that no launcher started, or a key or its value cannot be.
+    """
+    words, given = [str(word) for word in args.fsdp or ()], args.fsdp_config
+    if launcher_asks() and not words and not given:
+        words, given = _from_launcher()
+    if not is_named and args.world_size == 1 and "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            explain(
+                f"fsdp={' '.join(words)!r} was asked for.",
+                "It splits a model among processes, and there is one, which no launcher started.",
+                "Start with torchrun or `accelerate launch`, or leave fsdp out.",
+                fsdp=words,
+            )
+        )
+    if getattr(args, "predict_with_generate", False):
+        raise ConfigError(
+            explain(
+                "predict_with_generate=True was asked for with FSDP.",
+                "generate() calls the model as often as its text is long, which differs by process.",
+                "Generate from the saved model, in one process.",
+            )
+        )
+    config = _read_config(given)
+    _check_config(args, config, words)
+    _report_unused(config)
+    options = {_OPTIONS[key]: value for key, value in config.items() if key in _OPTIONS}
+    if isinstance(options.get("state_dict_type"), str):
+        options["state_dict_type"] = options["state_dict_type"].upper()
+    if isinstance(options.get("layer_classes"), str):
+        options["layer_classes"] = [name.strip() for name in options["layer_classes"].split(",")]
+    if words:
+        options.update(_from_words(words, is_cut=bool(config.get("min_num_params") or options.get("layer_classes"))))
+    return options
+
+
+def _from_words(words: list[str], *, is_cut: bool) -> dict[str, Any]:
+    shardings = [word for word in words if word in _SHARDINGS]
+    if len(shardings) > 1:
+        raise ConfigError(
+            explain(
+                f"fsdp={' '.join(words)!r} was asked for.",
+                "A model is split in one way.",
+                f"Keep one of {', '.join(shardings)}.",
+                fsdp=words,
+            )
+        )
+    return {
+        "sharding": shardings[0] if shardings else _SHARDINGS[0],
+        "offload": "offload" in words,
+        "auto_wrap": "auto_wrap" in words or is_cut,
+    }
+
+
+def _read_config(given: Any) -> dict[str, Any]:
+    """Return `fsdp_config` as a dict: the documented ``fsdp_`` is stripped, and booleans may be text."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(Path(given).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                explain("fsdp_config names a file.", f"It cannot be read: {error}.", "Give a JSON file, or a dict.")
+            ) from error
+    if not isinstance(given or {}, dict):
+        raise ConfigError(
+            explain("fsdp_config was given.", f"It holds a {type(given).__name__}.", "Give a JSON object, or a dict.")
+        )
+    config = {}
+    for key, value in (given or {}).items():
+        key = str(key).removeprefix("fsdp_")
+        if key not in _KEYS:
+            raise ConfigError(
+                explain(f"fsdp_config={{{key!r}: ...}} was given.", "There is no such key.", suggest(key, _KEYS))
+            )
+        is_text = isinstance(value, str) and value.lower() in ("true", "false")
+        config[key] = value.lower() == "true" if is_text else value
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def _from_launcher() -> tuple[list[str], dict[str, Any]]:
+    """Return what `accelerate launch` set in the environment, as `fsdp` and `fsdp_config` would say it."""
+    said = {name.removeprefix("FSDP_"): value for name, value in os.environ.items() if name.startswith("FSDP_")}
+    sharding = said.get("SHARDING_STRATEGY", "FULL_SHARD")
+    if said.get("VERSION") == "2":
+        sharding = "FULL_SHARD" if said.get("RESHARD_AFTER_FORWARD", "true") == "true" else "SHARD_GRAD_OP"
+    if sharding in ("1", "2", "3", "4", "5"):
+        sharding = _SHARDINGS[int(sharding) - 1]
+    words = [sharding.lower()]
+    if words[0] not in _SHARDINGS:
+        raise ConfigError(
+            explain(
+                f"The launcher asked for FSDP_SHARDING_STRATEGY={sharding!r}.",
+                "There is no such sharding.",
+                suggest(words[0], _SHARDINGS),
+            )
+        )
+    if said.get("OFFLOAD_PARAMS", "false").lower() == "true":
+        words.append("offload")
+    names = {
+        key.upper(): key for key in (*_FLAGS, "backward_prefetch", "state_dict_type") if key != "limit_all_gathers"
+    }
+    config: dict[str, Any] = {names[name]: value for name, value in said.items() if name in names}
+    policy = said.get("AUTO_WRAP_POLICY", "NO_WRAP")
+    if policy != "NO_WRAP":
+        words.append("auto_wrap")
+    if policy == "SIZE_BASED_WRAP":
+        config["min_num_params"] = int(said.get("MIN_NUM_PARAMS", "0"))
+    elif said.get("TRANSFORMER_CLS_TO_WRAP"):
+        config["transformer_layer_cls_to_wrap"] = said["TRANSFORMER_CLS_TO_WRAP"]
+    return words, config
+
+
+def _check_config(args: Any, config: dict[str, Any], words: list[str]) -> None:
+    refused = [key for key in _XLA_KEYS if config.get(key)]
+    if refused:
+        raise _refuse(
+            refused[0], config, "FSDP of PyTorch/XLA is not wired in this version.", "Leave the xla keys out."
+        )
+    if str(config.get("version", 2)) != "2":
+        reason = "The older wrapper (FSDP1) is not here: every documented key is acted on by the composable one."
+        raise _refuse("version", config, reason, "Leave it out, or set 2.")
+    for key in _FLAGS:
+        if not isinstance(config.get(key, False), bool):
+            raise _refuse(key, config, "It is a yes or a no.", "Use true or false.")
+    minimum = config.get("min_num_params", 0)
+    if isinstance(minimum, bool) or not isinstance(minimum, int) or minimum < 0:
+        raise _refuse("min_num_params", config, "It is a number of parameters.", "Use a whole number.")
+    names = config.get("transformer_layer_cls_to_wrap", [])
+    if not isinstance(names, (str, list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise _refuse("transformer_layer_cls_to_wrap", config, "It names classes.", "Use a name, or a list of names.")
+    prefetch = str(config.get("backward_prefetch") or "backward_pre").lower()
+    if prefetch not in _BACKWARD_PREFETCH:
+        raise _refuse("backward_prefetch", config, "There is no such choice.", suggest(prefetch, _BACKWARD_PREFETCH))
+    if config.get("activation_checkpointing") and args.gradient_checkpointing:
+        reason = "gradient_checkpointing=True recomputes the same activations."
+        raise _refuse("activation_checkpointing", config, reason, "Keep activation_checkpointing alone.")
+    shardings = {word for word in words if word in _SHARDINGS}
+    gathers_again = not shardings or bool(shardings & {"full_shard", "hybrid_shard"})
+    again = config.get("reshard_after_forward", gathers_again)
+    if not isinstance(again, int) or (shardings and bool(again) != gathers_again):
+        reason = f"It must be true, false or a number of processes, and agree with fsdp={' '.join(shardings)!r}."
+        raise _refuse("reshard_after_forward", config, reason, "Leave it out: the sharding decides.")
+
+
+def _report_unused(config: dict[str, Any]) -> None:
+    """Say which keys change nothing, and why."""
+    prefetch = str(config.get("backward_prefetch") or "backward_pre").lower()
+    reasons = {
+        "backward_prefetch": prefetch != "backward_pre" and "the next unit is always gathered while one computes",
+        "limit_all_gathers": config.get("limit_all_gathers") is False and "torch's fully_shard always limits them",
+        "use_orig_params": config.get("use_orig_params") is False
+        and "torch's fully_shard always keeps the original parameters",
+    }
+    for key, reason in reasons.items():
+        if reason:
+            logger.warning("fsdp_config's %s=%r changes nothing: %s.", key, config[key], reason)
+
+
+def _refuse(key: str, config: dict[str, Any], reason: str, remedy: str) -> ConfigError:
+    return ConfigError(explain(f"fsdp_config={{{key!r}: {config.get(key)!r}}} was given.", reason, remedy))

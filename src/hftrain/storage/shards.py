@@ -1,0 +1,84 @@
+"""One safetensors file per process, each with its rows of tensors that are split along their first dimension."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.types import Shard
+from hftrain.storage.tensors import load_tensors, save_tensors
+
+_ROWS = "hftrain.rows"
+
+
+def save_shards(shards: Mapping[str, Shard], folder: Path, *, stem: str, rank: int, world_size: int) -> None:
+    """Write one process's pieces; without any, no file is written.
+
+    Args:
+        shards: The pieces by name. The file's metadata says which rows of how many they are.
+        folder: An existing folder, the same for all processes.
+        stem: What the files' names begin with.
+        rank: This process.
+        world_size: The number of processes.
+    """
+    if shards:
+        rows = {name: [shard.start, shard.length] for name, shard in shards.items() if shard.start is not None}
+        path = folder / f"{stem}-{rank:05d}-of-{world_size:05d}.safetensors"
+        tensors = {name: shard.rows for name, shard in shards.items()}
+        save_tensors(tensors, path, metadata={_ROWS: json.dumps(rows, sort_keys=True)})
+
+
+def find_shards(folder: Path, *, stem: str) -> list[Path]:
+    """List the files that `save_shards` wrote, in the order of processes."""
+    pattern = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.safetensors")
+    return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def load_shards(folder: Path, *, stem: str) -> dict[str, torch.Tensor]:
+    """Put the pieces of all processes together, on the CPU; it does not matter how many there are now.
+
+    Raises:
+        CheckpointError: A file is damaged, or rows are missing.
+    """
+    whole: dict[str, torch.Tensor] = {}
+    parts: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
+    for path in find_shards(folder, stem=stem):
+        rows = _rows_in(path)
+        for name, tensor in load_tensors(path).items():
+            if name in rows:
+                parts.setdefault(name, []).append((*rows[name], tensor))
+            else:
+                whole[name] = tensor
+    for name, found in parts.items():
+        found.sort(key=lambda part: part[0])
+        whole[name] = torch.cat([tensor for _, _, tensor in found])
+        expected = 0
+        for start, _, tensor in found:
+            expected = expected + len(tensor) if start == expected else -1
+        if expected != found[0][1]:
+            raise CheckpointError(
+                explain(
+                    f"{name} should be read from {folder}.",
+                    f"Of its {found[0][1]} rows some are missing, or there twice.",
+                    "Copy the files of all processes, or use another checkpoint.",
+                )
+            )
+    return whole
+
+
+def _rows_in(path: Path) -> dict[str, Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            rows = json.loads((file.metadata() or {})[_ROWS])
+        return {name: (int(start), int(length)) for name, (start, length) in rows.items()}
+    except Exception as error:
+        raise CheckpointError(
+            explain(f"{path} should be read.", f"It is damaged: {error!r}.", "Use another checkpoint.")
+        ) from error

@@ -1,0 +1,123 @@
+"""Evaluation of a model that is split: every process must run as many forward passes as the one with the most data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hftrain.core.errors import StrategyError, explain
+from hftrain.strategies.base import Strategy
+
+_CALLING, _DONE, _EMPTY = 2, 1, 0
+
+
+class Lockstep:
+    """Watch a model's forward passes, and repeat the last one for as long as another process still runs some.
+
+    A forward pass gathers parameters from all processes, and they hold different numbers of batches. Before each pass
+    they tell each other who runs one, which synchronises. The one that has run out repeats the arguments of its own
+    last pass, or of somebody else's if it had none, and drops the answer: neither a task nor its metrics see it.
+
+    Args:
+        model: The outermost unit.
+        strategy: Launched.
+        casting: Gives the context to repeat a forward pass in.
+    """
+
+    def __init__(
+        self, model: nn.Module, strategy: Strategy, casting: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self._model = model
+        self._strategy = strategy
+        self._casting = casting
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._is_repeating = False
+        self._handle = model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+
+    def finish(self) -> None:
+        """Take part in the passes that other processes still run; collective."""
+        while _CALLING in self._tell(_EMPTY if self._call is None else _DONE):
+            assert self._call is not None
+            args, kwargs = self._call
+            self._is_repeating = True
+            try:
+                with torch.no_grad(), self._casting():
+                    self._model(*args, **kwargs)
+            finally:
+                self._is_repeating = False
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._handle.remove()
+        self._call = None
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_repeating:
+            self._call = (args, kwargs)
+            self._tell(_CALLING)
+
+    def _tell(self, status: int) -> list[int]:
+        """Exchange who is about to run a forward pass, and lend arguments to those who have never seen any."""
+        mine = torch.tensor([status], device=self._strategy.device)
+        all_of_them = [torch.empty_like(mine) for _ in range(self._strategy.world_size)]
+        dist.all_gather(all_of_them, mine)
+        statuses: list[int] = torch.cat(all_of_them).tolist()
+        if _CALLING in statuses and _EMPTY in statuses:
+            lent = self._lend(statuses.index(_CALLING))
+            if self._call is None:
+                self._call = lent
+        return statuses
+
+    def _lend(self, src: int) -> Any:
+        """Return the arguments of process `src`; collective."""
+        tensors: list[torch.Tensor] = []
+        shape: Any = None
+        if self._strategy.rank == src:
+            shape = _describe(self._call, tensors)
+        kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+        kinds, shape = self._strategy.broadcast_object([kinds, shape], src)
+        device = self._strategy.device
+        if self._strategy.rank != src:
+            tensors = [torch.empty(size, dtype=getattr(torch, dtype), device=device) for dtype, size in kinds]
+        for tensor in tensors:
+            dist.broadcast(tensor.detach().contiguous() if self._strategy.rank == src else tensor, src)
+        args, kwargs = _rebuild(shape, iter(tensors).__next__)
+        return args, kwargs
+
+
+def _describe(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    """Describe nested arguments as JSON data, and collect their tensors in order."""
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree)
+        return {"tensor": None}
+    if isinstance(tree, Mapping):
+        return {"mapping": [[key, _describe(value, tensors)] for key, value in tree.items()]}
+    if isinstance(tree, (list, tuple)):
+        kind = "tuple" if isinstance(tree, tuple) else "list"
+        return {kind: [_describe(value, tensors) for value in tree]}
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return {"value": tree}
+    raise StrategyError(
+        explain(
+            "A split model was to be evaluated on fewer batches than there are processes.",
+            f"The others must run the model too, and its arguments hold a {type(tree).__name__}, which cannot be sent.",
+            "Evaluate on more samples, or pass the model tensors, numbers and text.",
+        )
+    )
+
+
+def _rebuild(described: Any, next_tensor: Callable[[], torch.Tensor]) -> Any:
+    ((kind, content),) = described.items()
+    if kind == "tensor":
+        return next_tensor()
+    if kind == "value":
+        return content
+    if kind == "mapping":
+        return {key: _rebuild(value, next_tensor) for key, value in content}
+    values = [_rebuild(value, next_tensor) for value in content]
+    return tuple(values) if kind == "tuple" else values

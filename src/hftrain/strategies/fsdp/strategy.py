@@ -1,0 +1,375 @@
+"""Train with parameters, gradients and optimizer state split among processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.log import get_logger
+from hftrain.core.types import PrecisionPolicy, Shard
+from hftrain.strategies.distributed import DistributedStrategy
+from hftrain.strategies.fsdp.lockstep import Lockstep
+from hftrain.strategies.fsdp.states import gather, pieces, split_like
+from hftrain.strategies.fsdp.units import find_units, recompute_activations
+
+logger = get_logger(__name__)
+
+SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+STATE_DICT_TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+
+
+class FSDPStrategy(DistributedStrategy):
+    """Train with torch's composable `fully_shard`: each process keeps a part of every parameter.
+
+    A unit's parameters are gathered when its forward or backward pass needs them and let go afterwards; gradients are
+    averaged and split in one go. The model is changed in place: its parameters become `DTensor` objects.
+
+    Args:
+        use_cpu: See `DistributedStrategy`.
+        backend: Likewise.
+        timeout_s: Likewise.
+        place_model: Likewise; parameters that are split are always on the device, or the CPU with `offload`.
+        sharding: ``"full_shard"`` splits parameters, gradients and optimizer state; ``"shard_grad_op"`` keeps the
+            gathered parameters from the forward to the backward pass; ``"no_shard"`` splits nothing;
+            ``"hybrid_shard"`` and ``"hybrid_shard_zero2"`` do as the first two within a machine, and keep copies in
+            step between machines.
+        offload: Keep parameters, gradients and optimizer state in host memory, and update there.
+        auto_wrap: Make units of the model's parts; else the whole model is one unit, gathered at once.
+        layer_classes: Names of the parts' classes; None takes the model's own hint (`_no_split_modules`).
+        min_num_params: Choose parts by their number of parameters instead.
+        reshard_after_forward: Whether, or into groups of how many processes, gathered parameters are split again
+            after the forward pass; None as `sharding` says.
+        forward_prefetch: Gather the next unit's parameters while one computes; for models that run in the order in
+            which their parts are defined.
+        sync_module_states: Start from the first process's parameters and buffers everywhere.
+        cpu_ram_efficient_loading: Let the other processes build the model on the meta device, without weights.
+        activation_checkpointing: Let each unit compute its activations once more in the backward pass.
+        state_dict_type: What checkpoints hold: each process's part, or the whole gathered by the first process.
+        shard_size: How many processes share one copy with a hybrid sharding; None takes those of a machine.
+
+    Units:
+        timeout_s: seconds.
+
+    Raises:
+        ConfigError: Options that contradict each other, or that do not exist.
+
+    Source: the documented `fsdp` and `fsdp_config`; Zhao et al., PyTorch FSDP, 2023.
+    """
+
+    name = "fsdp"
+    shards_model = True
+
+    def __init__(
+        self,
+        *,
+        use_cpu: bool = False,
+        backend: str | None = None,
+        timeout_s: float = 1800,
+        place_model: bool = True,
+        sharding: str = "full_shard",
+        offload: bool = False,
+        auto_wrap: bool = True,
+        layer_classes: Sequence[str] | None = None,
+        min_num_params: int = 0,
+        reshard_after_forward: bool | int | None = None,
+        forward_prefetch: bool = False,
+        sync_module_states: bool = True,
+        cpu_ram_efficient_loading: bool = False,
+        activation_checkpointing: bool = False,
+        state_dict_type: str = "SHARDED_STATE_DICT",
+        shard_size: int | None = None,
+    ) -> None:
+        super().__init__(use_cpu=use_cpu, backend=backend, timeout_s=timeout_s, place_model=place_model)
+        if offload and backend is None and self.device_type != "cpu":
+            # The norm of gradients in host memory is summed there.
+            self.backend = f"cpu:gloo,{self.device_type}:{self.backend}"
+        self.sharding, self.offload, self.shard_size = sharding, offload, shard_size
+        self.auto_wrap, self.min_num_params = auto_wrap, min_num_params
+        self.layer_classes = [layer_classes] if isinstance(layer_classes, str) else layer_classes and [*layer_classes]
+        gathers_twice = sharding in ("full_shard", "hybrid_shard")
+        self.reshard_after_forward = gathers_twice if reshard_after_forward is None else reshard_after_forward
+        self.forward_prefetch = forward_prefetch
+        self.sync_module_states, self.cpu_ram_efficient_loading = sync_module_states, cpu_ram_efficient_loading
+        self.activation_checkpointing = activation_checkpointing
+        self.state_dict_type = state_dict_type
+        self._policy: PrecisionPolicy | None = None
+        self._lockstep: Lockstep | None = None
+        self._plugin: Any = None
+        self._check_options()
+
+    @classmethod
+    def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
+        return "torch has no process group that serves MPS" if device_type == "mps" else None
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise unless a model can be split; touches no device.
+
+        Raises:
+            ConfigError: It has no part to make a unit of that was named or is needed, nothing to train, a parameter
+                without dimensions, or no weights.
+        """
+        if isinstance(model, FSDPModule):
+            return
+        units = self._units(model)
+        reason, remedy = None, ""
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            reason, remedy = "None of its parameters requires a gradient.", "Unfreeze some, or use another strategy."
+        scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
+        if scalars:
+            reason = f"Parameters without a dimension have no rows to split ({', '.join(scalars[:3])})."
+            remedy = "Give them one: torch.zeros(1) in place of torch.zeros(())."
+        if any(parameter.is_meta for parameter in model.parameters()):
+            if self.rank == 0:
+                reason, remedy = "It is on the meta device, without weights.", "Build it with weights in this process."
+            elif not self.cpu_ram_efficient_loading:
+                reason = "It is on the meta device, without weights."
+                remedy = "Set fsdp_config's cpu_ram_efficient_loading, which takes them from the first process."
+        if self.activation_checkpointing and not units:
+            reason = "activation_checkpointing recomputes unit by unit, and the whole model is one unit."
+            remedy = "Name the repeated layers in transformer_layer_cls_to_wrap, or set min_num_params."
+        if reason:
+            raise ConfigError(explain(f"strategy={self.name!r} was to train {type(model).__name__}.", reason, remedy))
+
+    def setup(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[nn.Module], Optimizer] | None,
+        policy: PrecisionPolicy,
+    ) -> tuple[nn.Module, Optimizer | None]:
+        """Split a model in place, and make its optimizer from the parts. Collective; mutates the model.
+
+        A model that is split already only gets its optimizer.
+
+        Raises:
+            ConfigError: See `check_model`.
+        """
+        if make_optimizer is None or isinstance(model, FSDPModule):
+            return super().setup(model, make_optimizer, policy)
+        self.check_model(model)
+        self._policy = policy
+        units = self._units(model)
+        if self.auto_wrap and not units:
+            logger.warning(
+                "%s is one unit, whose parameters are all gathered at once. Name its repeated layers in "
+                "transformer_layer_cls_to_wrap, or set min_num_params, to save memory.",
+                type(model).__name__,
+            )
+        if self.activation_checkpointing:
+            recompute_activations(units)
+        whole = dict(_tensors(model)) if self.is_main else {}
+        self._split(model, units, policy)
+        if self.sync_module_states and self.world_size > 1:
+            self._send_out(model, whole)
+        return model, make_optimizer(model)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        return model if isinstance(model, FSDPModule) else super().place(model)
+
+    def for_evaluation(self, model: nn.Module) -> nn.Module:
+        """Return the split model, whose forward passes talk to the other processes. Collective; mutates the buffers.
+
+        Call `finish_forwards` after the last batch: processes hold different numbers of batches.
+        """
+        if not isinstance(model, FSDPModule) or self.world_size == 1:
+            return super().for_evaluation(model)
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+        self.after_evaluation(model)
+        self._lockstep = Lockstep(model, self, self._casting)
+        return model
+
+    def finish_forwards(self) -> None:
+        if self._lockstep is not None:
+            self._lockstep.finish()
+
+    def after_evaluation(self, model: nn.Module) -> None:
+        if self._lockstep is not None:
+            self._lockstep.close()
+            self._lockstep = None
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        assert isinstance(model, FSDPModule)
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        norm = super().clip_grad_norm(parameters, max_norm)
+        return norm.full_tensor().to(self.device) if isinstance(norm, DTensor) else norm
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        # With the parameters themselves, so that names of one and the same stay so.
+        state = self.unwrap(model).state_dict(keep_vars=True)
+        found = gather(dict(state), device=self.device, keeps=self.is_main)
+        return {name: _detached(value) for name, value in found.items()} if self.is_main else {}
+
+    def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
+        if not isinstance(model, FSDPModule) or self._saves_whole():
+            return None
+        return pieces(model.state_dict(), is_main=self.is_main)
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        model = self.unwrap(model)
+        own = model.state_dict()
+        split = {name: split_like(value, own.get(name)) for name, value in state.items()}
+        return model.load_state_dict(split, strict=strict)
+
+    def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        found: dict[str, Any] = gather(optimizer.state_dict(), device=self.device, keeps=self.is_main)
+        return found if self.is_main else {}
+
+    def optimizer_shards(
+        self, model: nn.Module, optimizer: Optimizer
+    ) -> tuple[dict[str, Any], dict[str, Shard]] | None:
+        if not isinstance(model, FSDPModule) or self._saves_whole():
+            return None
+        state = optimizer.state_dict()
+        split = {
+            f"{index}.{key}": value
+            for index, entry in state["state"].items()
+            for key, value in entry.items()
+            if isinstance(value, DTensor)
+        }
+        plain = {
+            index: {key: value for key, value in entry.items() if not isinstance(value, DTensor)}
+            for index, entry in state["state"].items()
+        }
+        return {**state, "state": plain}, pieces(split, is_main=self.is_main)
+
+    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        split = {
+            index: {key: split_like(value, parameters[index]) for key, value in entry.items()}
+            for index, entry in state["state"].items()
+        }
+        super().load_optimizer_state(model, optimizer, {**state, "state": split})
+
+    def accelerator_options(self) -> dict[str, Any]:
+        """Return the documented plugin, always the same: checkpoints follow its `set_state_dict_type`."""
+        if self._plugin is None:
+            from accelerate import FullyShardedDataParallelPlugin
+
+            self._plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                reshard_after_forward=bool(self.reshard_after_forward),
+                cpu_offload=self.offload,
+                state_dict_type=self.state_dict_type,
+                activation_checkpointing=self.activation_checkpointing,
+            )
+        return {**super().accelerator_options(), "fsdp_plugin": self._plugin}
+
+    # -- how it is done ------------------------------------------------------------------------------------------
+
+    def _check_options(self) -> None:
+        reason, remedy = None, ""
+        received: dict[str, Any] = {}
+        for option, value, known in (
+            ("sharding", self.sharding, SHARDINGS),
+            ("state_dict_type", self.state_dict_type, STATE_DICT_TYPES),
+        ):
+            if value not in known:
+                reason, remedy, received = f"There is no such {option}.", suggest(str(value), known), {option: value}
+        if self.sharding == "no_shard" and self.offload:
+            reason, remedy = "Only what is split can be offloaded.", "Use sharding='full_shard' or 'shard_grad_op'."
+        if self.min_num_params and self.layer_classes:
+            reason = "min_num_params and transformer_layer_cls_to_wrap are two ways to choose what is wrapped."
+            remedy = "Keep one of the two."
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            reason = "cpu_ram_efficient_loading reads weights in one process, which sync_module_states then sends out."
+            remedy = "Set sync_module_states to True."
+        is_hybrid = self.sharding.startswith("hybrid")
+        if self.shard_size is not None and not is_hybrid:
+            reason, remedy = "shard_size belongs to a hybrid sharding.", "Use sharding='hybrid_shard', or leave it out."
+        size = self.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        if is_hybrid and self.world_size > 1 and (size < 2 or self.world_size % size):
+            reason = f"{self.world_size} processes cannot keep copies that {size} processes each share."
+            remedy = "Start several processes, as many on each machine, or use 'full_shard'."
+            received = {"sharding": self.sharding, "shard_size": size}
+        if reason:
+            raise ConfigError(explain(f"strategy={self.name!r} was asked for.", reason, remedy, **received))
+        self._group_size = size if is_hybrid else 1 if self.sharding == "no_shard" else self.world_size
+
+    def _units(self, model: nn.Module) -> list[nn.Module]:
+        if not self.auto_wrap:
+            return []
+        return find_units(model, layer_classes=self.layer_classes, min_num_params=self.min_num_params)
+
+    def _mesh(self) -> DeviceMesh:
+        """Return the processes as a row, or as rows of copies."""
+        size = min(self._group_size, self.world_size)
+        if size == self.world_size:
+            return init_device_mesh(self.device_type, (size,), mesh_dim_names=("shard",))
+        shape = (self.world_size // size, size)
+        return init_device_mesh(self.device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy) -> None:
+        mesh = self._mesh()
+        offload = CPUOffloadPolicy(pin_memory=self.device_type != "cpu") if self.offload else OffloadPolicy()
+        casting: dict[str, Any] = {}
+        # Beside autocast, to gather half as much. On the CPU autocast leaves some operations (layer_norm) alone, which
+        # then fail where a float32 buffer meets a cast parameter; there parameters are gathered as they are.
+        if policy.autocast and self.device_type != "cpu":
+            casting = {"param_dtype": policy.compute_dtype, "reduce_dtype": policy.reduce_dtype}
+        for unit in units:
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=self.reshard_after_forward,
+                mp_policy=MixedPrecisionPolicy(**casting),
+                offload_policy=offload,
+            )
+        # Losses are computed from what the outermost unit returns.
+        outermost = MixedPrecisionPolicy(**casting, output_dtype=policy.param_dtype if casting else None)
+        fully_shard(model, mesh=mesh, mp_policy=outermost, offload_policy=offload)
+        if self.forward_prefetch:
+            in_order = [module for module in model.modules() if isinstance(module, FSDPModule)]
+            for module, following in pairwise(in_order):
+                module.set_modules_to_forward_prefetch([following])
+
+    def _send_out(self, model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
+        """Give every process its part of the first one's parameters, and its buffers; one tensor at a time."""
+        if any(tensor.is_meta for _, tensor in _tensors(model)):
+            model.to_empty(device="cpu" if self.offload else self.device)
+        with torch.no_grad():
+            for name, tensor in _tensors(model):
+                if self.is_main:
+                    full = whole[name].to(self.device).contiguous()
+                else:
+                    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                dist.broadcast(full, src=0)
+                tensor.copy_(split_like(full, tensor))
+
+    def _casting(self) -> torch.autocast:
+        policy = self._policy
+        assert policy is not None
+        return torch.autocast(self.device_type, dtype=policy.compute_dtype, enabled=policy.autocast)
+
+    def _saves_whole(self) -> bool:
+        chosen = self.state_dict_type if self._plugin is None else self._plugin.state_dict_type.name
+        return bool(chosen == "FULL_STATE_DICT")
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return chain(model.named_parameters(), model.named_buffers())
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

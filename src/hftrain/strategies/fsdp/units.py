@@ -1,0 +1,79 @@
+"""Which parts of a model are gathered, used and let go together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.utils.checkpoint import checkpoint
+
+from hftrain.core.errors import ConfigError, explain, suggest
+
+
+def find_units(model: nn.Module, *, layer_classes: Sequence[str] | None, min_num_params: int) -> list[nn.Module]:
+    """List the parts of a model that become units of their own, inner ones first; the rest is one more unit.
+
+    A part that shares a parameter with what lies outside of it (tied embeddings) stays in the outermost unit.
+
+    Args:
+        model: The whole model, which is none of the parts.
+        layer_classes: Names of the parts' classes; None takes the model's own hint, `_no_split_modules`.
+        min_num_params: Cut by the number of parameters instead; 0 does not.
+
+    Raises:
+        ConfigError: No part is of a class that was named.
+
+    Source: the documented `transformer_layer_cls_to_wrap` and `min_num_params`.
+    """
+    if min_num_params:
+        found = list(_by_size(model, min_num_params))
+    else:
+        found = _by_class(model, layer_classes)
+    homes: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            homes.setdefault(id(parameter), set()).add(module)
+    return [unit for unit in found if unit is not model and not _shares(unit, homes)]
+
+
+def recompute_activations(units: Sequence[nn.Module]) -> None:
+    """Let each unit compute its activations once more in the backward pass instead of keeping them; mutates them.
+
+    Not torch's checkpoint wrapper, which is a module of its own and would change the parameters' names.
+    """
+    for unit in units:
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+
+
+def _by_class(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
+    present = {type(module).__name__ for module in model.modules() if module is not model}
+    for name in names or ():
+        if name not in present:
+            raise ConfigError(
+                explain(
+                    f"transformer_layer_cls_to_wrap={name!r} was asked for.",
+                    f"{type(model).__name__} has no part of that class (upper and lower case count).",
+                    suggest(name, present),
+                )
+            )
+    wanted = set(getattr(model, "_no_split_modules", None) or ()) if names is None else set(names)
+    return [module for module in reversed(list(model.modules())) if type(module).__name__ in wanted]
+
+
+def _by_size(module: nn.Module, minimum: int) -> Iterator[nn.Module]:
+    """Yield parts whose parameters, less those of parts inside them, are at least `minimum`."""
+    num_params = sum(parameter.numel() for parameter in module.parameters())
+    if size_based_auto_wrap_policy(module, True, num_params, min_num_params=minimum):
+        for child in module.children():
+            for unit in _by_size(child, minimum):
+                num_params -= sum(parameter.numel() for parameter in unit.parameters())
+                yield unit
+    if size_based_auto_wrap_policy(module, False, num_params, min_num_params=minimum):
+        yield module
+
+
+def _shares(unit: nn.Module, homes: dict[int, set[nn.Module]]) -> bool:
+    inside = set(unit.modules())
+    return any(not homes[id(parameter)] <= inside for parameter in unit.parameters())

@@ -1,0 +1,49 @@
+"""Checkpoints that several processes write, each its part, and that another number of processes may read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrain.checkpoint.layout import OPTIMIZER_SHARDS, WEIGHT_SHARDS
+from hftrain.checkpoint.manifest import read_manifest
+from hftrain.checkpoint.parts import load_rng
+from hftrain.checkpoint.ranks import share_out
+from hftrain.core.log import get_logger
+from hftrain.storage.shards import save_shards
+
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+
+def shard_writers(trainer: Trainer, optimizer: torch.optim.Optimizer) -> list[Callable[[Path], None]]:
+    """Return what writes this process's pieces of model and optimizer; nothing where they are saved whole."""
+    strategy = trainer.strategy
+    place = {"rank": strategy.rank, "world_size": strategy.world_size}
+    weights = strategy.model_shards(trainer.model_wrapped)
+    if weights is None:
+        return []
+    writers: list[Callable[[Path], None]] = [lambda folder: save_shards(weights, folder, stem=WEIGHT_SHARDS, **place)]
+    split = None if trainer.args.save_only_model else strategy.optimizer_shards(trainer.model_wrapped, optimizer)
+    if split is not None:
+        writers.append(lambda folder: save_shards(split[1], folder, stem=OPTIMIZER_SHARDS, **place))
+    return writers
+
+
+def load_own(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """Read what differs by process; another number of processes than now may have saved it."""
+    strategy = trainer.strategy
+    num_saved = read_manifest(folder).facts["geometry"]["world_size"]
+    if num_saved == strategy.world_size:
+        return load_rng(folder, rank=strategy.rank, world_size=strategy.world_size)
+    logger.warning(
+        "%s was saved by %d processes and goes on with %d: random numbers (dropout) come out differently.",
+        *(folder, num_saved, strategy.world_size),
+    )
+    states = [load_rng(folder, rank=rank, world_size=num_saved) for rank in range(num_saved)]
+    return share_out(states, rank=strategy.rank)

@@ -1,0 +1,469 @@
+"""FSDP on real processes: equal to one process, whole states, evaluation in step, checkpoints for any number."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Stream, make_arguments, make_rows
+from torch import nn
+
+from hftrain import EvalPrediction, StepOutput, TaskModule, Trainer, TrainerCallback, set_seed
+from hftrain.checkpoint.weights import read_weights
+from hftrain.strategies.fsdp.strategy import FSDPStrategy
+
+pytestmark = pytest.mark.distributed
+
+
+class Block(nn.Module):
+    """One of the repeated layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mix(self.norm(x)).tanh()
+
+
+class Deep(nn.Module):
+    """Repeated layers, a weight that two layers share, a frozen one, and a buffer."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, 8), requires_grad=False)
+        self.register_buffer("shift", torch.full((8,), 0.1))
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.last = nn.Linear(8, 8)
+        self.last.weight = self.blocks[0].mix.weight
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        hidden = self.first(x) * self.frozen + self.shift
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.last(hidden))
+        return (logits,) if labels is None else (nn.functional.cross_entropy(logits, labels), logits)
+
+
+class StopAt(TrainerCallback):
+    """Save and stop at one step."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def make_trainer(
+    folder: str,
+    *,
+    rows: int = 24,
+    stop: int | None = None,
+    strategy: Any = None,
+    precision: Any = None,
+    is_meta: bool = False,
+    **options: Any,
+) -> Trainer:
+    rank = int(os.environ.get("RANK", "0"))
+    set_seed(7 + rank)  # only rank 0's weights may count
+    with torch.device("meta" if is_meta and rank else "cpu"):
+        model = Deep()
+    return Trainer(
+        model,
+        make_arguments(Path(folder), **options),
+        train_dataset=make_rows(rows),
+        eval_dataset=make_rows(7, seed=2),
+        callbacks=[StopAt(stop)],
+        strategy=strategy,
+        precision=precision,
+    )
+
+
+def told(trainer: Trainer) -> dict[str, Any]:
+    """Return what a run logged, and what the model has learnt (in the main process)."""
+    state = trainer.strategy.model_state(trainer.model_wrapped)
+    names = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    return {
+        "history": [
+            {name: entry[name] for name in names if name in entry}
+            for entry in trainer.state.log_history
+            if "train_loss" not in entry
+        ],
+        "weights": {name: value.flatten().tolist() for name, value in state.items()},
+    }
+
+
+def train(folder: str, *, resume: bool = False, **options: Any) -> dict[str, Any]:
+    trainer = make_trainer(folder, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return told(trainer)
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any], rel: float = 1e-5) -> None:
+    assert len(ours["history"]) == len(theirs["history"])
+    for left, right in zip(ours["history"], theirs["history"], strict=True):
+        assert left == pytest.approx(right, rel=rel, abs=1e-6)
+    assert ours["weights"].keys() == theirs["weights"].keys()
+    for name, values in ours["weights"].items():
+        assert values == pytest.approx(theirs["weights"][name], rel=rel, abs=1e-5), name
+
+
+CLIPPED = {"max_grad_norm": 0.5, "eval_strategy": "epoch", "weight_decay": 0.1}
+# 28 rows are 7 micro-steps of 4: with accumulation 3 the last step of an epoch is a short one.
+ROWS = 28
+CHOICES: dict[str, dict[str, Any]] = {
+    "fsdp": {"strategy": "fsdp"},
+    "offload": {"strategy": "fsdp_offload"},
+    "full_shard": {"fsdp": "full_shard"},
+    "full_shard auto_wrap": {"fsdp": "full_shard auto_wrap"},
+    "shard_grad_op": {"fsdp": "shard_grad_op auto_wrap"},
+    "no_shard": {"fsdp": "no_shard"},
+    "hybrid_shard": {"fsdp": "hybrid_shard"},
+    "offload auto_wrap": {"fsdp": "full_shard offload auto_wrap"},
+    "by size": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"min_num_params": 60, "forward_prefetch": True}},
+    "weights on rank 0 alone": {
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": {"cpu_ram_efficient_loading": True},
+        "is_meta": True,
+    },
+    "recomputing": {
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": {"activation_checkpointing": True, "transformer_layer_cls_to_wrap": "Block"},
+    },
+}
+
+
+def each_choice(folder: str) -> dict[str, Any]:
+    answers = {
+        f"{name} {accumulation}": train(
+            f"{folder}/{name}", rows=ROWS, per_device_train_batch_size=2, gradient_accumulation_steps=accumulation,
+            **CLIPPED, **choice,
+        )
+        for name, choice in CHOICES.items()
+        for accumulation in (1, 3)
+    }  # fmt: skip
+    ragged = {"rows": 25, "per_device_train_batch_size": 2, **CLIPPED}
+    for strategy in ("ddp", "fsdp"):
+        answers[f"ragged {strategy}"] = train(f"{folder}/ragged", strategy=strategy, **ragged)
+    for precision in ("bf16", "fp16"):
+        answers[precision] = train(f"{folder}/{precision}", strategy="fsdp", precision=precision, **ragged)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    from support.distributed import launch
+
+    folder = tmp_path_factory.mktemp("fsdp")
+    ended = launch(everything, folder, kwargs={"folder": str(folder)}, timeout_s=500)
+    assert ended.returncode == 0, ended.output
+    return ended.results
+
+
+def everything(folder: str) -> dict[str, Any]:
+    return {
+        "choices": each_choice(folder),
+        "evaluated": evaluate(folder, most=17, strategy="fsdp"),
+        "saved": save(folder),
+        "bytes": {strategy: count_bytes(folder, strategy=strategy) for strategy in ("ddp", "fsdp")},
+        "best": keep_best(folder),
+        "ended": end_whole(folder),
+        "mixed": mix_dtypes(folder),
+    }
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": request.param}
+    return request.param, train(str(tmp_path_factory.mktemp("alone")), rows=ROWS, **options, **CLIPPED)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_two_processes_train_like_one(two: list[Any], alone: tuple[int, dict[str, Any]], choice: str) -> None:
+    accumulation, expected = alone
+    first, second = (answer["choices"][f"{choice} {accumulation}"] for answer in two)
+    assert first["history"] == second["history"]
+    assert second["weights"] == {}
+    assert max(entry.get("grad_norm", 0) for entry in expected["history"]) > 0.5, "else clipping would not be seen"
+    close(first, expected)
+
+
+def test_ragged_end_trains_as_with_ddp_and_half_precision_alike_on_all_ranks(two: list[Any]) -> None:
+    first, second = (answer["choices"] for answer in two)
+    close(first["ragged fsdp"], first["ragged ddp"])
+    for precision in ("bf16", "fp16"):
+        assert first[precision]["history"] == second[precision]["history"]
+        losses = [
+            [entry["loss"] for entry in run["history"] if "loss" in entry]
+            for run in (first[precision], first["ragged ddp"])
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+class Judged(TaskModule):
+    """The same model as a task, whose metric would count a sample too many."""
+
+    def __init__(self, model: nn.Module) -> None:
+        import torchmetrics
+
+        super().__init__(model)
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+
+    def training_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
+        loss, logits = self.model(**batch)
+        return StepOutput(loss=loss, outputs=logits, labels=batch["labels"])
+
+    def evaluation_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
+        loss, logits = self.model(batch["x"], labels=batch["labels"])
+        self.accuracy.update(logits, batch["labels"])
+        return StepOutput(loss=loss, outputs=logits, labels=batch["labels"], logs={"mean": logits.mean()})
+
+
+def share(prediction: EvalPrediction) -> dict[str, float]:
+    return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def evaluate(folder: str, *, most: int, strategy: str | None) -> list[Any]:
+    """Train a step, then evaluate and predict on 1 to `most` samples, sized and streamed, by both kinds of trainer."""
+    arguments = make_arguments(
+        Path(folder), per_device_eval_batch_size=2, max_steps=1,
+        per_device_train_batch_size=4 if strategy is None else 2, eval_strategy="steps", eval_steps=1,
+        metric_for_best_model="accuracy",
+    )  # fmt: skip
+    plain = make_arguments(Path(folder), per_device_eval_batch_size=2)
+    set_seed(3)
+    model = Deep()
+    # The rehearsal of the metric, and the evaluation while training: on one sample, so that ranks are without any.
+    task = Trainer(
+        Judged(model), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(1, seed=2), strategy=strategy
+    )
+    task.train()
+    answers: list[Any] = [{name: value for name, value in task.state.log_history[-2].items() if "eval_loss" in name}]
+    documented = Trainer(model, plain, compute_metrics=share, strategy=task.strategy if strategy else None)
+    for number in range(1, most + 1):
+        rows = make_rows(number, seed=number)
+        for data in (rows, Stream(rows)):
+            metrics, streamed = documented.evaluate(data), task.evaluate(data)
+            prediction = documented.predict(data)
+            kept = {k: v for k, v in {**metrics, **streamed}.items() if not k.endswith(("runtime", "second", "mean"))}
+            answers.append([kept, prediction.predictions.tolist(), prediction.label_ids.tolist()])
+    return answers
+
+
+@pytest.mark.parametrize("index", range(2))
+def test_evaluation_on_1_to_17_samples_equals_that_of_one_process(
+    two: list[Any], index: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    alone = evaluate(str(tmp_path_factory.mktemp("alone")), most=17, strategy=None)
+    assert two[index]["evaluated"][0] == pytest.approx(alone[0], rel=1e-5)
+    for ours, theirs in zip(two[index]["evaluated"][1:], alone[1:], strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-4)
+        assert ours[2] == theirs[2]
+        torch.testing.assert_close(torch.tensor(ours[1]), torch.tensor(theirs[1]), rtol=1e-4, atol=1e-5)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+SAVING: dict[str, Any] = {
+    "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 100, "logging_steps": 2, "rows": ROWS,
+    "gradient_accumulation_steps": 2,
+}  # fmt: skip
+FORMS = {"sharded": {}, "full": {"state_dict_type": "full_state_dict"}}
+
+
+def save(folder: str) -> dict[str, Any]:
+    """Train without a break; and stop in the middle of a logging window, save in each form, and go on."""
+    options = {**SAVING, "per_device_train_batch_size": 2, "fsdp": "full_shard auto_wrap"}
+    answers = {"whole": train(f"{folder}/whole", **options)}
+    for form, config in FORMS.items():
+        parts = f"{folder}/{form}"
+        train(parts, stop=3, fsdp_config=config, **options)
+        answers[f"files {form}"] = sorted(os.listdir(f"{parts}/checkpoint-3"))
+        # Written in the other form from here on: whichever is found is read.
+        answers[form] = train(
+            parts, resume=True, fsdp_config=FORMS["full" if form == "sharded" else "sharded"], **options
+        )
+    answers["folder"] = folder
+    return answers
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_resumed_run_equals_the_undisturbed_one(two: list[Any], form: str) -> None:
+    first = two[0]["saved"]
+    close(first[form], first["whole"], rel=1e-6)
+
+
+def test_checkpoints_are_sharded_unless_asked_for_whole(two: list[Any]) -> None:
+    sharded, full = two[0]["saved"]["files sharded"], two[0]["saved"]["files full"]
+    shards = [f"{kind}_shard-{rank:05d}-of-00002.safetensors" for kind in ("model", "optimizer") for rank in range(2)]
+    assert set(shards) <= set(sharded)
+    assert "model.safetensors" not in sharded
+    assert "model.safetensors" in full
+    assert not set(shards) & set(full)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "single"])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_process_goes_on_where_two_stopped(
+    two: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, form: str, strategy: str
+) -> None:
+    shutil.copytree(Path(two[0]["saved"]["folder"]) / form / "checkpoint-3", tmp_path / "checkpoint-3")
+    trainer = make_trainer(str(tmp_path), per_device_train_batch_size=4, strategy=strategy, **SAVING)
+    try:
+        trainer.train(resume_from_checkpoint=True)
+        close(told(trainer), two[0]["saved"]["whole"])
+        assert "was saved by 2 processes and goes on with 1" in caplog.text
+    finally:
+        trainer.strategy.close()
+
+
+def keep_best(folder: str) -> bool:
+    """Load the best model at the end, and compare it with the checkpoint it came from."""
+    trainer = make_trainer(
+        f"{folder}/best", per_device_train_batch_size=2, fsdp="full_shard", eval_strategy="steps", eval_steps=2,
+        save_strategy="steps", save_steps=2, load_best_model_at_end=True, learning_rate=0.5, max_steps=8,
+    )  # fmt: skip
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert best is not None
+    assert not best.endswith("-8")
+    expected = read_weights(Path(best))
+    found = trainer.strategy.model_state(trainer.model_wrapped)
+    return all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_best_model_comes_back_at_the_end(two: list[Any]) -> None:
+    assert [answer["best"] for answer in two] == [True, True]
+
+
+def end_whole(folder: str) -> list[Any]:
+    """Do as the documented final save does, and save once more without it."""
+    trainer = make_trainer(f"{folder}/ended", per_device_train_batch_size=2, fsdp="full_shard", max_steps=2, stop=1)
+    trainer.train()
+    if hasattr(Trainer, "accelerator"):
+        plugin = trainer.accelerator.state.fsdp_plugin
+    else:
+        plugin = trainer.strategy.accelerator_options()["fsdp_plugin"]
+    answers: list[Any] = [trainer.is_fsdp_enabled, plugin.state_dict_type.name]
+    trainer.save_model(f"{folder}/ended/before")
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model(f"{folder}/ended/after")
+    trainer.train()
+    files = [sorted(os.listdir(f"{folder}/ended/{name}")) for name in ("before", "after", "checkpoint-1")]
+    return [*answers, *("model.safetensors" in names for names in files)]
+
+
+def test_model_saved_by_name_is_whole_and_checkpoints_follow_the_plugin(two: list[Any]) -> None:
+    assert [answer["ended"] for answer in two] == [[True, "SHARDED_STATE_DICT", True, True, True]] * 2
+
+
+# -- what it is for ----------------------------------------------------------------------------------------------------
+
+
+class CountBytes(TrainerCallback):
+    """Count what one process holds when gradients are there."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer = kwargs["optimizer"]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = [*parameters, *(parameter.grad for parameter in parameters)]
+        held += [value for entry in optimizer.state.values() for value in entry.values()]
+        local = [getattr(tensor, "_local_tensor", tensor) for tensor in held]
+        self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+class Wide(nn.Module):
+    """A model large enough for its biases not to count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 65), nn.Linear(65, 64), nn.Linear(64, 3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = self.layers(x)
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+def count_bytes(folder: str, *, strategy: str) -> int:
+    counter = CountBytes()
+    arguments = make_arguments(Path(folder), max_steps=2, fsdp_config={"min_num_params": 1000})
+    Trainer(Wide(), arguments, train_dataset=make_rows(24), callbacks=[counter], strategy=strategy).train()
+    return counter.num_bytes
+
+
+def test_process_holds_about_half_of_what_it_holds_with_ddp(two: list[Any]) -> None:
+    for answer in two:
+        assert 0 < answer["bytes"]["fsdp"] <= 0.55 * answer["bytes"]["ddp"]
+
+
+def mix_dtypes(folder: str) -> list[float]:
+    """Train a float32 head on a frozen bfloat16 body."""
+
+    class Mixed(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, 4).requires_grad_(False).to(torch.bfloat16)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+            return super().forward(self.body(x.to(torch.bfloat16)).float(), labels)
+
+    set_seed(0)
+    trainer = Trainer(
+        Mixed(), make_arguments(Path(folder), max_steps=3, max_grad_norm=0.1), train_dataset=make_rows(24),
+        strategy="fsdp",
+    )  # fmt: skip
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_frozen_half_precision_parts_train_beside_float32_ones(two: list[Any]) -> None:
+    assert two[0]["mixed"] == two[1]["mixed"]
+    assert len(two[0]["mixed"]) == 3
+
+
+def hybrid(folder: str) -> dict[str, Any]:
+    """Train two copies, each shared by two processes."""
+    options: dict[str, Any] = {"rows": 32, "per_device_train_batch_size": 1, **CLIPPED, **SAVED_SOON}
+    answers = {}
+    for sharding in ("hybrid_shard", "hybrid_shard_zero2"):
+        strategy = FSDPStrategy(use_cpu=True, sharding=sharding, shard_size=2)
+        answers[sharding] = train(f"{folder}/{sharding}", strategy=strategy, **options)
+    # Without a word about it, the processes of a machine share a copy.
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    answers["by machine"] = train(f"{folder}/machine", fsdp="hybrid_shard auto_wrap", **options)
+    train(f"{folder}/parts", fsdp="hybrid_shard auto_wrap", stop=5, **options)
+    answers["files"] = sorted(os.listdir(f"{folder}/parts/checkpoint-5"))
+    answers["resumed"] = train(f"{folder}/parts", resume=True, fsdp="hybrid_shard auto_wrap", **options)
+    return answers
+
+
+SAVED_SOON: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100, "num_train_epochs": 1}
+
+
+def test_copies_of_a_hybrid_sharding_stay_in_step(tmp_path: Path, run_distributed: Any) -> None:
+    four = run_distributed(hybrid, num_processes=4, folder=str(tmp_path))
+    alone = train(str(tmp_path / "alone"), rows=32, per_device_train_batch_size=4, **CLIPPED, **SAVED_SOON)
+    for name in ("hybrid_shard", "hybrid_shard_zero2", "by machine"):
+        close(four[0][name], alone)
+        assert all(answer[name]["history"] == four[0][name]["history"] for answer in four)
+    close(four[0]["resumed"], four[0]["by machine"], rel=1e-6)
+    # One of the copies is written.
+    assert [name for name in four[0]["files"] if name.startswith("model_shard")] == [
+        f"model_shard-{rank:05d}-of-00004.safetensors" for rank in range(2)
+    ]
