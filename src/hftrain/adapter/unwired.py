@@ -28,7 +28,6 @@ UNWIRED: dict[str, str] = {
     "save_on_each_node": "saving on every node",
     "tpu_num_cores": "TPUs",
     "mp_parameters": "SageMaker model parallelism",
-    "deepspeed": "DeepSpeed",
     "parallelism_config": "device meshes",
     "ray_scope": "hyper-parameter search",
     "fp16_opt_level": "Apex",

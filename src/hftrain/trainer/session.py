@@ -31,6 +31,7 @@ from hftrain.task.module import TaskModule
 from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer.checks import best_metric_key, check_optimizer
 from hftrain.trainer.debugging import watch_overflow
+from hftrain.trainer.engines import forget_taken
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.weighing import LossShares
@@ -84,7 +85,8 @@ class TrainSession:
         self.resume = None if resume is None else Path(resume)
         if trainer.model_init is not None:
             set_seed(args.seed)
-            trainer._adopt_model(trainer.call_model_init())
+            with trainer.strategy.building():
+                trainer._adopt_model(trainer.call_model_init())
             trainer.optimizer = trainer.lr_scheduler = None
         loader = self._loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
         batch_size = trainer.get_total_train_batch_size(args)
@@ -165,15 +167,26 @@ class TrainSession:
         self._enable_checkpointing(trainer.model)
         trainer.model = precision.convert(trainer.model)
         trainer._forget_schedule()
+        forget_taken(trainer)
+
+        strategy.plan(num_steps=max_steps, num_warmup_steps=trainer.args.get_warmup_steps(max_steps))
 
         def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-            trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
+            if "scheduler" in strategy.makes:
+                trainer.create_optimizer()
+            else:
+                trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
             assert trainer.optimizer is not None
+            # Here, for a strategy may put parameters of its own into the groups.
+            check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
             return trainer.optimizer
 
         wrapped, optimizer = strategy.setup(trainer.model, make_optimizer, precision.policy)
         assert optimizer is not None
-        check_optimizer(optimizer, trainer.lr_scheduler, trainer.model)
+        if "scheduler" in strategy.makes:
+            trainer.lr_scheduler = strategy.schedule
+        elif "optimizer" in strategy.makes:
+            trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
         # An interrupted run, or the user, may have left gradients.
         trainer.model.zero_grad()
         trainer.optimizer = self.optimizer = optimizer

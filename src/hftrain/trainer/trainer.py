@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from hftrain.adapter.data import eval_loader_config, length_config, total_batch_size, train_loader_config
+from hftrain.adapter.deepspeed import settle_deepspeed
 from hftrain.adapter.evaluate import evaluate_config
 from hftrain.adapter.optim import optimizer_config, schedule_config
 from hftrain.adapter.plan import train_plan
@@ -71,6 +72,7 @@ from hftrain.trainer.checks import (
     read_optimizers,
 )
 from hftrain.trainer.debugging import debug_callbacks
+from hftrain.trainer.engines import check_made
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.reports import (
     format_metrics,
@@ -175,6 +177,7 @@ class Trainer:
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
+        check_made(self)
         check_best_metric(self.args, task=self.task, compute_metrics=compute_metrics, eval_dataset=eval_dataset)
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
@@ -194,6 +197,7 @@ class Trainer:
         self.precision = (
             precision if isinstance(precision, Precision) else precisions.create(precision_name, **precision_options)
         )
+        settle_deepspeed(self.args, self.strategy, self.precision)
         check_legal(self.strategy, self.precision)
         check_configured_state(self.args, self.strategy.planned_device)
         self.strategy.non_blocking = non_blocking_copies(self.args)
@@ -290,8 +294,8 @@ class Trainer:
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether the Trainer moves the model to the device."""
-        return bool(self.args.place_model_on_device)
+        """Whether the Trainer moves the model to the device; DeepSpeed's engine does so itself."""
+        return bool(self.args.place_model_on_device) and not self.is_deepspeed_enabled
 
     # -- verbs ---------------------------------------------------------------------------------------------------
 
@@ -966,7 +970,8 @@ class Trainer:
         """Refuse, before anything is launched, an optimizer that cannot be made."""
         is_own = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         makes_own = type(self.task).configure_optimizers is not TaskModule.configure_optimizers
-        if not (is_own or makes_own or self._is_overridden("create_optimizer")):
+        is_made = "optimizer" in self.strategy.makes
+        if not (is_own or makes_own or is_made or self._is_overridden("create_optimizer")):
             self.get_optimizer_cls_and_kwargs(self.args, self.model)
 
     # -- optimizer and schedule ----------------------------------------------------------------------------------
@@ -1057,6 +1062,27 @@ class Trainer:
     def is_fsdp_enabled(self) -> bool:
         """Whether the model is split by FSDP. Source: the documented `Trainer.is_fsdp_enabled`."""
         return any(getattr(kind, "name", "") == "fsdp" for kind in type(self.strategy).__mro__)
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """Whether the strategy is DeepSpeed's. Source: the documented `Trainer.is_deepspeed_enabled`."""
+        return any(getattr(kind, "name", "") == "deepspeed" for kind in type(self.strategy).__mro__)
+
+    def propagate_args_to_deepspeed(self, auto_find_batch_size: bool = False) -> None:
+        """Write the arguments into the DeepSpeed config.
+
+        Source: the documented `Trainer.propagate_args_to_deepspeed`.
+        """
+        propagate = getattr(self.strategy, "propagate_args", None)
+        if propagate is None:
+            raise ConfigError(
+                explain(
+                    "propagate_args_to_deepspeed() was called.",
+                    f"strategy={self.strategy.name!r} has no DeepSpeed config.",
+                    "Pass deepspeed= in the arguments, or leave the call out.",
+                )
+            )
+        propagate(self.args, auto_find_batch_size=auto_find_batch_size)
 
     def is_world_process_zero(self) -> bool:
         """Tell whether this is the one main process of all."""
