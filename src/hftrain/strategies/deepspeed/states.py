@@ -19,6 +19,7 @@ _MASTERS = (
     "single_partition_of_fp32_groups",
     "fp32_groups_flat_partition",
     "fp32_groups_flat",
+    "fp32_groups",
 )
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -94,7 +95,7 @@ def _masters(engine: Any) -> list[torch.Tensor]:
     for name in _MASTERS:
         found = getattr(engine.optimizer, name, None)
         if found:
-            return list(found)
+            return [each for group in found for each in (group if isinstance(group, (list, tuple)) else [group])]
     raise StrategyError(
         explain(
             f"The state of DeepSpeed's {type(engine.optimizer).__name__} should be saved or restored.",
@@ -112,9 +113,9 @@ def _scalers(engine: Any) -> list[Any]:
 
 def _own(value: Any, master: torch.Tensor, *, rank: int, world_size: int) -> Any:
     """Return this process's piece of a tensor that all processes share."""
-    if not isinstance(value, torch.Tensor) or not value.dim() or len(value) == master.numel():
+    if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() == master.numel():
         return value
-    if len(value) != world_size * master.numel():
+    if value.numel() != world_size * master.numel():
         raise _unfit("It was split among another number of processes, and DeepSpeed's parts are not split anew.")
     return value[rank * master.numel() : (rank + 1) * master.numel()]
 
