@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -180,7 +181,10 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def close(self) -> None:
         self._release()
+        is_over = self._owns_group
         super().close()
+        if is_over and "deepspeed" in sys.modules:
+            _forget_groups()
 
     def scaler_factory(self, device: torch.device) -> GradScaler:
         """Make one that does nothing: the engine scales."""
@@ -223,7 +227,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.check_model(model)
         self._release()
         config = read_config(self.config)
-        fill(config, model_values(model))
+        half = next((name for name, dtype in _HALVES.items() if dtype == policy.compute_dtype), None)
+        fill(config, [*model_values(model), *_precision_values(config, half)])
+        if "train_batch_size" not in config:
+            config.setdefault("train_micro_batch_size_per_gpu", 1)  # without a Trainer; nothing but its timers read it
         optimizer = None
         if "optimizer" not in self.makes:
             optimizer = make_optimizer(model)
@@ -231,6 +238,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             config.setdefault("zero_allow_untested_optimizer", True)
             config.setdefault("zero_force_ds_cpu_optimizer", False)
         engine = self._engine = self._initialize(model, optimizer, config)
+        # Else it counts micro-steps, and the last update of an epoch may have fewer.
+        engine.set_gradient_accumulation_boundary(True)
         # The loop steps it, at the end of each update, as it does with others.
         self.schedule, engine.lr_scheduler = engine.lr_scheduler, None
         return engine, engine.basic_optimizer
@@ -397,6 +406,15 @@ class DeepSpeedStrategy(DistributedStrategy):
             for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
                 hook.remove()
             engine.destroy()
+
+
+def _forget_groups() -> None:
+    """Let DeepSpeed forget the process groups that it made, for another launch would find them, and they are gone."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    comm.cdb = None
+    importlib.reload(groups)
 
 
 class _LastNorm:
