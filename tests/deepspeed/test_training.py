@@ -387,7 +387,7 @@ def test_best_model_comes_back_at_the_end(two: list[Any]) -> None:
     assert [set(answer["best"].values()) for answer in two] == [{True}, {True}]
 
 
-# -- stage 3 ------------------------------------------------------------------------------------------------------------
+# -- stage 3 ----------------------------------------------------------------------------------------------------------
 
 
 class Spy(TrainerCallback):

@@ -43,9 +43,7 @@ for _name, _summary, _preset in (
     ("deepspeed_stage_3", "like deepspeed_stage_2, parameters split too", {"stage": 3}),
     ("deepspeed_stage_3_offload", "like deepspeed_stage_3, all in host memory", {"stage": 3, "offload": True}),
 ):
-    strategies.register(
-        _name, "hftrain.strategies.deepspeed.strategy:DeepSpeedStrategy", summary=_summary, **_preset
-    )
+    strategies.register(_name, "hftrain.strategies.deepspeed.strategy:DeepSpeedStrategy", summary=_summary, **_preset)
 
 
 def create_strategy(name: str = "auto", **options: Any) -> Strategy:

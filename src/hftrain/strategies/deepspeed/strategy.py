@@ -93,6 +93,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._engine: Any = None
         self._lockstep: Lockstep | None = None
         self._plugin: Any = None
+        self._sets_local_rank = False
 
     @classmethod
     def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
@@ -177,6 +178,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         if found == "cpu":
             # Or DeepSpeed compiles an exchange through shared memory, for minutes, at the first start. Gloo does it.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if "LOCAL_RANK" not in os.environ:
+            # DeepSpeed reads it, even where no launcher set it.
+            os.environ["LOCAL_RANK"], self._sets_local_rank = str(self.local_rank), True
         deepspeed.init_distributed(dist_backend=self.backend, auto_mpi_discovery=False, verbose=False)
 
     def close(self) -> None:
@@ -185,6 +189,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().close()
         if is_over and "deepspeed" in sys.modules:
             _forget_groups()
+        if self._sets_local_rank:
+            os.environ.pop("LOCAL_RANK", None)
+            self._sets_local_rank = False
 
     def scaler_factory(self, device: torch.device) -> GradScaler:
         """Make one that does nothing: the engine scales."""
@@ -373,8 +380,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         trained = None
         if optimizer is None and "optimizer" in config:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        with _local_rank(self.local_rank):
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trained, config=config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trained, config=config)
         half = next((name for name in _HALVES if find(config, f"{name}.enabled")), None)
         if half is not None:
             self._cast_floats_to(_HALVES[half])
@@ -438,15 +444,3 @@ def _precision_values(config: dict[str, Any], half: str | None) -> list[Fill]:
         config.setdefault(half, {"enabled": True})
     values = [Fill(key=f"{name}.enabled", value=name == half, name="precision") for name in _HALVES]
     return [*values, Fill(key="torch_autocast.enabled", value=False, name="precision")]
-
-
-@contextmanager
-def _local_rank(local_rank: int) -> Iterator[None]:
-    """Set the variable that DeepSpeed insists on, where no launcher did."""
-    is_set = "LOCAL_RANK" in os.environ
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    try:
-        yield
-    finally:
-        if not is_set:
-            del os.environ["LOCAL_RANK"]
