@@ -11,7 +11,9 @@ import torch
 from support.tiny import Net, Task, make_arguments, make_rows
 
 from hftrain import ConfigError, Trainer
+from hftrain.core.errors import StrategyError
 from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
+from hftrain.strategies.registry import create_strategy
 
 pytestmark = pytest.mark.deepspeed
 
@@ -153,7 +155,8 @@ def test_what_deepspeed_cannot_do_is_refused_at_once(tmp_path: Path, options: di
     if options.get("load_best_model_at_end"):
         options = {**options, "eval_strategy": "steps", "eval_steps": 500}
     with pytest.raises(ConfigError, match=message):
-        make(tmp_path, **options)
+        make(tmp_path, **options).train()
+    assert not torch.distributed.is_initialized()
 
 
 class OwnOptimizer(Task):
@@ -163,7 +166,7 @@ class OwnOptimizer(Task):
 
 def test_task_that_makes_an_optimizer_beside_the_configs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"OwnOptimizer\.configure_optimizers"):
-        make(tmp_path, AUTO, model=OwnOptimizer())
+        make(tmp_path, AUTO, model=OwnOptimizer()).train()
 
 
 def test_strategy_given_as_an_object_is_filled_and_takes_no_second_config(tmp_path: Path) -> None:
@@ -179,6 +182,16 @@ def test_model_without_a_hidden_size_or_parameters_is_refused_before_launch(tmp_
         make(tmp_path, config).train()
     with pytest.raises(ConfigError, match="None of its parameters requires a gradient"):
         make(tmp_path, {"zero_optimization": {"stage": 1}}, model=Net().requires_grad_(False)).train()
+    assert not torch.distributed.is_initialized()
+
+
+def test_device_that_deepspeed_did_not_choose_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A stand-in for a machine with a GPU, on which use_cpu=True was asked for.
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(type(get_accelerator()), "device_name", lambda self, index=None: "cuda")
+    with pytest.raises(StrategyError, match="DS_ACCELERATOR=cpu"):
+        create_strategy("deepspeed", use_cpu=True).launch()
     assert not torch.distributed.is_initialized()
 
 

@@ -177,7 +177,6 @@ class Trainer:
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
-        check_made(self)
         check_best_metric(self.args, task=self.task, compute_metrics=compute_metrics, eval_dataset=eval_dataset)
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
@@ -968,6 +967,7 @@ class Trainer:
 
     def _check_optimizer(self) -> None:
         """Refuse, before anything is launched, an optimizer that cannot be made."""
+        check_made(self)
         is_own = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         makes_own = type(self.task).configure_optimizers is not TaskModule.configure_optimizers
         is_made = "optimizer" in self.strategy.makes

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hftrain.core.errors import ConfigError, explain
 
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # Of these the engine splits the work in ways that the loaders do not follow.
 _PARALLEL = (("tensor_parallel", "autotp_size"), ("sequence_parallel_size",))
 
@@ -143,6 +145,18 @@ def model_values(model: nn.Module) -> list[Fill]:
         Fill(key=f"zero_optimization.{key}", value=value, name="hidden size", must_match=False)
         for key, value in sizes.items()
     ]
+
+
+def precision_values(config: dict[str, Any], half: str | None) -> list[Fill]:
+    """Return what the precision says of the config's sections; adds the one that is at work if there is none."""
+    autocast = config.get("torch_autocast") or {}
+    if half is not None and autocast.get("enabled"):
+        wanted = str(HALVES[half]).removeprefix("torch.")
+        return [Fill(key="torch_autocast.dtype", value=wanted, name="precision", creates=True)]
+    if half is not None:
+        config.setdefault(half, {"enabled": True})
+    values = [Fill(key=f"{name}.enabled", value=name == half, name="precision") for name in HALVES]
+    return [*values, Fill(key="torch_autocast.enabled", value=False, name="precision")]
 
 
 def hidden_size(model: nn.Module) -> int | None:

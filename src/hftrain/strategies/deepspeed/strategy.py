@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,21 +20,23 @@ from hftrain.core.log import warn_once
 from hftrain.core.optional import require
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.strategies.deepspeed.config import (
+    HALVES,
     Fill,
     fill,
     find,
     find_auto,
     hidden_size,
     model_values,
+    precision_values,
     read_config,
     with_preset,
 )
+from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_processes
 from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
 from hftrain.strategies.deepspeed.zero3 import is_partitioned, load_whole, rows_of
 from hftrain.strategies.distributed import DistributedStrategy
 from hftrain.strategies.fsdp.lockstep import Lockstep
 
-_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
@@ -121,7 +122,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             ConfigError: The config contradicts the run; all contradictions are listed.
         """
         config = read_config(self._given)
-        fill(config, [*values, *_precision_values(config, half)])
+        fill(config, [*values, *precision_values(config, half)])
         self.config = config
 
     def plan(self, *, num_steps: int, num_warmup_steps: int) -> None:
@@ -142,7 +143,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         left = [key for key in find_auto(config) if not key.startswith("scheduler.params.")]
         if left:
             reason = f'Nothing says what "auto" means for {", ".join(left)}.'
-            if hidden_size(model) is None and any("bucket_size" in key or "threshold" in key for key in left):
+            if hidden_size(model) is None:
                 reason += f" {type(model).__name__} has no config with a hidden_size."
             raise ConfigError(
                 explain("A DeepSpeed config was given.", reason, "Write numbers in the config, or leave the keys out.")
@@ -162,33 +163,21 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self._device is not None:
             return
         super().launch()
-        import deepspeed
-        from deepspeed.accelerator import get_accelerator
-
-        found = get_accelerator().device_name()
-        if found != self.device_type:
-            self.close()
-            raise StrategyError(
-                explain(
-                    f"strategy={self.name!r} was to run on {self.device_type!r}.",
-                    f"DeepSpeed chose {found!r} when it was imported.",
-                    f"Set the environment variable DS_ACCELERATOR={self.device_type} before the start.",
-                )
-            )
-        if found == "cpu":
-            # Or DeepSpeed compiles an exchange through shared memory, for minutes, at the first start. Gloo does it.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "LOCAL_RANK" not in os.environ:
             # DeepSpeed reads it, even where no launcher set it.
             os.environ["LOCAL_RANK"], self._sets_local_rank = str(self.local_rank), True
-        deepspeed.init_distributed(dist_backend=self.backend, auto_mpi_discovery=False, verbose=False)
+        try:
+            join_processes(device_type=self.device_type, backend=self.backend)
+        except StrategyError:
+            self.close()
+            raise
 
     def close(self) -> None:
         self._release()
         is_over = self._owns_group
         super().close()
         if is_over and "deepspeed" in sys.modules:
-            _forget_groups()
+            forget_groups()
         if self._sets_local_rank:
             os.environ.pop("LOCAL_RANK", None)
             self._sets_local_rank = False
@@ -234,8 +223,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.check_model(model)
         self._release()
         config = read_config(self.config)
-        half = next((name for name, dtype in _HALVES.items() if dtype == policy.compute_dtype), None)
-        fill(config, [*model_values(model), *_precision_values(config, half)])
+        half = next((name for name, dtype in HALVES.items() if dtype == policy.compute_dtype), None)
+        fill(config, [*model_values(model), *precision_values(config, half)])
         if "train_batch_size" not in config:
             config.setdefault("train_micro_batch_size_per_gpu", 1)  # without a Trainer; nothing but its timers read it
         optimizer = None
@@ -318,7 +307,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def last_norm(self) -> Any:
         """What turns, when it is read, into the norm of the last update's gradients; None where nobody knows it."""
         # Stage 0 in float32 clips the gradients without telling.
-        return None if is_plain(self._engine) else _LastNorm(self._engine)
+        return None if is_plain(self._engine) else LastNorm(self._engine)
 
     # -- states --------------------------------------------------------------------------------------------------
 
@@ -381,9 +370,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         if optimizer is None and "optimizer" in config:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trained, config=config)
-        half = next((name for name in _HALVES if find(config, f"{name}.enabled")), None)
+        half = next((name for name in HALVES if find(config, f"{name}.enabled")), None)
         if half is not None:
-            self._cast_floats_to(_HALVES[half])
+            self._cast_floats_to(HALVES[half])
         return engine
 
     def _cast_floats_to(self, dtype: torch.dtype) -> None:
@@ -398,12 +387,8 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def _for_inference(self) -> dict[str, Any]:
         config = read_config(self.config)
-        for key in ("optimizer", "scheduler"):
-            config.pop(key, None)
-        for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
-            if config["zero_optimization"].get(key) == "auto":
-                del config["zero_optimization"][key]
-        return config
+        config["zero_optimization"] = {k: v for k, v in config["zero_optimization"].items() if v != "auto"}
+        return {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
 
     def _release(self) -> None:
         """Let go of an engine, and of the hooks that it put into the model."""
@@ -412,35 +397,3 @@ class DeepSpeedStrategy(DistributedStrategy):
             for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
                 hook.remove()
             engine.destroy()
-
-
-def _forget_groups() -> None:
-    """Let DeepSpeed forget the process groups that it made, for another launch would find them, and they are gone."""
-    from deepspeed.comm import comm
-    from deepspeed.utils import groups
-
-    comm.cdb = None
-    importlib.reload(groups)
-
-
-class _LastNorm:
-    """The norm of the last update's gradients, asked of the engine when somebody logs it."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __float__(self) -> float:
-        norm = self._engine.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)
-
-
-def _precision_values(config: dict[str, Any], half: str | None) -> list[Fill]:
-    """Return what the precision says of the config's sections; adds the one that is at work if there is none."""
-    autocast = config.get("torch_autocast") or {}
-    if half is not None and autocast.get("enabled"):
-        wanted = str(_HALVES[half]).removeprefix("torch.")
-        return [Fill(key="torch_autocast.dtype", value=wanted, name="precision", creates=True)]
-    if half is not None:
-        config.setdefault(half, {"enabled": True})
-    values = [Fill(key=f"{name}.enabled", value=name == half, name="precision") for name in _HALVES]
-    return [*values, Fill(key="torch_autocast.enabled", value=False, name="precision")]
