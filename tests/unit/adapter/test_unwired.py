@@ -51,7 +51,6 @@ CHANGED = {
     "save_on_each_node": True,
     "tpu_num_cores": 8,
     "mp_parameters": "{}",
-    "deepspeed": "ds.json",
     "parallelism_config": object(),
     "ray_scope": "all",
     "fp16_opt_level": "O2",
