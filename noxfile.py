@@ -20,7 +20,11 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", "constraints.txt")
 
 # Tests with one of these marks have a session of their own.
-MARKS = ("slow", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "bench")
+MARKS = ("slow", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "optimizers", "trackers", "bench")
+
+# Experiment trackers by what their installation costs.
+QUICK_TRACKERS = ("tensorboard", "wandb", "codecarbon")
+SLOW_TRACKERS = ("clearml", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune", "swanlab", "trackio")
 
 # One thread per process: the models are tiny, and processes share the cores.
 ENV = {"OMP_NUM_THREADS": "1"}
@@ -111,7 +115,7 @@ def tests_distributed(session: nox.Session) -> None:
 @nox.session(name="tests-interop")
 def tests_interop(session: nox.Session) -> None:
     """Run the tests against the installed transformers and datasets."""
-    install(session, "test", "transformers")
+    install(session, "test", "transformers", "peft")
     pytest(session, "interop and not cuda and not slow")
 
 
@@ -145,6 +149,27 @@ def tests_deepspeed(session: nox.Session) -> None:
     """Run the DeepSpeed tests on the CPU: its launchers, and two processes with each stage of ZeRO."""
     install(session, "test", "deepspeed")
     pytest(session, "deepspeed")
+
+
+@nox.session(name="tests-optimizers")
+def tests_optimizers(session: nox.Session) -> None:
+    """Run the tests of optimizers that come with packages of their own."""
+    install(session, "test", "optimizers")
+    pytest(session, "optimizers and not slow")
+
+
+@nox.session(name="tests-trackers")
+def tests_trackers(session: nox.Session) -> None:
+    """Run the tests that train with real experiment trackers, offline: those that pip installs together quickly."""
+    install(session, "test", *QUICK_TRACKERS)
+    pytest(session, "trackers and not slow")
+
+
+@nox.session(name="tests-trackers-all", venv_backend="uv")
+def tests_trackers_all(session: nox.Session) -> None:
+    """Run them with every tracker; needs uv, as pip takes very long to find versions that fit together."""
+    install(session, "test", *QUICK_TRACKERS, *SLOW_TRACKERS)
+    pytest(session, "trackers and not slow")
 
 
 @nox.session

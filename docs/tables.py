@@ -29,7 +29,7 @@ from hftrain import (
 )
 from hftrain.adapter.unwired import UNWIRED
 from hftrain.core import events
-from hftrain.optim.optimizers import not_wired, optimizers
+from hftrain.optim.optimizers import optimizers
 from hftrain.step.legality import LegalityRow, legality_table
 
 DOCS = Path(__file__).resolve().parent
@@ -163,10 +163,11 @@ def refused_table() -> str:
 
 
 def optimizers_table() -> str:
-    """List the optimizers that work, and those that are refused."""
-    accepted = [name for name in optimizers.names() if optimizers.resolve(name)[0] is not not_wired]
-    refused = [name for name in optimizers.names() if name not in accepted]
-    return table(("`optim`", "names"), [("works", code(accepted)), ("refused", code(refused))])
+    """List the optimizers by the package they come from."""
+    by_package: dict[str, list[str]] = {}
+    for name in optimizers.names():
+        by_package.setdefault(optimizers.summary(name), []).append(name)
+    return table(("package", "`optim`"), [(f"`{package}`", code(names)) for package, names in by_package.items()])
 
 
 def missing_table() -> str:

@@ -29,15 +29,31 @@ import torch
 from support.distributed import DistributedRun, launch
 from support.police import Snapshot
 
+from hftrain.adapter import loggers
 from hftrain.core.log import warn_once
 from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng, set_seed
 
+OPTIMIZER_PACKAGES = (
+    "apollo-torch",
+    "bitsandbytes",
+    "galore-torch",
+    "grokadamw",
+    "lomo-optim",
+    "schedulefree",
+    "torch-optimi",
+    "torchao",
+    "transformers",
+)
 DEVICES: dict[str, tuple[Callable[[], bool], str]] = {
     "cuda": (torch.cuda.is_available, "torch sees no GPU"),
     "mps": (torch.backends.mps.is_available, "torch sees no Apple GPU"),
     "xla": (lambda: is_available("torch_xla"), "torch_xla is not installed"),
     "deepspeed": (lambda: is_available("deepspeed"), "deepspeed is not installed"),
+    "optimizers": (
+        lambda: all(map(is_available, OPTIMIZER_PACKAGES)),
+        f"not all of {', '.join(OPTIMIZER_PACKAGES)} are installed",
+    ),
     "interop": (
         lambda: is_available("transformers") and is_available("datasets"),
         "transformers or datasets is not installed",
@@ -81,6 +97,12 @@ def _reset_accelerate() -> None:
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def no_tracker_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start no tracker that happens to be installed where a test does not name it; they are on by default."""
+    monkeypatch.setattr(loggers, "available_loggers", list)
 
 
 @pytest.fixture

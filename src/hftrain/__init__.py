@@ -13,9 +13,26 @@ from hftrain.callbacks import (
     DefaultFlowCallback,
     EarlyStoppingCallback,
     NotebookProgressCallback,
+    PredictionWriter,
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
+)
+from hftrain.callbacks.trackers import (
+    AzureMLCallback,
+    ClearMLCallback,
+    CodeCarbonCallback,
+    CometCallback,
+    DagsHubCallback,
+    DVCLiveCallback,
+    FlyteCallback,
+    MLflowCallback,
+    NeptuneCallback,
+    SwanLabCallback,
+    TensorBoardCallback,
+    TrackerCallback,
+    TrackioCallback,
+    WandbCallback,
 )
 from hftrain.cli import HfArgumentParser
 from hftrain.core.errors import (
@@ -37,6 +54,8 @@ from hftrain.data.collators_text import (
     DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
 )
+from hftrain.loggers.base import Logger
+from hftrain.loggers.registry import loggers
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
 from hftrain.strategies.base import Strategy
@@ -44,12 +63,19 @@ from hftrain.strategies.registry import strategies
 from hftrain.task import ModelTask, TaskModule
 from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer import Trainer
+from hftrain.trainer.eval_sets import EvalSet
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AzureMLCallback",
     "CheckpointError",
+    "ClearMLCallback",
+    "CodeCarbonCallback",
+    "CometCallback",
     "ConfigError",
+    "DVCLiveCallback",
+    "DagsHubCallback",
     "DataCollatorForLanguageModeling",
     "DataCollatorForSeq2Seq",
     "DataCollatorForTokenClassification",
@@ -61,16 +87,22 @@ __all__ = [
     "EarlyStoppingCallback",
     "EvalLoopOutput",
     "EvalPrediction",
+    "EvalSet",
+    "FlyteCallback",
     "HFTrainError",
     "HfArgumentParser",
     "HubStrategy",
     "IntervalStrategy",
+    "Logger",
+    "MLflowCallback",
     "MissingDependencyError",
     "ModelTask",
+    "NeptuneCallback",
     "NotebookProgressCallback",
     "OptimizerNames",
     "Precision",
     "PredictionOutput",
+    "PredictionWriter",
     "PrinterCallback",
     "ProgressCallback",
     "SaveStrategy",
@@ -79,16 +111,22 @@ __all__ = [
     "StepOutput",
     "Strategy",
     "StrategyError",
+    "SwanLabCallback",
     "TaskError",
     "TaskModule",
+    "TensorBoardCallback",
+    "TrackerCallback",
+    "TrackioCallback",
     "TrainOutput",
     "Trainer",
     "TrainerCallback",
     "TrainerControl",
     "TrainerState",
     "TrainingArguments",
+    "WandbCallback",
     "default_data_collator",
     "enable_full_determinism",
+    "loggers",
     "precisions",
     "set_seed",
     "strategies",

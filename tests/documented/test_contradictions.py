@@ -14,7 +14,7 @@ import torch
 from support.source import ROOT
 from support.tiny import Net, Stream, make_arguments, make_rows
 
-from hftrain import Trainer, TrainerCallback, TrainingArguments
+from hftrain import ConfigError, Trainer, TrainerCallback, TrainingArguments
 
 
 def train(folder: Path, **options: Any) -> Trainer:
@@ -149,11 +149,14 @@ def test_rotation_goes_by_what_this_run_committed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-4", "checkpoint-9"]
 
 
-@pytest.mark.parametrize("backend", ["auto", "cuda_amp", "cpu_amp"])
+@pytest.mark.parametrize("backend", ["auto", "cpu_amp"])
 def test_backends_of_half_precision_of_both_versions(tmp_path: Path, backend: str) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path, bf16=True, half_precision_backend=backend))
     assert trainer.precision.policy.name == "bf16"
-    assert TrainingArguments("out", half_precision_backend="apex").half_precision_backend == "apex"
+    for name in ("apex", "cuda_amp"):
+        assert TrainingArguments("out", half_precision_backend=name).half_precision_backend == name
+    with pytest.raises(ConfigError, match="It is that of 'cuda'"):
+        Trainer(Net(), make_arguments(tmp_path, bf16=True, use_cpu=True, half_precision_backend="cuda_amp"))
 
 
 @pytest.mark.parametrize("alpha", [0.1, 5, 15])

@@ -101,14 +101,14 @@ def test_run_resumes_from_the_last_checkpoint_of_the_hub(hub: HubServer, tmp_cwd
         pass
 
     trainer = train(push_to_hub=True, hub_strategy="checkpoint")
-    get_batch_samples = trainer._get_batch_samples
+    get_batch_samples = trainer.get_batch_samples
 
     def stop_after_four(*args: Any, **kwargs: Any) -> Any:
         if trainer.state.global_step == 4:
             raise Stopped
         return get_batch_samples(*args, **kwargs)
 
-    trainer._get_batch_samples = stop_after_four
+    trainer.get_batch_samples = stop_after_four
     with pytest.raises(Stopped):
         trainer.train()
     trainer.push_in_progress.result(30)

@@ -35,8 +35,11 @@ def test_pair_trains_or_is_refused_with_its_reason(row: object) -> None:
 
 def train_two_steps(strategy: object, precision: object) -> None:
     model, optimizer = strategy.setup(
-        precision.convert(nn.Linear(4, 1)), lambda model: torch.optim.AdamW(model.parameters()), precision.policy
+        precision.convert(nn.Linear(4, 1)),
+        lambda model: torch.optim.AdamW(model.parameters(), eps=1e-4),
+        precision.policy,
     )
+    optimizer = precision.attach(model, optimizer)
     stepper = assemble_stepper(strategy=strategy, precision=precision, optimizer=optimizer, max_grad_norm=1.0)
     before = {name: value.clone() for name, value in strategy.model_state(model).items()}
     for _ in range(2):

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 # pytest and its plugins own these; KMP_* are OpenMP's, set by torch itself when a process forks or inits.
-_ENV_NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_")
+_ENV_NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
 # Python's own helpers, started once per process and stopped at its exit.
 _PROCESSES_NOT_OURS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _OUTPUT_FOLDERS = ("runs", "trainer_output", "tmp_trainer")

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import warn_once
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
 
@@ -23,15 +24,19 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
         ConfigError: The keyword contradicts an argument or cannot heed it; both are named.
     """
     chosen = [name for name in ("fp16", "bf16") if getattr(args, name)]
+    if chosen and args.half_precision_backend == "apex":
+        chosen = [f"apex_{args.fp16_opt_level.lower()}"]
+    elif args.half_precision_backend == "apex" or args.fp16_opt_level != "O1":
+        warn_once("Apex's settings have no effect without both fp16=True and half_precision_backend='apex'.")
     asked = precision.policy.name if isinstance(precision, Precision) else precision
     if asked is not None and chosen and not asked.startswith(chosen[0]):
         raise ConfigError(
             explain(
-                f"precision={asked!r} was asked for together with {chosen[0]}=True.",
-                "Both choose the numerics, and they differ.",
+                f"precision={asked!r} was asked for together with {_field(args)}=True.",
+                f"Both choose the numerics, and they differ: {_field(args)} means {chosen[0]!r} here.",
                 "Keep one of the two.",
                 precision=asked,
-                **{chosen[0]: True},
+                **{_field(args): True},
             )
         )
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -56,6 +61,27 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
             )
         )
     return name, {"matmul": matmul}
+
+
+def check_half_precision_backend(args: Any, device_type: str) -> None:
+    """Refuse an implementation of mixed precision that belongs to another kind of device; touches none.
+
+    Raises:
+        ConfigError: `half_precision_backend` names the CPU's or CUDA's, and the run's device is another.
+    """
+    device = {"cpu_amp": "cpu", "cuda_amp": "cuda"}.get(args.half_precision_backend)
+    if device not in (None, device_type) and (args.fp16 or args.bf16):
+        raise ConfigError(
+            explain(
+                f"half_precision_backend={args.half_precision_backend!r} was asked for.",
+                f"It is that of {device!r}, and this run takes {device_type!r}.",
+                "Leave half_precision_backend at 'auto', which suits the device.",
+            )
+        )
+
+
+def _field(args: Any) -> str:
+    return "fp16" if args.fp16 else "bf16"
 
 
 def _takes_matmul(name: str) -> bool:

@@ -10,42 +10,16 @@ from hftrain.arguments import Seq2SeqTrainingArguments
 from hftrain.core.errors import ConfigError, explain
 
 UNWIRED: dict[str, str] = {
-    "logging_dir": "TensorBoard",
-    "skip_memory_metrics": "memory metrics",
-    "include_tokens_per_second": "token counts",
-    "include_num_input_tokens_seen": "token counts",
-    "project": "Trackio",
-    "trackio_space_id": "Trackio",
-    "eval_use_gather_object": "gathering of objects",
-    "past_index": "recurrent memories",
-    "use_legacy_prediction_loop": "the legacy prediction loop",
-    "jit_mode_eval": "torch.jit",
-    "bf16_full_eval": "half-precision evaluation",
-    "fp16_full_eval": "half-precision evaluation",
-    "auto_find_batch_size": "batch-size search",
-    "optim_target_modules": "low-rank optimizers",
-    "neftune_noise_alpha": "NEFTune",
     "save_on_each_node": "saving on every node",
     "tpu_num_cores": "TPUs",
     "mp_parameters": "SageMaker model parallelism",
     "parallelism_config": "device meshes",
     "ray_scope": "hyper-parameter search",
-    "fp16_opt_level": "Apex",
-    "use_ipex": "the Intel extension",
-    "torch_compile": "torch.compile",
-    "torch_compile_backend": "torch.compile",
-    "torch_compile_mode": "torch.compile",
-    "torchdynamo": "torch.compile",
-    "use_liger_kernel": "Liger kernels",
-    "liger_kernel_config": "Liger kernels",
     "predict_with_generate": "generation",
     "generation_max_length": "generation",
     "generation_num_beams": "generation",
     "generation_config": "generation",
 }
-
-# Settings of which only some values are acted on.
-_HALF_PRECISION_BACKENDS = ("auto", "cuda_amp", "cpu_amp")
 
 
 def check_wired(args: Any) -> None:
@@ -57,7 +31,7 @@ def check_wired(args: Any) -> None:
     Raises:
         ConfigError: Such settings differ from their defaults; all of them are listed.
     """
-    found = {**_changed_fields(args), **_changed_values(args)}
+    found = _changed_fields(args)
     if found:
         features = ", ".join(dict.fromkeys(found[name][1] for name in found))
         raise ConfigError(
@@ -101,13 +75,4 @@ def _changed_fields(args: Any) -> dict[str, tuple[Any, str]]:
         value = getattr(args, name, default)
         if value != default:
             changed[name] = ("<hidden>" if name.endswith("_token") else value, feature)
-    return changed
-
-
-def _changed_values(args: Any) -> dict[str, tuple[Any, str]]:
-    changed: dict[str, tuple[Any, str]] = {}
-    if args.report_to:
-        changed["report_to"] = (args.report_to, "experiment tracking")
-    if args.half_precision_backend not in _HALF_PRECISION_BACKENDS:
-        changed["half_precision_backend"] = (args.half_precision_backend, "Apex")
     return changed

@@ -20,8 +20,12 @@ class BatchArguments:
     max_steps: int = field(
         default=-1, metadata={"help": "Optimizer updates to train for; wins over num_train_epochs when positive."}
     )
-    auto_find_batch_size: bool = field(
-        default=False, metadata={"help": "Start again with a smaller batch when memory runs out."}
+    auto_find_batch_size: bool | str = field(
+        default=False,
+        metadata={
+            "help": "When memory runs out, split the batches into more micro-steps and keep the step as it is; "
+            "'smaller_batch' starts again with batches of half the size instead."
+        },
     )
     torch_empty_cache_steps: int | None = field(
         default=None,

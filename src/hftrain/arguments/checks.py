@@ -49,6 +49,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "log_level": _LEVELS,
     "log_level_replica": _LEVELS,
     "half_precision_backend": ("auto", "cuda_amp", "cpu_amp", "apex"),
+    "auto_find_batch_size": (True, False, "smaller_batch"),
     "fp16_opt_level": ("O0", "O1", "O2", "O3"),
     "include_num_input_tokens_seen": (True, False, None, "all", "non_padding"),
 }

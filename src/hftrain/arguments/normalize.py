@@ -89,8 +89,11 @@ def _normalize_lists(args: ArgumentFields) -> None:
     args.report_to = _trackers(args.report_to)
 
 
-def _trackers(value: str | list[str] | None) -> list[str]:
-    trackers = [value] if isinstance(value, str) else list(value or [])
+def _trackers(value: str | list[str] | None) -> list[str] | None:
+    if value is None:
+        # Which trackers that means depends on what is installed, so the Trainer says.
+        return None
+    trackers = [value] if isinstance(value, str) else list(value)
     if "none" not in trackers:
         return trackers
     if len(trackers) > 1:

@@ -35,7 +35,8 @@ class ReportingArguments:
         default=True, metadata={"help": "Log the window's mean loss in place of NaN and infinity."}
     )
     report_to: list[str] | str | None = field(
-        default=None, metadata={"help": "Experiment trackers to report to, 'all' or 'none'."}
+        default=None,
+        metadata={"help": "Experiment trackers to report to, 'all' or 'none'; not given: all, with a warning."},
     )
     disable_tqdm: bool | None = field(
         default=None, metadata={"help": "Show no progress bars; None follows the log level."}

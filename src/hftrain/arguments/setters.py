@@ -288,7 +288,7 @@ class ArgumentSetters(ArgumentFields):
         pin_memory: bool = True,
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
-        auto_find_batch_size: bool = False,
+        auto_find_batch_size: bool | str = False,
         ignore_data_skip: bool = False,
         sampler_seed: int | None = None,
     ) -> Self:
@@ -302,7 +302,7 @@ class ArgumentSetters(ArgumentFields):
             pin_memory: Load into page-locked memory.
             persistent_workers: Keep loading processes alive between epochs.
             prefetch_factor: Batches each loading process prepares ahead.
-            auto_find_batch_size: Start again with a smaller batch when memory runs out.
+            auto_find_batch_size: Split batches when memory runs out; "smaller_batch" starts again with smaller ones.
             ignore_data_skip: On resume, do not skip the data already seen.
             sampler_seed: Seed of data samplers; `seed` if None.
 

@@ -6,6 +6,7 @@ from hftrain.callbacks.base import ExportableState, TrainerCallback
 from hftrain.callbacks.default_flow import DefaultFlowCallback
 from hftrain.callbacks.early_stopping import EarlyStoppingCallback
 from hftrain.callbacks.notebook import NotebookProgressCallback, in_notebook
+from hftrain.callbacks.prediction_writer import PredictionWriter
 from hftrain.callbacks.printer import PrinterCallback
 from hftrain.callbacks.progress import ProgressCallback
 from hftrain.callbacks.runner import CallbackRunner
@@ -16,6 +17,7 @@ __all__ = [
     "EarlyStoppingCallback",
     "ExportableState",
     "NotebookProgressCallback",
+    "PredictionWriter",
     "PrinterCallback",
     "ProgressCallback",
     "TrainerCallback",

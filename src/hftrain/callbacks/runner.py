@@ -157,8 +157,10 @@ class CallbackRunner:
             if len(found) > len(places.get(name, ())):
                 missing.append(name)
             for index, state in zip(places.get(name, ()), found, strict=False):
-                restored = _rebuild(type(self.callbacks[index]), state)
-                if is_full:
+                # What a tracker's callback holds is open to the outside: it stays, and is told which run to continue.
+                is_rebuilt = getattr(self.callbacks[index], "is_rebuilt", True)
+                restored = _rebuild(type(self.callbacks[index]), state) if is_rebuilt else None
+                if is_full and is_rebuilt:
                     self.callbacks[index] = restored
                 else:
                     vars(self.callbacks[index]).update(state.get("attributes", {}))

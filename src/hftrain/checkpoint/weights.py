@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hftrain.checkpoint.adapters import load_adapters, save_adapters, saves_adapters
 from hftrain.checkpoint.layout import BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE, WEIGHT_SHARDS, WEIGHTS, WEIGHTS_INDEX
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.log import get_logger
@@ -46,6 +47,8 @@ def save_weights(
     if not state and next(model.parameters(), None) is not None:
         if _saves_itself(model):
             model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+    elif saves_adapters(model):
+        save_adapters(model, folder, state, safe=safe)
     elif _saves_itself(model):
         _save_pretrained(model, folder, state, safe=safe)
     elif not safe:
@@ -81,6 +84,8 @@ def load_weights(
     Raises:
         CheckpointError: There are no weights, a file is damaged, or names or shapes do not fit.
     """
+    if saves_adapters(model):
+        return load_adapters(model, folder)
     state = matching_weights(model, folder, strict=strict)
     try:
         load(model, state) if load else model.load_state_dict(state, strict=strict)

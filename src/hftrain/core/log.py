@@ -31,5 +31,7 @@ def get_verbosity() -> int:
 
 @functools.cache
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning the first time a message is seen in this process."""
+    """Issue a warning the first time a message is seen in this process, unless the log level is above WARNING."""
+    if get_verbosity() > logging.WARNING:
+        return
     warnings.warn(message, category, stacklevel=3)

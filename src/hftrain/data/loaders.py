@@ -291,6 +291,11 @@ def _check_dataset(dataset: Any, sampler: Any) -> None:
         )
 
 
+def default_train_sampler(dataset: Any, config: LoaderConfig, *, world_size: int) -> Any:
+    """Return the order `build_train_loader` reads a dataset in when it is given none; None for a stream."""
+    return _train_sampler(dataset, config, world_size=world_size) if has_length(dataset) else None
+
+
 def _train_sampler(dataset: Any, config: LoaderConfig, *, world_size: int) -> Any:
     if not config.shuffle:
         return SequentialSampler(dataset)

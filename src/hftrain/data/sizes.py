@@ -52,6 +52,22 @@ def num_examples(loader: Any, *, batch_size: int = 1) -> int:
     return len(loader) * int(size)
 
 
+def expected_samples(loader: Any) -> int | None:
+    """Return how many samples this rank's loader gives at most, None where it cannot tell.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> expected_samples(DataLoader(range(10), batch_size=4)), expected_samples(iter([]))
+        (10, None)
+    """
+    batch_size = getattr(loader, "batch_size", None)
+    if batch_size is None or not has_length(loader):
+        return None
+    num_samples = len(loader) * int(batch_size)
+    sampler: Any = getattr(loader, "sampler", None)
+    return min(num_samples, len(sampler)) if has_length(sampler) else num_samples
+
+
 def whole_dataset(dataset: Any) -> Any:
     """Return the dataset under the wrappers that give each rank its share of a stream."""
     while isinstance(dataset, (EpochStream, BatchShardStream, EvenedStream)) or _is_foreign_shard(dataset):

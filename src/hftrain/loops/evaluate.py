@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.errors import TaskError, explain
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
+from hftrain.loops.batch_metrics import BatchMetrics, checked_metrics
 from hftrain.loops.fit import Events
-from hftrain.loops.gather import Group, Kept, put_back
+from hftrain.loops.gather import Group, Kept, KeptBatches, put_back
 from hftrain.loops.window import LogWindow, merge_reports
 
 _END = object()
@@ -29,6 +31,9 @@ class EvaluateConfig:
         computes_per_batch: Call `compute_metrics` with each batch and keep nothing.
         includes: What else `compute_metrics` gets: ``"inputs"``, ``"loss"``.
         input_name: The key of the batch that counts as its input.
+        takes_objects: Keep what is no tensor, too.
+        spill_dir: Hold what is kept in files there, mapped into memory; None holds it in memory.
+        returns_predictions: Hand out predictions that `compute_metrics` does not need.
     """
 
     keeps_predictions: bool = False
@@ -37,6 +42,9 @@ class EvaluateConfig:
     computes_per_batch: bool = False
     includes: tuple[str, ...] = ()
     input_name: str = "input_ids"
+    takes_objects: bool = False
+    spill_dir: Path | None = None
+    returns_predictions: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,22 +83,11 @@ class EvaluateLoop:
     """
 
     def __init__(self, config: EvaluateConfig, *, slots: EvaluateSlots, group: Group, events: Events) -> None:
-        alone = "batch_eval_metrics=True" if config.computes_per_batch else "eval_do_concat_batches=False"
-        if group.world_size > 1 and (config.computes_per_batch or not config.joins_batches):
-            raise ConfigError(
-                explain(
-                    f"{alone} was asked for with several processes.",
-                    "Ranks hold different batches, and this version does not merge what belongs to single batches.",
-                    "Use torchmetrics in a TaskModule, or leave the setting at its default.",
-                    world_size=group.world_size,
-                )
-            )
         self.config = config
         self.slots = slots
         self.group = group
         self.events = events
-        every = config.moves_every
-        self._kept = {name: Kept(moves_every=every) for name in ("outputs", "labels", "inputs", "losses")}
+        self._kept: dict[str, Kept | KeptBatches] = {}
         self._logs = LogWindow(gather_object=group.gather_object)
         self._sum_dtype = torch.float32 if group.device.type == "mps" else torch.float64
         self._loss_sum: torch.Tensor | float = 0.0
@@ -98,40 +95,67 @@ class EvaluateLoop:
         self._num_samples = 0
         self._order: Any = None
 
-    def run(self, loader: Any, *, is_interleaved: bool = False, order: Any = None) -> EvalLoopOutput:
-        """Evaluate every batch; collective at the end only.
+    def run(
+        self, loader: Any, *, is_interleaved: bool = False, order: Any = None, num_expected: int | None = None
+    ) -> EvalLoopOutput:
+        """Evaluate every batch; collective at the end only, unless metrics are computed batch by batch.
 
         Args:
             loader: Gives this rank's batches.
             is_interleaved: Ranks take batches in turn (streams); else each holds a contiguous run.
             order: The places in the dataset of the samples as they are read, if they are not read in its order.
+            num_expected: How many samples this rank will see, as far as is known.
 
         Returns:
             Predictions and labels in the data's order (None where not kept), metrics without prefix, sample count.
         """
         self._order = order
-        computes_per_batch = self.config.computes_per_batch and self.slots.compute_metrics is not None
-        per_batch: Mapping[str, Any] = {}
+        self._open(num_expected)
+        compute = self.slots.compute_metrics
+        batch_metrics: BatchMetrics | None = None
+        if self.config.computes_per_batch and compute is not None:
+            batch_metrics = BatchMetrics(compute, group=self.group, takes_objects=self.config.takes_objects)
         batches = iter(loader)
         batch = next(batches, _END)
         while batch is not _END:
             upcoming = next(batches, _END)
             output = self._run_batch(batch)
-            if computes_per_batch and output.outputs is not None and output.labels is not None:
-                per_batch = self._compute_on_batch(batch, output, is_last=upcoming is _END)
-            self.events.fire("on_prediction_step")
+            if batch_metrics is not None:
+                batch_metrics.add(self._parts(batch, output), is_last=upcoming is _END)
+            self._tell(output)
             batch = upcoming
         if self.slots.finish is not None:
             self.slots.finish()
+        # First, because ranks with more batches exchange theirs until all are through.
+        per_batch = {} if batch_metrics is None else batch_metrics.finish()
         reports: list[Mapping[str, Any]] = [self._mean_loss(), self._logs.read(), per_batch]
         if self.slots.read_metrics is not None:
             reports.append(self.slots.read_metrics())
         predictions, labels = self._collect("outputs", is_interleaved), self._collect("labels", is_interleaved)
-        if self.slots.compute_metrics is not None and not self.config.computes_per_batch and predictions is not None:
+        if compute is not None and not self.config.computes_per_batch and predictions is not None:
             extras = {name: self._collect(name, is_interleaved) for name in ("inputs", "losses")}
             if labels is not None:
-                reports.append(_checked(self.slots.compute_metrics(EvalPrediction(predictions, labels, **extras))))
+                reports.append(checked_metrics(compute(EvalPrediction(predictions, labels, **extras))))
+        if not self.config.returns_predictions:
+            predictions = labels = None
         return EvalLoopOutput(predictions, labels, merge_reports(*reports), self._total_samples())
+
+    def _open(self, num_expected: int | None) -> None:
+        config = self.config
+        is_needed = self.slots.compute_metrics is not None and not config.computes_per_batch
+        if not config.keeps_predictions or not (config.returns_predictions or is_needed):
+            return
+        options: dict[str, Any] = {"moves_every": config.moves_every, "takes_objects": config.takes_objects}
+        for name in ("outputs", "labels", "inputs", "losses"):
+            self._kept[name] = (
+                Kept(**options, num_samples=num_expected, folder=config.spill_dir)
+                if config.joins_batches
+                else KeptBatches(**options)
+            )
+
+    def _tell(self, output: StepOutput) -> None:
+        """Tell callbacks that a batch is done."""
+        self.events.fire("on_prediction_step")
 
     def _run_batch(self, batch: Any) -> StepOutput:
         output = self.slots.evaluate_batch(batch)
@@ -144,32 +168,26 @@ class EvaluateLoop:
         self._logs.add(output.logs, weight=size or 1)
         if self.slots.preprocess_logits is not None and output.outputs is not None:
             output.outputs = self.slots.preprocess_logits(output.outputs, output.labels)
-        if self.config.keeps_predictions:
-            self._kept["outputs"].add(output.outputs)
-            self._kept["labels"].add(output.labels)
-            if "inputs" in self.config.includes and isinstance(batch, Mapping):
-                self._kept["inputs"].add(batch.get(self.config.input_name))
-            if "loss" in self.config.includes and output.loss is not None:
-                self._kept["losses"].add(output.loss.detach().repeat(size))
+        if self._kept:
+            for name, part in self._parts(batch, output).items():
+                self._kept[name].add(part)
         return output
 
-    def _compute_on_batch(self, batch: Any, output: StepOutput, *, is_last: bool) -> Mapping[str, Any]:
-        extras: dict[str, Any] = {}
+    def _parts(self, batch: Any, output: StepOutput) -> dict[str, Any]:
+        """Return what of a batch is handed to `compute_metrics`; its loss once per sample."""
+        parts = {"outputs": output.outputs, "labels": output.labels}
         if "inputs" in self.config.includes and isinstance(batch, Mapping):
-            extras["inputs"] = to_host(batch.get(self.config.input_name))
+            parts["inputs"] = batch.get(self.config.input_name)
         if "loss" in self.config.includes and output.loss is not None:
-            extras["losses"] = to_host(output.loss.detach().reshape(1))
-        prediction = EvalPrediction(to_host(output.outputs), to_host(output.labels), **extras)
-        assert self.slots.compute_metrics is not None
-        return _checked(self.slots.compute_metrics(prediction, compute_result=is_last))
+            parts["losses"] = output.loss.detach().repeat(batch_size_of(batch) or 0)
+        return parts
 
     def _collect(self, name: str, is_interleaved: bool) -> Any:
-        if not self.config.keeps_predictions:
+        kept = self._kept.pop(name, None)
+        if kept is None:
             return None
-        if not self.config.joins_batches:
-            return self._kept[name].per_batch()
-        joined = self._kept[name].joined(self.group, is_interleaved=is_interleaved)
-        return joined if self._order is None else put_back(joined, self._order)
+        joined = kept.joined(self.group, is_interleaved=is_interleaved)
+        return put_back(joined, self._order) if self._order is not None and self.config.joins_batches else joined
 
     def _add_loss(self, loss: torch.Tensor, count: int | torch.Tensor) -> None:
         # Double precision, where the device has it: the sum must not depend on how the set is cut into batches.
@@ -192,20 +210,6 @@ class EvaluateLoop:
         return self.group.reduce(tensor, op="sum") if self.group.world_size > 1 else tensor
 
 
-def _checked(metrics: Any) -> Mapping[str, Any]:
-    """Return what `compute_metrics` gave; None counts as no metric."""
-    if metrics is None or isinstance(metrics, Mapping):
-        return metrics or {}
-    raise TaskError(
-        explain(
-            "compute_metrics was called.",
-            f"It returned a {type(metrics).__name__}.",
-            "Return a dict of numbers by name.",
-            returned=metrics,
-        )
-    )
-
-
 def _check_complete(output: StepOutput, batch: Any) -> None:
     """Raise where `compute_metrics` would never be called."""
     for what, value in (("predictions", output.outputs), ("labels", output.labels)):
@@ -219,11 +223,3 @@ def _check_complete(output: StepOutput, batch: Any) -> None:
                     "evaluation_step, or leave compute_metrics out.",
                 )
             )
-
-
-def to_host(tree: Any) -> Any:
-    """Copy nested tensors to host memory as NumPy arrays; synchronises."""
-    kept = Kept()
-    kept.add(tree)
-    batches = kept.per_batch()
-    return batches[0] if batches else None

@@ -14,7 +14,7 @@ from hftrain.core.errors import TaskError, explain
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import batch_size_of
-from hftrain.loops.window import LossWindow
+from hftrain.loops.window import LossWindow, as_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +47,8 @@ class FitSlots:
         restore_rng: Called once it is open.
         log, evaluate, save: Act on what callbacks asked for.
         empty_cache: Gives cached device memory back.
+        act: (the loop's own `act`, last gradient norm, last learning rate); called in place of `FitLoop.act` where
+            something must see the end of every step, and calls what it is given. None costs nothing.
     """
 
     get_batch_samples: Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
@@ -57,6 +59,7 @@ class FitSlots:
     evaluate: Callable[[], Any]
     save: Callable[[], None]
     empty_cache: Callable[[], None]
+    act: Callable[[Callable[[], None], Any, Any], None] | None = None
 
 
 class Feed(Protocol):
@@ -143,6 +146,7 @@ class FitLoop:
         self._batches_per_epoch = config.num_batches or config.max_steps * config.accumulation
         self._is_resumed = progress.step > 0
         self._has_cut_epoch = False
+        self._act = self.act if slots.act is None else self._act_through_slot
 
     def run(self) -> None:
         """Train until `max_steps` or until a callback stops the run."""
@@ -231,7 +235,11 @@ class FitLoop:
         state.epoch = progress.epoch + progress.micro_steps_in_epoch / self._batches_per_epoch
         self.losses.close_step()
 
-    def _act(self) -> None:
+    def _act_through_slot(self) -> None:
+        assert self.slots.act is not None
+        self.slots.act(self.act, self._grad_norm, self._learning_rate)
+
+    def act(self) -> None:
         """Do what callbacks asked for; the one place where a step may synchronise, log, evaluate or save."""
         control = self.control
         if self.config.empty_cache_every and self.progress.step % self.config.empty_cache_every == 0:
@@ -252,6 +260,6 @@ class FitLoop:
     def _read_logs(self) -> dict[str, Any]:
         logs: dict[str, Any] = dict(self.losses.read())
         if self._grad_norm is not None:
-            logs["grad_norm"] = float(self._grad_norm)
+            logs["grad_norm"] = as_number(self._grad_norm)
         logs["learning_rate"] = float(self._learning_rate)
         return logs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from hftrain.core.types import StepOutput
 from hftrain.loops.evaluate import EvaluateConfig, EvaluateLoop, EvaluateSlots
 from hftrain.loops.fit import Events
 from hftrain.loops.gather import Group
@@ -15,3 +16,7 @@ class PredictLoop(EvaluateLoop):
     def __init__(self, config: EvaluateConfig, *, slots: EvaluateSlots, group: Group, events: Events) -> None:
         config = dataclasses.replace(config, keeps_predictions=True)
         super().__init__(config, slots=slots, group=group, events=events)
+
+    def _tell(self, output: StepOutput) -> None:
+        """Hand the batch's predictions to callbacks, too: some write them somewhere."""
+        self.events.fire("on_prediction_step", outputs=output.outputs, labels=output.labels)

@@ -59,6 +59,11 @@ class LossWindow:
             total = losses.sum()
             self.sum = total if self.sum is None else self.sum + total
 
+    def open_sum(self) -> torch.Tensor:
+        """Return what has been added since the last reading, on the device: a copy, nothing is read."""
+        losses = [loss.detach() for loss in self.pending] + ([] if self.sum is None else [self.sum])
+        return torch.stack(losses).sum() if losses else torch.zeros(())
+
     def close_step(self) -> None:
         """Count one optimizer update."""
         self.num_steps += 1
@@ -150,6 +155,11 @@ class LogWindow:
                 total[0] += value
                 total[1] += count
         return {name: value / count for name, (value, count) in merged.items()}
+
+
+def as_number(value: Any) -> float:
+    """Return a number, a 0-d tensor or a sharded one (`DTensor`) as a float; synchronises, collective if sharded."""
+    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
 
 
 def merge_reports(*reports: Mapping[str, Any]) -> dict[str, Any]:

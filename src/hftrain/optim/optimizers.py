@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import warn_once
 from hftrain.core.registry import Registry
 from hftrain.optim.groups import parameter_groups
 from hftrain.optim.options import cast_options, parse_options
@@ -31,9 +32,15 @@ class OptimizerConfig:
         betas: Adam's averaging factors; other optimizers do not read them.
         eps: Adam's denominator term; other optimizers take theirs from `options`.
         options: What else the optimizer's class takes, as a mapping or as ``"key=value, key=value"``.
+        target_modules: Which linear modules a low-rank optimizer treats, see `low_rank.find_targets`.
+        warmup_steps: For optimizers that warm up themselves.
+        use_cpu: Whether training stays on the CPU although there may be a GPU.
 
-    Source: the documented `optim`, `learning_rate`, `weight_decay`, `adam_beta1`, `adam_beta2`, `adam_epsilon` and
-    `optim_args`.
+    Units:
+        warmup_steps: optimizer updates.
+
+    Source: the documented `optim`, `learning_rate`, `weight_decay`, `adam_beta1`, `adam_beta2`, `adam_epsilon`,
+    `optim_args` and `optim_target_modules`.
     """
 
     name: str = "adamw_torch"
@@ -42,6 +49,9 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     options: Mapping[str, Any] | str | None = None
+    target_modules: str | Sequence[str] | None = None
+    warmup_steps: int = 0
+    use_cpu: bool = False
 
 
 def optimizer_class(config: OptimizerConfig, model: nn.Module | None = None) -> OptimizerClass:
@@ -52,7 +62,8 @@ def optimizer_class(config: OptimizerConfig, model: nn.Module | None = None) -> 
         model: Needed by optimizers that treat some modules differently.
 
     Raises:
-        ConfigError: The name is unknown or not wired; an option is unknown or unreadable.
+        ConfigError: The name is unknown, it cannot run here, or an option is unknown or unreadable.
+        MissingDependencyError: The optimizer's package is not installed.
 
     Source: the documented `Trainer.get_optimizer_cls_and_kwargs`.
 
@@ -60,7 +71,10 @@ def optimizer_class(config: OptimizerConfig, model: nn.Module | None = None) -> 
         >>> optimizer_class(OptimizerConfig(name="sgd", learning_rate=0.1, options="momentum=0.9"))
         (<class 'torch.optim.sgd.SGD'>, {'lr': 0.1, 'momentum': 0.9})
     """
-    return optimizers.create(config.name, config=config, model=model)
+    cls, settings = optimizers.create(config.name, config=config, model=model)
+    if config.target_modules is not None and "targets" not in settings:
+        warn_once(f"optim={config.name!r} treats all modules alike: optim_target_modules has no effect.")
+    return cls, settings
 
 
 def build_optimizer(
@@ -132,8 +146,16 @@ def with_options(cls: type[Optimizer], config: OptimizerConfig, **given: Any) ->
     taken = {"params", "weight_decay", *given}
     parameters = inspect.signature(cls, eval_str=True).parameters
     hints = {name: parameter.annotation for name, parameter in parameters.items() if name not in taken}
-    options = cast_options(parse_options(config.options), hints, owner=f"optim={config.name!r}")
-    return cls, {**given, **options}
+    return cls, {**given, **read_options(config, hints)}
+
+
+def read_options(config: OptimizerConfig, hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the config's options, cast by type hints of every option the optimizer takes.
+
+    Raises:
+        ConfigError: An option is unknown or unreadable.
+    """
+    return cast_options(parse_options(config.options), hints, owner=f"optim={config.name!r}")
 
 
 def from_torch(config: OptimizerConfig, model: nn.Module | None, *, cls: type[Optimizer]) -> OptimizerClass:
@@ -152,49 +174,59 @@ def adamw_hf(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass
     return adamw(config, model)
 
 
-def not_wired(config: OptimizerConfig, model: nn.Module | None, *, package: str) -> NoReturn:
-    """Refuse a documented optimizer of an optional package.
-
-    Raises:
-        ConfigError: Always.
-    """
-    raise ConfigError(
-        explain(
-            f"optim={config.name!r} was asked for.",
-            f"It is documented but not wired in this version; it belongs to the package {package!r}.",
-            "Pass its class with optimizer_cls_and_kwargs, the optimizer with optimizers, or use 'adamw_torch'.",
-            optim=config.name,
-        )
-    )
-
-
 optimizers: Registry[OptimizerClass] = Registry("optim", group="hftrain.optimizers")
-optimizers.register("adamw_torch", adamw)
-optimizers.register("adamw_torch_fused", adamw, fused=True)
-optimizers.register("adamw_hf", adamw_hf)
-optimizers.register("sgd", from_torch, cls=torch.optim.SGD)
-optimizers.register("adagrad", from_torch, cls=torch.optim.Adagrad)
-optimizers.register("rmsprop", from_torch, cls=torch.optim.RMSprop)
-
-# An optimizer that is wired leaves this table: one file in extras/, one line above.
-_NOT_WIRED = {
-    "torch_xla": "adamw_torch_xla",
-    "torch_npu": "adamw_torch_npu_fused",
-    "apex": "adamw_apex_fused",
-    "transformers": "adafactor",
-    "torchdistx": "adamw_anyprecision",
-    "torchao": "adamw_torch_4bit adamw_torch_8bit",
-    "bitsandbytes": "adamw_bnb_8bit adamw_8bit paged_adamw_32bit paged_adamw_8bit "
-    "ademamix ademamix_8bit paged_ademamix_32bit paged_ademamix_8bit "
-    "lion_8bit lion_32bit paged_lion_32bit paged_lion_8bit rmsprop_bnb rmsprop_bnb_8bit rmsprop_bnb_32bit",
-    "galore-torch": "galore_adamw galore_adamw_8bit galore_adafactor "
-    "galore_adamw_layerwise galore_adamw_8bit_layerwise galore_adafactor_layerwise",
-    "lomo-optim": "lomo adalomo",
-    "grokadamw": "grokadamw",
-    "schedulefree": "schedule_free_radam schedule_free_adamw schedule_free_sgd",
-    "apollo-torch": "apollo_adamw apollo_adamw_layerwise",
-    "torch-optimi": "stable_adamw",
-}
-for _package, _names in _NOT_WIRED.items():
-    for _name in _names.split():
-        optimizers.register(_name, not_wired, package=_package)
+_EXTRAS = "hftrain.optim.extras"
+for _name, _handler, _preset in (
+    ("adamw_torch", adamw, {}),
+    ("adamw_torch_fused", adamw, {"fused": True}),
+    ("adamw_hf", adamw_hf, {}),
+    ("sgd", from_torch, {"cls": torch.optim.SGD}),
+    ("adagrad", from_torch, {"cls": torch.optim.Adagrad}),
+    ("rmsprop", from_torch, {"cls": torch.optim.RMSprop}),
+):
+    optimizers.register(_name, _handler, summary="torch", **_preset)
+optimizers.register("adamw_anyprecision", f"{_EXTRAS}.anyprecision:adamw_anyprecision", summary="torch")
+optimizers.register("adafactor", f"{_EXTRAS}.adafactor:adafactor", summary="transformers")
+for _name, _package, _path in (
+    ("adamw_torch_xla", "torch_xla", "torch_xla.amp.syncfree:AdamW"),
+    ("adamw_torch_npu_fused", "torch_npu", "torch_npu.optim:NpuFusedAdamW"),
+    ("adamw_apex_fused", "apex", "apex.optimizers:FusedAdam"),
+):
+    optimizers.register(_name, f"{_EXTRAS}.vendors:adamw", summary=_package, package=_package, path=_path)
+for _bits in (4, 8):
+    optimizers.register(f"adamw_torch_{_bits}bit", f"{_EXTRAS}.torchao:adamw", summary="torchao", bits=_bits)
+for _name, _kind, _bits in (
+    ("adamw_bnb_8bit", "adamw", 8),
+    ("adamw_8bit", "adamw", 8),
+    ("ademamix", "ademamix", 32),
+    ("ademamix_8bit", "ademamix", 8),
+    ("lion_32bit", "lion", 32),
+    ("lion_8bit", "lion", 8),
+    ("rmsprop_bnb", "rmsprop", 32),
+    ("rmsprop_bnb_32bit", "rmsprop", 32),
+    ("rmsprop_bnb_8bit", "rmsprop", 8),
+):
+    optimizers.register(_name, f"{_EXTRAS}.bitsandbytes:{_kind}", summary="bitsandbytes", bits=_bits)
+for _kind in ("adamw", "ademamix", "lion"):
+    for _bits in (32, 8):
+        optimizers.register(
+            f"paged_{_kind}_{_bits}bit",
+            f"{_EXTRAS}.bitsandbytes:{_kind}",
+            summary="bitsandbytes",
+            bits=_bits,
+            is_paged=True,
+        )
+for _suffix, _by_layer in (("", False), ("_layerwise", True)):
+    for _kind in ("adamw", "adamw_8bit", "adafactor"):
+        optimizers.register(
+            f"galore_{_kind}{_suffix}", f"{_EXTRAS}.galore:{_kind}", summary="galore-torch", is_layerwise=_by_layer
+        )
+    optimizers.register(
+        f"apollo_adamw{_suffix}", f"{_EXTRAS}.apollo:adamw", summary="apollo-torch", is_layerwise=_by_layer
+    )
+for _name in ("lomo", "adalomo"):
+    optimizers.register(_name, f"{_EXTRAS}.lomo:{_name}", summary="lomo-optim")
+optimizers.register("grokadamw", f"{_EXTRAS}.grokadamw:grokadamw", summary="grokadamw")
+for _kind in ("adamw", "radam", "sgd"):
+    optimizers.register(f"schedule_free_{_kind}", f"{_EXTRAS}.schedulefree:{_kind}", summary="schedulefree")
+optimizers.register("stable_adamw", f"{_EXTRAS}.optimi:stable_adamw", summary="torch-optimi")

@@ -72,11 +72,13 @@ class ScaledPrecision(AutocastPrecision):
 
     _scaler: GradScaler
     _scale: float
+    _num_skipped: int
 
     def prepare(self, device: torch.device, scaler_factory: ScalerFactory) -> None:
         super().prepare(device, scaler_factory)
         self._scaler = scaler_factory(device)
         self._scale = self._scaler.get_scale()
+        self._num_skipped = 0
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Return the model as it is.
@@ -107,13 +109,20 @@ class ScaledPrecision(AutocastPrecision):
         self._scaler.step(optimizer)
         self._scaler.update()
         self._scale = self._scaler.get_scale()
-        return self._scale >= before
+        is_skipped = self._scale < before
+        self._num_skipped += is_skipped
+        return not is_skipped
+
+    def logs(self) -> dict[str, float]:
+        """Return the loss scale, and how many steps have been skipped so far."""
+        return {"loss_scale": self._scale, "skipped_steps": self._num_skipped}
 
     def state_dict(self) -> dict[str, Any]:
-        return self._scaler.state_dict()
+        return {**self._scaler.state_dict(), "num_skipped": self._num_skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the scale; an empty state, left by a run without a scaler, keeps the fresh one."""
         if state:
             self._scaler.load_state_dict(state)
             self._scale = self._scaler.get_scale()
+            self._num_skipped = state.get("num_skipped", 0)

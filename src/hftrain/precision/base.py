@@ -46,6 +46,9 @@ class Precision:
         self._context: AbstractContextManager[Any] = nullcontext()
         self._restore_matmul: Callable[[], None] | None = None
 
+    def check_available(self) -> None:
+        """Raise `MissingDependencyError` unless the packages it needs are installed; touches no device."""
+
     def open(self, device: torch.device, scaler_factory: ScalerFactory) -> None:
         """Prepare for a device and set the global flags; opening again on the same device changes nothing.
 
@@ -86,6 +89,10 @@ class Precision:
         """Return the model with the parameters' dtypes this precision wants; may mutate it."""
         return model
 
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer to step, once it is made for the converted model; may mutate both."""
+        return optimizer
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context to run a forward pass in."""
         return self._context
@@ -101,6 +108,10 @@ class Precision:
         """Update the parameters; return False if the step was skipped because gradients overflowed."""
         optimizer.step()
         return True
+
+    def logs(self) -> dict[str, float]:
+        """Return what to report with the training loss; does not synchronise."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resume needs: the scaler's state, empty without one."""

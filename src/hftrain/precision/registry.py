@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from hftrain.core.registry import Registry
 from hftrain.precision.base import Precision
 
@@ -22,3 +24,16 @@ precisions.register(
     "hftrain.precision.autocast:ScaledPrecision",
     summary="float32 parameters, float16 operations, a scaled loss",
 )
+for _name, _dtype, _summary in (
+    ("bf16_true", torch.bfloat16, "bfloat16 throughout, parameters included"),
+    ("fp16_true", torch.float16, "float16 throughout, parameters included, without loss scaling"),
+    ("fp64", torch.float64, "float64 throughout"),
+):
+    precisions.register(_name, "hftrain.precision.whole:WholePrecision", summary=_summary, name=_name, dtype=_dtype)
+for _level in ("O0", "O1", "O2", "O3"):
+    precisions.register(
+        f"apex_{_level.lower()}",
+        "hftrain.precision.apex:ApexPrecision",
+        summary=f"NVIDIA Apex's amp at level {_level}",
+        level=_level,
+    )

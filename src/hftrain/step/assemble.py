@@ -11,10 +11,15 @@ import torch
 from torch.optim import Optimizer
 
 from hftrain.core.errors import StrategyError, explain
+from hftrain.core.log import get_logger
 from hftrain.core.types import Owns
+from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.precision.base import Precision
+from hftrain.step.in_backward import is_in_backward
 from hftrain.step.stepper import Stepper
 from hftrain.strategies.base import Strategy
+
+logger = get_logger(__name__)
 
 
 def assemble_stepper(
@@ -34,6 +39,8 @@ def assemble_stepper(
     owns = strategy.owns
     engine: Any = strategy
     _check_owns(strategy, scales=precision.policy.loss_scaling)
+    if is_in_backward(optimizer, strategy=strategy):
+        return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0)
     clips = bool(max_grad_norm and max_grad_norm > 0) and Owns.CLIP not in owns
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
     return Stepper(
@@ -44,6 +51,21 @@ def assemble_stepper(
         else _read_norm(getattr(strategy, "last_norm", None) if max_grad_norm else None),
         step=engine.step if Owns.STEP in owns else partial(precision.step, optimizer),
         zero_grad=getattr(strategy, "zero_grad", optimizer.zero_grad) if Owns.STEP in owns else optimizer.zero_grad,
+    )
+
+
+def _assemble_in_backward(precision: Precision, optimizer: UpdatesInBackward, max_norm: float) -> Stepper:
+    """Let the optimizer run the backward pass; its own step does what is left to do."""
+    if max_norm > 0 and not optimizer.clips:
+        logger.warning(
+            "max_grad_norm=%s has no effect with %s: no gradient is left to clip.", max_norm, type(optimizer).__name__
+        )
+    return Stepper(
+        autocast=precision.autocast,
+        backward=partial(optimizer.update_in_backward, backward=precision.backward, max_norm=max(max_norm, 0.0)),
+        clip=optimizer.last_norm,
+        step=partial(precision.step, optimizer),
+        zero_grad=optimizer.zero_grad,
     )
 
 

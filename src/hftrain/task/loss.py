@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,3 +103,23 @@ def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+@dataclass(frozen=True)
+class LabelSmoother:
+    """Smooth labels as the training does, for subclasses that compute the loss themselves.
+
+    Args:
+        epsilon: The share of the target spread over all classes.
+
+    Source: the documented `label_smoothing_factor`.
+    """
+
+    epsilon: float = 0.1
+
+    def __call__(self, model_output: Any, labels: torch.Tensor, shift_labels: bool = False) -> torch.Tensor:
+        """Return the smoothed loss of a model's outputs (logits under ``"logits"``, or first)."""
+        if isinstance(labels, Mapping):
+            labels = labels["labels"]
+        logits = model_output["logits"] if isinstance(model_output, Mapping) else model_output[0]
+        return smoothed_loss(logits, labels, smoothing=self.epsilon, shift=shift_labels)

@@ -105,7 +105,13 @@ class ModelTask(TaskModule):
         return StepOutput(loss=loss, outputs=outputs)
 
     def predict_batch(
-        self, compute: Callable[[Any], tuple[torch.Tensor, Any]], inputs: Any, *, loss_only: bool, ignore: Sequence[str]
+        self,
+        compute: Callable[[Any], tuple[torch.Tensor, Any]],
+        inputs: Any,
+        *,
+        loss_only: bool,
+        ignore: Sequence[str],
+        note_outputs: Callable[[Any], None] | None = None,
     ) -> StepOutput:
         """Return loss, logits and labels of one batch by the documented rules; gradients are the caller's business.
 
@@ -114,6 +120,7 @@ class ModelTask(TaskModule):
             inputs: The batch, on the device.
             loss_only: Leave logits and labels out.
             ignore: Keys of the outputs that are no predictions.
+            note_outputs: Called with the outputs of a model that was called without labels, and so without `compute`.
         """
         labels = self.labels_of(inputs)
         if labels is not None or self.can_return_loss or not isinstance(inputs, Mapping):
@@ -121,6 +128,8 @@ class ModelTask(TaskModule):
             skipped = 1
         else:
             loss, outputs, skipped = None, self._call(self.model, inputs, None), 0
+            if note_outputs is not None:
+                note_outputs(outputs)
         loss = None if loss is None else loss.detach()
         if loss_only:
             return StepOutput(loss=loss)
@@ -128,12 +137,16 @@ class ModelTask(TaskModule):
             logits = tuple(value for key, value in outputs.items() if key != "loss" and key not in ignore)
         elif isinstance(outputs, (tuple, list)):
             # The loss came first only where the model computed it itself.
-            returns_loss = skipped and not (self.label_smoothing or self.compute_loss_func)
-            logits = tuple(outputs[1 if returns_loss else 0 :])
+            logits = tuple(outputs[1 if skipped and self.returns_loss else 0 :])
         else:
             logits = (outputs,)
         logits = detach(logits)
         return StepOutput(loss=loss, outputs=logits[0] if len(logits) == 1 else logits or None, labels=detach(labels))
+
+    @property
+    def returns_loss(self) -> bool:
+        """Whether the model, given labels, computes the loss itself."""
+        return not (self.label_smoothing or self.compute_loss_func)
 
     def labels_of(self, inputs: Any) -> Any:
         """Return the batch's labels (a tuple where there are several names), or None unless all are there."""

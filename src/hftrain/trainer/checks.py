@@ -31,6 +31,33 @@ def check_arguments(args: Any) -> None:
         )
 
 
+def check_strategy(args: Any, strategy: Strategy) -> None:
+    """Raise where a strategy that was given as an object contradicts the device the arguments ask for."""
+    if args.use_cpu and strategy.device_type != "cpu":
+        raise ConfigError(
+            explain(
+                f"use_cpu=True was asked for together with strategy={type(strategy).__name__}(...).",
+                f"The strategy takes the device {str(strategy.planned_device)!r}.",
+                "Make the strategy with use_cpu=True, or leave use_cpu out of the arguments.",
+                use_cpu=True,
+                strategy=strategy.name,
+            )
+        )
+
+
+def check_tensor_parallel(size: int, strategy: Strategy, *, is_handled: bool) -> None:
+    """Raise where a model's layers are split over processes that would each read other data."""
+    if size > 1 and not is_handled:
+        raise ConfigError(
+            explain(
+                f"A model whose layers are split over {size} processes was given.",
+                f"With strategy={strategy.name!r} every process reads its own share of the data.",
+                "Load the model without a tensor-parallel plan, or use DeepSpeed's tensor_parallel.",
+                tp_size=size,
+            )
+        )
+
+
 def check_model(model: Any, model_init: Any) -> None:
     """Raise unless there is a way to get a model; warn if there are two."""
     if model is None and model_init is None:
@@ -121,6 +148,15 @@ def check_sharding(args: Any, strategy: Strategy, *, optimizers: tuple[Any, Any]
                 "Pass optimizer_cls_and_kwargs, or override create_optimizer.",
             )
         )
+    for setting in ("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "jit_mode_eval"):
+        if getattr(args, setting):
+            raise ConfigError(
+                explain(
+                    f"{setting}=True was asked for with strategy={name!r}.",
+                    "Each forward pass brings the processes' parts of the parameters together as they are, in step.",
+                    "Drop it, or use strategy='ddp'.",
+                )
+            )
     if args.save_only_model and args.load_best_model_at_end:
         raise ConfigError(
             explain(

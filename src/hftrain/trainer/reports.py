@@ -16,11 +16,16 @@ from hftrain.core.errors import TaskError, explain
 
 
 def speed_metrics(
-    prefix: str, start_s: float, *, num_samples: int | None = None, num_steps: int | None = None
+    prefix: str,
+    start_s: float,
+    *,
+    num_samples: int | None = None,
+    num_steps: int | None = None,
+    num_tokens: int | None = None,
 ) -> dict[str, float]:
     """Return runtime (seconds) and rates since `start_s`, a `time.perf_counter()` reading.
 
-    Source: the documented `<prefix>_runtime`, `_samples_per_second`, `_steps_per_second`.
+    Source: the documented `<prefix>_runtime`, `_samples_per_second`, `_steps_per_second`, `_tokens_per_second`.
     """
     runtime_s = time.perf_counter() - start_s
     metrics = {f"{prefix}_runtime": round(runtime_s, 4)}
@@ -28,6 +33,8 @@ def speed_metrics(
         metrics[f"{prefix}_samples_per_second"] = round(num_samples / runtime_s, 3)
     if runtime_s > 0 and num_steps is not None:
         metrics[f"{prefix}_steps_per_second"] = round(num_steps / runtime_s, 3)
+    if runtime_s > 0 and num_tokens is not None:
+        metrics[f"{prefix}_tokens_per_second"] = round(num_tokens / runtime_s, 3)
     return metrics
 
 

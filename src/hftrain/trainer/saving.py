@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from hftrain.adapter.checkpoint import checkpoint_config
-from hftrain.adapter.data import data_seed
+from hftrain.adapter.data import data_seed, read_accelerator_config
 from hftrain.checkpoint.layout import (
     ARGUMENTS,
     checkpoint_name,
@@ -37,6 +38,7 @@ from hftrain.core.seed import capture_rng
 from hftrain.data.sizes import has_length
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
+from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.task.module import TaskModule
 from hftrain.trainer.sharding import load_own, shard_writers
 
@@ -79,7 +81,10 @@ class RunCheckpoints:
         each: list[Writer] = [lambda folder: trainer.save_model(str(folder), _internal_call=True)]
         main: list[Writer] = [lambda folder: save_trainer_state(state, folder)]
         if not trainer.args.save_only_model:
-            main += self._resume_writers(optimizer)
+            if trainer._is_overridden("_save_optimizer_and_scheduler"):
+                each.append(lambda folder: trainer._save_optimizer_and_scheduler(str(folder)))
+            else:
+                main += self._resume_writers(optimizer)
             each.append(self._rank_writer())
         each += shard_writers(trainer, optimizer)
         facts = {"progress": self.progress.state_dict(), "geometry": self._geometry(optimizer)}
@@ -87,9 +92,19 @@ class RunCheckpoints:
         if trainer.args.push_to_hub:
             # Before rotation, which may delete it.
             trainer._hub.after_save(committed)
-        self.manager.rotate(best=best_checkpoint(trainer))
+        trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.config.output_dir))
         self.saved_step = state.global_step
         trainer.callback_handler.fire("on_save")
+
+    def rotate(self) -> None:
+        """Delete the oldest checkpoints beyond the limit."""
+        self.manager.rotate(best=best_checkpoint(self.trainer))
+
+    def write_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
+        """Write optimizer, schedule and scaler; the main process writes, all take part. Collective."""
+        writers = self._resume_writers(optimizer)
+        for write in writers if self.trainer.strategy.is_main else ():
+            write(folder)
 
     def _resume_writers(self, optimizer: torch.optim.Optimizer) -> list[Writer]:
         trainer = self.trainer
@@ -110,6 +125,8 @@ class RunCheckpoints:
             "epoch_rng": self.epoch_rng,
             "loss_window": self.losses.state_dict(),
             "log_window": self.logs.state_dict(),
+            "train_metrics": metric_states(self.trainer.task.metrics("train")),
+            "past": self.trainer._past,
         }
         return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
 
@@ -130,37 +147,51 @@ class RunCheckpoints:
         geometry = self._geometry(None)
         if self.trainer.args.ignore_data_skip:
             geometry = {name: geometry[name] for name in ("world_size", "batch_size", "accumulation", "precision")}
-        check_geometry(manifest, **fit_geometry(manifest.facts.get("geometry", {}), geometry))
+        if not read_accelerator_config(self.trainer.args).get("split_batches"):
+            geometry = fit_geometry(manifest.facts.get("geometry", {}), geometry)
+        check_geometry(manifest, **geometry)
         self._report_changed_arguments(folder)
         self.manager.run_id = manifest.facts["run_id"]
         self.progress.load_state_dict(manifest.facts["progress"])
 
     def load_model(self, folder: Path) -> None:
         """Load the weights, and what the task holds beside its model, in place."""
-        # Where there are none yet, the process that holds the weights sends them.
-        if not any(parameter.is_meta for parameter in self.trainer.model.parameters()):
-            load_weights(self.trainer.model, folder, load=self.trainer.strategy.load_model_state)
-        own = task_state(self.trainer.task)
-        self.trainer.task.load_state_dict(load_task_state(folder, own.keys()), strict=False)
+        self.trainer._load_from_checkpoint(str(folder))
 
     def load_rest(self, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Load what the optimizer and its company had reached, and return the random numbers' state."""
         trainer, strategy = self.trainer, self.trainer.strategy
         check_geometry(read_manifest(folder), optimizer=type(optimizer).__name__)
+        trainer._load_optimizer_and_scheduler(str(folder))
+        own = load_own(trainer, folder)
+        self.epoch_rng = own.pop("epoch_rng")
+        self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
+        self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
+        unknown = restore_metric_states(
+            trainer.task.metrics("train"), own.pop("train_metrics", {}), device=strategy.device
+        )
+        if unknown and self.losses.num_steps and not trainer.args.ignore_data_skip:
+            logger.warning(
+                "The checkpoint does not tell what these metrics had gathered since the last log: %s.",
+                ", ".join(unknown),
+            )
+        past = own.pop("past", None)
+        if self.progress.micro_steps_in_epoch:
+            trainer._past = strategy.to_device(past)
+        trainer.callback_handler.restore(
+            trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
+        )
+        return own
+
+    def read_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
+        """Load optimizer, schedule and scaler. Collective."""
+        trainer, strategy = self.trainer, self.trainer.strategy
         strategy.load_optimizer_state(trainer.model_wrapped, optimizer, load_optimizer(folder))
         if trainer.lr_scheduler is not None:
             trainer.lr_scheduler.load_state_dict(load_scheduler(folder))
             refresh_rate(trainer.lr_scheduler)
         if trainer.precision.state_dict():
             trainer.precision.load_state_dict(load_scaler(folder))
-        own = load_own(trainer, folder)
-        self.epoch_rng = own.pop("epoch_rng")
-        self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
-        self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
-        trainer.callback_handler.restore(
-            trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
-        )
-        return own
 
     def load_best(self) -> None:
         """Load the best checkpoint's model, saying so if there is none."""
@@ -201,7 +232,8 @@ class RunCheckpoints:
 
 def make_manager(trainer: Trainer) -> CheckpointManager:
     """Return what saves and finds the run's checkpoints."""
-    return CheckpointManager(checkpoint_config(trainer.args, output_dir=trainer.output_dir), group=trainer.strategy)
+    folder = Path(trainer._get_output_dir(None))
+    return CheckpointManager(checkpoint_config(trainer.args, output_dir=folder), group=trainer.strategy)
 
 
 def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
@@ -259,6 +291,18 @@ def best_checkpoint(trainer: Trainer) -> Path | None:
     # By name first: the folder of the run may have been moved or copied since.
     here = trainer.output_dir / Path(best).name
     return here if here.is_dir() else Path(best)
+
+
+def load_task(trainer: Trainer, folder: Path, *, model: nn.Module | None = None) -> None:
+    """Load a checkpoint's weights, and what the task holds beside its model, in place."""
+    strategy = trainer.strategy
+    target = trainer.model if model is None else strategy.unwrap(model)
+    load = strategy.load_model_state if target is trainer.model else None
+    # Where there are none yet, the process that holds the weights sends them.
+    if not any(parameter.is_meta for parameter in target.parameters()):
+        load_weights(target, folder, load=load)
+    own = task_state(trainer.task)
+    trainer.task.load_state_dict(load_task_state(folder, own.keys()), strict=False)
 
 
 def task_state(task: TaskModule) -> dict[str, torch.Tensor]:

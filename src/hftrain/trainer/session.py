@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from hftrain.adapter.plan import fit_config
 from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.errors import ConfigError, explain, suggest
-from hftrain.core.log import get_logger
+from hftrain.core.log import get_logger, warn_once
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, restore_rng, set_seed
 from hftrain.core.types import TrainOutput
@@ -25,13 +26,20 @@ from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
 from hftrain.loops.window import LogWindow, LossWindow, merge_reports
+from hftrain.optim.weight_modes import training_weights
 from hftrain.step.assemble import assemble_stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
 from hftrain.task.overflow import DebugUnderflowOverflow
+from hftrain.trainer.announce import announce_training
 from hftrain.trainer.checks import best_metric_key, check_optimizer
+from hftrain.trainer.counting import RunCounts
 from hftrain.trainer.debugging import watch_overflow
 from hftrain.trainer.engines import forget_taken
+from hftrain.trainer.eval_sets import check_cadences, is_due, own_metrics
+from hftrain.trainer.fitting import MicroBatches, found_size
+from hftrain.trainer.hooks import call_with
+from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.weighing import LossShares
@@ -40,6 +48,8 @@ if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class _Silence:
@@ -69,13 +79,24 @@ class TrainSession:
         self.logs = LogWindow(gather_object=strategy.gather_object)
         self.losses = LossWindow(
             filters_nonfinite=trainer.args.logging_nan_inf_filter,
-            reduce=lambda loss: strategy.reduce(loss, op="mean"),
+            reduce=(
+                (lambda loss: trainer._nested_gather(loss).mean())
+                if trainer._is_overridden("_nested_gather")
+                else (lambda loss: strategy.reduce(loss, op="mean"))
+            ),
         )
         self._rng: Mapping[str, Any] | None = None
+        self.changes = ModelChanges(trainer)
         self.checkpoints = RunCheckpoints(trainer, progress=self.progress, losses=self.losses, logs=self.logs)
         self.optimizer: torch.optim.Optimizer
         self._watch: DebugUnderflowOverflow | None = None
         self._loader: Any = None
+        self.wrap: Callable[[nn.Module], nn.Module]
+        self._act: Callable[[], None]
+        self._open_loss: torch.Tensor | None = None
+        self.used_rate: float | None = None
+        self._start_time = time.time()
+        self.counts: RunCounts
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -92,6 +113,7 @@ class TrainSession:
         batch_size = trainer.get_total_train_batch_size(args)
         plan = trainer.set_initial_training_values(args, loader, batch_size)
         num_epochs, max_steps = plan[0], plan[6]
+        self.counts = RunCounts(trainer)
         self._start_state(max_steps=max_steps, num_epochs=num_epochs)
         stepper = self._set_up(max_steps)
         self._watch = watch_overflow(trainer)
@@ -106,8 +128,9 @@ class TrainSession:
             train_dataloader=loader,
         )
         self._rehearse_best_metric()
-        logger.info("***** Running training: %d steps, %d samples each *****", max_steps, batch_size)
-        start_s, first_step = time.perf_counter(), self.progress.step
+        announce_training(trainer, plan, batch_size=batch_size, progress=self.progress)
+        self.counts.begin()
+        start_s, first = time.perf_counter(), replace(self.progress)
         trainer.task.train()
         trainer.callback_handler.fire("on_train_begin")
         config = fit_config(
@@ -117,23 +140,26 @@ class TrainSession:
             num_epochs=num_epochs if plan[4] else None,
             world_size=trainer.strategy.world_size,
         )
-        self._loop(config, loader, stepper).run()
-        has_trained = self.progress.step > first_step
+        with training_weights(self.optimizer):
+            self._loop(config, loader, stepper).run()
+        has_trained = self.progress.step > first.step
         if args.save_strategy == "steps" and has_trained and self.checkpoints.saved_step != self.progress.step:
             # Stopped by the evaluation of the last epoch's end, after which no event follows.
             self._save()
-        return self._finish(start_s=start_s, num_samples=plan[3], num_steps=self.progress.step - first_step)
+        return self._finish(start_s=start_s, first=first)
 
     def close(self) -> None:
         """Put the unwrapped model back and mark the run as over; safe after an error."""
         trainer = self.trainer
         if self._watch is not None:
             self._watch.remove()
+        self.changes.undo()
         trainer.task.model = trainer.model
         trainer._backward, trainer._autocast = trainer.precision.backward, trainer.precision.autocast
         trainer.is_in_train = False
         # Workers that persist live as long as their loader, which torch's optimizers keep the frame of.
         end_workers(self._loader)
+        trainer._past = None
         trainer.callback_handler.refresh(train_dataloader=None, eval_dataloader=None)
         trainer._loaders.clear()
 
@@ -153,6 +179,7 @@ class TrainSession:
         state.max_steps, state.num_train_epochs = max_steps, num_epochs
         state.train_batch_size = trainer.args.train_batch_size
         state.compute_steps(trainer.args, max_steps)
+        check_cadences(trainer.args, trainer._eval_sets, eval_steps=state.eval_steps)
         for flag in vars(trainer.control):
             setattr(trainer.control, flag, False)
         if self.resume is not None:
@@ -161,11 +188,12 @@ class TrainSession:
     def _set_up(self, max_steps: int) -> Any:
         """Place and wrap the model, make optimizer and schedule, assemble the step."""
         trainer, strategy, precision = self.trainer, self.trainer.strategy, self.trainer.precision
+        # Before the weights are loaded, which would be rounded to the dtype they are copied into.
+        trainer.model = trainer.task.model = precision.convert(trainer.model)
         if self.resume is not None:
             self.checkpoints.load_model(self.resume)
         place_task(trainer.task, strategy, is_model_placed=True)
-        self._enable_checkpointing(trainer.model)
-        trainer.model = precision.convert(trainer.model)
+        self.changes.apply(trainer.model)
         trainer._forget_schedule()
         forget_taken(trainer)
 
@@ -177,16 +205,18 @@ class TrainSession:
             else:
                 trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
             assert trainer.optimizer is not None
+            trainer.model = trainer.ipex_optimize_model(trainer.model, training=True)
             # Here, for a strategy may put parameters of its own into the groups.
             check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
-            return trainer.optimizer
+            return precision.attach(trainer.model, trainer.optimizer)
 
-        wrapped, optimizer = strategy.setup(trainer.model, make_optimizer, precision.policy)
-        assert optimizer is not None
+        wrapped, optimizer = self._wrap(make_optimizer)
+        trainer.compiler.compile(trainer.model)
         if "scheduler" in strategy.makes:
             trainer.lr_scheduler = strategy.schedule
         elif "optimizer" in strategy.makes:
             trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
+        trainer._check_in_backward(optimizer)
         # An interrupted run, or the user, may have left gradients.
         trainer.model.zero_grad()
         trainer.optimizer = self.optimizer = optimizer
@@ -201,6 +231,33 @@ class TrainSession:
         trainer._backward, trainer._autocast = stepper.backward, stepper.autocast
         return stepper
 
+    def _wrap(self, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Wrap the model through the hook; what an override left to do is done after it."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        made: list[torch.optim.Optimizer] = []
+
+        def set_up(model: nn.Module) -> nn.Module:
+            wrapped, optimizer = strategy.setup(model, make_optimizer, trainer.precision.policy)
+            assert optimizer is not None
+            made[:] = [optimizer]
+            return wrapped
+
+        self.wrap = set_up
+        # The wrapper that the user brought, if it still holds the model.
+        outermost = trainer._outermost if strategy.unwrap(trainer._outermost) is trainer.model else trainer.model
+        wrapped = trainer._wrap_model(outermost)
+        if not made:
+            wrapped = set_up(wrapped)
+        if strategy.unwrap(wrapped) is not trainer.model:
+            raise ConfigError(
+                explain(
+                    f"{type(trainer).__name__}._wrap_model returned a {type(wrapped).__name__}.",
+                    f"strategy={strategy.name!r} cannot look through it to the model.",
+                    "Wrap the model before it is given to the Trainer, or return what super()._wrap_model returned.",
+                )
+            )
+        return wrapped, made[0]
+
     def _load_rest(self, folder: Path) -> None:
         """Load what a checkpoint holds beside the model."""
         trainer = self.trainer
@@ -211,39 +268,24 @@ class TrainSession:
         if trainer.args.ignore_data_skip:
             # Documented: start the epoch's data over, with random numbers as they come.
             self._rng, self.progress.micro_steps_in_epoch = None, 0
-        elif self.losses.num_steps and trainer.task.metrics("train"):
-            logger.warning("Training metrics of the open logging window are not in a checkpoint: they start anew.")
-
-    def _enable_checkpointing(self, model: nn.Module) -> None:
-        args = self.trainer.args
-        if not args.gradient_checkpointing:
-            return
-        # transformers 5 renamed the method, and warns about the older name.
-        kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-        enable = getattr(model, f"{kind}_checkpointing_enable", None)
-        if enable is None:
-            raise ConfigError(
-                explain(
-                    "gradient_checkpointing=True was asked for.",
-                    f"{type(model).__name__} has no gradient_checkpointing_enable method.",
-                    "Add one, or use torch.utils.checkpoint inside the model.",
-                )
-            )
-        options = args.gradient_checkpointing_kwargs
-        enable(**{f"{kind}_checkpointing_kwargs": options}) if options else enable()
 
     def _loop(self, config: FitConfig, loader: Any, stepper: Any) -> FitLoop:
         trainer, strategy = self.trainer, self.trainer.strategy
         schedule = None if self._follows_metric else trainer.lr_scheduler
+        take, step = trainer._shares.take, trainer._training_step
+        if trainer.args.auto_find_batch_size is True:
+            fitting = MicroBatches(trainer, logs=self.logs, found=found_size(trainer.args, self.resume))
+            take, step = fitting.take, fitting.step
         slots = FitSlots(
-            get_batch_samples=trainer._shares.take,
-            training_step=trainer._training_step,
+            get_batch_samples=self.counts.watching(take),
+            training_step=step,
             before_epoch=self._before_epoch,
             restore_rng=self._restore_rng,
             log=self._log,
             evaluate=self._evaluate,
             save=self._save,
             empty_cache=_empty_cache,
+            act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
         )
         return FitLoop(
             config,
@@ -272,6 +314,7 @@ class TrainSession:
         """Remember the random numbers an epoch's order may be drawn from, or put the checkpoint's back."""
         if self._rng is None:
             self.checkpoints.epoch_rng = capture_rng()
+            self.trainer._past = None
         else:
             restore_rng(self.checkpoints.epoch_rng)
 
@@ -282,33 +325,72 @@ class TrainSession:
             self._rng = None
 
     def _log(self, logs: dict[str, Any]) -> None:
+        self.counts.read()
         own: dict[str, Any] = {}
         for name, metric in self.trainer.task.metrics("train").items():
             value = metric.compute()
             metric.reset()
             own.update({k: float(v) for k, v in (value if isinstance(value, Mapping) else {name: value}).items()})
-        self.trainer._log(merge_reports(logs, self.logs.read(), own))
+        if self.trainer._is_overridden("_get_learning_rate"):
+            self.used_rate = logs["learning_rate"]
+            logs["learning_rate"] = self.trainer._get_learning_rate()
+            self.used_rate = None
+        self.trainer._log(merge_reports(logs, self.trainer.precision.logs(), self.logs.read(), own))
+
+    def _act_through_hook(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
+        """Let a subclass see the end of a step; it calls the base method, which calls `act`."""
+        trainer = self.trainer
+        self._act, self._open_loss = act, self.losses.open_sum()
+        values = {
+            "tr_loss": self._open_loss,
+            "grad_norm": grad_norm,
+            "model": trainer.model_wrapped,
+            "trial": None,
+            "epoch": trainer.state.epoch,
+            "ignore_keys_for_eval": self.ignore_keys,
+            "start_time": self._start_time,
+            "learning_rate": learning_rate,
+        }
+        call_with(trainer._maybe_log_save_evaluate, values)
+
+    def act(self, loss: torch.Tensor | None) -> None:
+        """Do what callbacks asked for, called back by the hook with the loss it was given."""
+        if loss is not None and loss is not self._open_loss:
+            warn_once("_maybe_log_save_evaluate was given another tr_loss, which changes nothing: override log().")
+        self._act()
 
     def _evaluate(self) -> None:
         trainer = self.trainer
-        metrics = trainer.evaluate(ignore_keys=self.ignore_keys)
+        self.counts.read()
+        metrics = trainer._evaluate(None, self.ignore_keys)
+        wanted = best_metric_key(trainer.args.metric_for_best_model or "loss")
+        if wanted not in metrics and not all(is_due(entry, trainer) for entry in trainer._eval_sets.values()):
+            # The set that decides has a cadence of its own, and was not evaluated now.
+            return
         if trainer.args.metric_for_best_model is not None and trainer.state.global_step > 0:
-            self._note_best(metrics, trainer.args.metric_for_best_model)
+            is_best = trainer._determine_best_metric(metrics, None)
+            if trainer.args.save_strategy == "best" and is_best:
+                trainer.control.should_save = True
+
+    def follow_metric(self, metrics: Mapping[str, Any]) -> None:
+        """Step a schedule that follows the evaluations."""
+        trainer = self.trainer
         if self._follows_metric and trainer.state.global_step > 0:
             trainer.lr_scheduler.step(self._metric(metrics, trainer.args.metric_for_best_model or "loss"))
 
-    def _note_best(self, metrics: Mapping[str, Any], wanted: str) -> None:
-        """Remember the best evaluation so far; with save_strategy="best" it asks for a save."""
+    def note_best(self, metrics: Mapping[str, Any]) -> bool:
+        """Remember the best evaluation so far in the state, and tell whether this is it."""
         state, args = self.trainer.state, self.trainer.args
-        value = self._metric(metrics, wanted)
+        if args.metric_for_best_model is None:
+            return False
+        value = self._metric(metrics, args.metric_for_best_model)
         best = state.best_metric
         # NaN is never better, and everything is better than NaN.
         is_better = best is None or best != best or (value > best if args.greater_is_better else value < best)
         is_better = is_better and value == value
         if is_better:
             state.best_metric, state.best_global_step = value, state.global_step
-        if args.save_strategy == "best" and is_better:
-            self.trainer.control.should_save = True
+        return bool(is_better)
 
     @staticmethod
     def _metric(metrics: Mapping[str, Any], wanted: str) -> float:
@@ -336,9 +418,10 @@ class TrainSession:
         with trainer._evaluating("eval"):
             for name in names:
                 loader = trainer._sharded(trainer.get_eval_dataloader(name), is_training=False)
-                loop = trainer._evaluate_loop(
-                    loss_only=trainer.compute_metrics is None, ignore_keys=self.ignore_keys, events=_Silence()
-                )
+                with own_metrics(trainer, trainer._eval_sets.get(name or "")):
+                    loop = trainer._evaluate_loop(
+                        loss_only=trainer.compute_metrics is None, ignore_keys=self.ignore_keys, events=_Silence()
+                    )
                 try:
                     metrics = loop.run(islice(iter(loader), 1)).metrics
                 except Exception as error:
@@ -350,24 +433,34 @@ class TrainSession:
         self._metric(found, wanted)
 
     def _save(self) -> None:
-        self.trainer._save_checkpoint(self.trainer.model_wrapped, None)
+        self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, None))
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _finish(self, *, start_s: float, num_samples: int, num_steps: int) -> TrainOutput:
+    def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
         trainer = self.trainer
         self.losses.read()
+        self.counts.read()
+        trainer.store_flos()
         training_loss = self.losses.mean_over_run()
         num_nonfinite = self.losses.num_nonfinite
+        metrics = speed_metrics(
+            "train",
+            start_s,
+            num_samples=self._samples_since(first),
+            num_steps=self.progress.step - first.step,
+            num_tokens=self.counts.session_tokens(),
+        )
+        logger.info("Training completed.")
         trainer.task.model = trainer.model
         if trainer.args.load_best_model_at_end:
-            self.checkpoints.load_best()
-        share = num_steps / max(trainer.state.max_steps, 1)
-        metrics = speed_metrics("train", start_s, num_samples=round(num_samples * share), num_steps=num_steps)
+            trainer._load_best_model()
+        metrics["total_flos"] = trainer.state.total_flos
         metrics["train_loss"] = training_loss
         if num_nonfinite:
             metrics["nonfinite_losses"] = num_nonfinite
         trainer.is_in_train = False
+        trainer._report_memory(metrics)
         trainer._log(metrics)
         best = best_checkpoint(trainer)
         if trainer.args.save_total_limit == 1 and trainer.args.load_best_model_at_end and best is not None:
@@ -376,6 +469,12 @@ class TrainSession:
         if trainer.args.push_to_hub:
             trainer._hub.after_training()
         return TrainOutput(trainer.state.global_step, training_loss, metrics)
+
+    def _samples_since(self, first: Progress) -> int:
+        """Return the samples that all ranks have trained on since; collective."""
+        strategy = self.trainer.strategy
+        own = (self.progress.samples - first.samples) // strategy.world_size
+        return int(strategy.reduce(torch.tensor(own, device=strategy.device), op="sum"))
 
 
 def place_task(task: TaskModule, strategy: Strategy, *, is_model_placed: bool = False) -> None:

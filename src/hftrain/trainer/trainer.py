@@ -7,21 +7,23 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, SequentialSampler
 
+from hftrain.adapter.compilation import compile_config
 from hftrain.adapter.data import eval_loader_config, length_config, total_batch_size, train_loader_config
 from hftrain.adapter.deepspeed import settle_deepspeed
-from hftrain.adapter.evaluate import evaluate_config
+from hftrain.adapter.evaluate import evaluate_config, full_eval_dtype
+from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
 from hftrain.adapter.optim import optimizer_config, schedule_config
 from hftrain.adapter.plan import train_plan
-from hftrain.adapter.precision import precision_request
+from hftrain.adapter.precision import check_half_precision_backend, precision_request
 from hftrain.adapter.sharing import check_configured_state, non_blocking_copies, settle_sharing
 from hftrain.adapter.strategy import strategy_request
 from hftrain.adapter.unwired import check_local_rank, check_wired
@@ -35,29 +37,38 @@ from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
 from hftrain.core.state import TrainerState
+from hftrain.core.tree import map_tensors
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput, TrainOutput
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrain.data.columns import ColumnPruner, prune_columns, removable_columns, signature_columns
 from hftrain.data.dispatch import DispatchLoader
 from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler, reading_order
-from hftrain.data.loaders import build_eval_loader, build_train_loader
+from hftrain.data.loaders import build_eval_loader, build_train_loader, default_train_sampler
 from hftrain.data.persistent import LoaderCache
 from hftrain.data.sharding import shard_loader
-from hftrain.data.sizes import has_length, num_examples
+from hftrain.data.sizes import expected_samples, has_length, num_examples
+from hftrain.loggers.base import Logger
 from hftrain.loops.evaluate import EvaluateLoop, EvaluateSlots
 from hftrain.loops.predict import PredictLoop
 from hftrain.optim.groups import decay_parameter_names
 from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
 from hftrain.optim.schedules import build_schedule
+from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
+from hftrain.step.in_backward import check_in_backward
 from hftrain.step.legality import check_legal
 from hftrain.storage.files import check_writable
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
+from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import is_recomputing
+from hftrain.task.loss import LabelSmoother
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
+from hftrain.task.noise import add_noise, find_embeddings
+from hftrain.trainer.acceleration import has_engine, make_accelerator
+from hftrain.trainer.announce import announce_evaluation
 from hftrain.trainer.checks import (
     check_arguments,
     check_best_metric,
@@ -66,14 +77,34 @@ from hftrain.trainer.checks import (
     check_model,
     check_parts,
     check_sharding,
+    check_strategy,
     check_task,
+    check_tensor_parallel,
     check_train_data,
     check_unused_by_task,
     read_optimizers,
 )
+from hftrain.trainer.counting import count_tokens, token_counter
 from hftrain.trainer.debugging import debug_callbacks
 from hftrain.trainer.engines import check_made
+from hftrain.trainer.eval_sets import check_cadences, evaluate_sets, own_metrics, split_eval_sets
+from hftrain.trainer.evaluating import (
+    JitModel,
+    cast_inputs,
+    cast_weights,
+    check_evaluating,
+    read_memory,
+    trace_model,
+    with_memory,
+)
+from hftrain.trainer.fitting import SMALLER_BATCH, check_fitting, with_smaller_batches
+from hftrain.trainer.hooks import call_with, check_hooks
 from hftrain.trainer.hub import TrainerHub
+from hftrain.trainer.instep import in_step
+from hftrain.trainer.ipex import optimize_with_ipex
+from hftrain.trainer.memory import MemoryTracker, measuring_init
+from hftrain.trainer.numerics import check_training, prepare_model
+from hftrain.trainer.placement import is_spread, tensor_parallel_size
 from hftrain.trainer.reports import (
     format_metrics,
     metrics_table,
@@ -82,7 +113,7 @@ from hftrain.trainer.reports import (
     to_plain,
     with_prefix,
 )
-from hftrain.trainer.saving import find_resume, task_state
+from hftrain.trainer.saving import find_resume, load_task, task_state
 from hftrain.trainer.session import TrainSession, place_task
 from hftrain.trainer.signatures import accepts, taking
 from hftrain.trainer.weighing import LossShares
@@ -100,7 +131,8 @@ class Trainer:
         args: The documented arguments; None writes to ``tmp_trainer``.
         data_collator: Makes a batch of samples; by default pads with `processing_class` if it can, else stacks.
         train_dataset: What to train on; may be an iterable without length (then set `max_steps`).
-        eval_dataset: What to evaluate on; a dict holds several sets, each with metrics of its own name.
+        eval_dataset: What to evaluate on; a dict holds several sets, each with metrics of its own name. Its values are
+            datasets, or `EvalSet` objects where a set has metrics or a cadence of its own.
         processing_class: Tokenizer or processor; pads batches and is saved beside the model.
         model_init: Builds the model anew at each `train()`.
         compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` in place of the model's own loss.
@@ -111,6 +143,9 @@ class Trainer:
         preprocess_logits_for_metrics: ``f(logits, labels) -> logits``, run before predictions are kept.
         strategy: A strategy's name or an instance; wins over the arguments, which must not contradict it.
         precision: A precision's name or an instance; likewise.
+        spill_dir: A folder for predictions larger than memory: what an evaluation or `predict` keeps is held in unnamed
+            files there, mapped into memory as NumPy arrays. A file's space is free again when its array is gone.
+        loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
 
@@ -121,6 +156,7 @@ class Trainer:
     Source: the documented `Trainer`.
     """
 
+    @measuring_init
     def __init__(
         self,
         model: TaskModule | nn.Module | None = None,
@@ -139,14 +175,13 @@ class Trainer:
         *,
         strategy: str | Strategy | None = None,
         precision: str | Precision | None = None,
+        spill_dir: str | Path | None = None,
+        loggers: str | Logger | Sequence[str | Logger] | None = None,
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
     ) -> None:
-        self.args = TrainingArguments("tmp_trainer") if args is None else args
-        check_arguments(self.args)
-        settle(self.args)
-        settle_sharing(self.args)
-        check_local_rank(self.args)
+        given = dict(vars(self))
+        self.args = _settled(args)
         check_model(model, model_init)
         check_parts(
             self.args,
@@ -157,34 +192,49 @@ class Trainer:
         )
         self._make_parts(model, strategy, precision)
         check_sharding(self.args, self.strategy, optimizers=optimizers)
+        callbacks = self._with_trackers(loggers, [*(callbacks or ()), *(callback or ())])
+        eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        check_eval_data(self.args, eval_dataset)
-        check_evaluation(
-            self.args, eval_dataset=eval_dataset, has_own_loader=self._is_overridden("get_eval_dataloader")
-        )
-        self.model_init = model_init
-        self.compute_loss_func = compute_loss_func
+        self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
+        self._check_eval_data()
+        self.model_init, self.compute_loss_func = model_init, compute_loss_func
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.optimizer: torch.optim.Optimizer | None
-        self.lr_scheduler: Any
-        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer: torch.optim.Optimizer | None = optimizers[0]
+        self.lr_scheduler: Any = optimizers[1]
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.processing_class = _one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
         self._start_idle()
-        if self.args.log_level != "passive" or self.args.process_index > 0:
+        if (self.args.log_level if self.args.should_log else self.args.log_level_replica) != "passive":
             set_verbosity(self.args.get_process_log_level())
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
-        check_best_metric(self.args, task=self.task, compute_metrics=compute_metrics, eval_dataset=eval_dataset)
+        self._check_evaluating()
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
-        self._resolve_hooks()
+        self._resolve_hooks(given)
         self._hub.start()
-        self._make_callbacks([*(callbacks or ()), *(callback or ())])
+        self._make_callbacks([*debug_callbacks(self), *callbacks])
 
     # -- construction --------------------------------------------------------------------------------------------
+
+    def _check_eval_data(self) -> None:
+        check_cadences(self.args, self._eval_sets, eval_steps=self.args.eval_steps)
+        check_eval_data(self.args, self.eval_dataset)
+        check_evaluation(
+            self.args, eval_dataset=self.eval_dataset, has_own_loader=self._is_overridden("get_eval_dataloader")
+        )
+
+    def _check_evaluating(self) -> None:
+        """Refuse evaluations that cannot run as asked, and metrics that never come."""
+        args, task = self.args, self.task
+        check_evaluating(args, strategy=self.strategy, task=task, spill_dir=self.spill_dir)
+        if self._is_overridden("prediction_loop") and not args.use_legacy_prediction_loop:
+            warn_once(f"{type(self).__name__}.prediction_loop is not called without use_legacy_prediction_loop=True.")
+        own = next((entry.metrics for entry in self._eval_sets.values() if entry.metrics is not None), None)
+        metrics = self.compute_metrics or own
+        check_best_metric(args, task=task, compute_metrics=metrics, eval_dataset=self.eval_dataset)
 
     def _make_parts(self, model: Any, strategy: str | Strategy | None, precision: str | Precision | None) -> None:
         """Choose strategy and precision and refuse what cannot work; nothing is launched."""
@@ -196,18 +246,37 @@ class Trainer:
         self.precision = (
             precision if isinstance(precision, Precision) else precisions.create(precision_name, **precision_options)
         )
+        check_strategy(self.args, self.strategy)
         settle_deepspeed(self.args, self.strategy, self.precision)
         check_legal(self.strategy, self.precision)
         check_configured_state(self.args, self.strategy.planned_device)
         self.strategy.non_blocking = non_blocking_copies(self.args)
+        self._memory = MemoryTracker(
+            is_on=not self.args.skip_memory_metrics,
+            is_main=self.strategy.is_main,
+            device_type=self.strategy.device_type,
+        )
+        self._memory.start("init")
+        check_half_precision_backend(self.args, self.strategy.device_type)
+        check_fitting(self.args, self.strategy)
+        self.compiler = Compiler(compile_config(self.args))
+
+    def _with_trackers(self, loggers: Any, callbacks: Sequence[Any]) -> list[Any]:
+        """Put the callbacks of the trackers to report to before the user's; none is started."""
+        trackers = trackers_asked(self.args, loggers)
+        if loggers is None:
+            self.args.report_to = [str(name) for name in trackers]
+        return [*tracker_callbacks(trackers, besides=callbacks), *callbacks]
 
     def _adopt_model(self, model: nn.Module) -> None:
         """Make `model` the one to train: a plain module becomes a `ModelTask`."""
-        if isinstance(model, TaskModule):
-            self.task: TaskModule = model
+        bare = self.strategy.unwrap(model)
+        if isinstance(bare, TaskModule):
+            self.task: TaskModule = bare
+            model = self.task.model if "model" in dict(bare.named_children()) else bare
         else:
             self.task = ModelTask(
-                self.strategy.unwrap(model),
+                bare,
                 label_names=self.args.label_names,
                 label_smoothing=self.args.label_smoothing_factor,
                 compute_loss_func=self.compute_loss_func,
@@ -215,26 +284,43 @@ class Trainer:
         check_task(self.task)
         self.model: nn.Module = self.strategy.unwrap(self.task.model)
         self.task.model = self.model
-        self.model_wrapped: nn.Module = self.model
-        is_plain = isinstance(self.task, ModelTask)
-        self.label_names: list[str] = list(self.task.label_names) if isinstance(self.task, ModelTask) else ["labels"]
-        self.can_return_loss = self.task.can_return_loss if isinstance(self.task, ModelTask) else False
-        self.model_accepts_loss_kwargs = self.task.accepts_item_count if isinstance(self.task, ModelTask) else False
-        self._signature_columns = signature_columns(self.model, label_names=self.label_names) if is_plain else None
+        # A wrapper that the user put around the model is what the forward pass goes through.
+        self.model_wrapped: nn.Module = model
+        self._outermost = model
+        self.is_model_parallel = is_spread(self.model)
+        self.strategy.place_model = bool(self.place_model_on_device)
+        prepare_model(self)
+        plain = self.task if isinstance(self.task, ModelTask) else None
+        self._find("label_names", list(plain.label_names) if plain else ["labels"])
+        self._find("can_return_loss", plain.can_return_loss if plain else False)
+        self._find("model_accepts_loss_kwargs", plain.accepts_item_count if plain else False)
+        self._find("_signature_columns", None)
+
+    def _find(self, name: str, value: Any) -> None:
+        """Set what was found out about the model, unless a subclass has set a value of its own since."""
+        if name not in vars(self) or vars(self)[name] == self._found.get(name):
+            setattr(self, name, value)
+            self._found[name] = value
 
     def _default_collator(self) -> Callable[[list[Any]], Any]:
         tool = self.processing_class
         pads = hasattr(tool, "pad") and (hasattr(tool, "pad_token_id") or hasattr(tool, "padding_value"))
         return DataCollatorWithPadding(tool) if pads else default_data_collator
 
-    def _resolve_hooks(self) -> None:
+    def _resolve_hooks(self, given: Mapping[str, Any]) -> None:
         """Look at the hooks' signatures once, so that overrides in the older forms keep working."""
         self._compute_loss = taking(self.compute_loss, 3, "num_items_in_batch")
         self._loss_takes_count = accepts(self.compute_loss, "num_items_in_batch")
         self._training_step = taking(self.training_step, 2, "num_items_in_batch")
         self._get_batch_samples = taking(self.get_batch_samples, 2, "device")
         self._log = taking(self.log, 1, "start_time")
+        self._walks_inputs = self._is_overridden("_prepare_input")
+        self._counts_items_itself = self._is_overridden("_get_num_items_in_batch")
+        self._makes_contexts = any(
+            map(self._is_overridden, ("autocast_smart_context_manager", "torchdynamo_smart_context_manager"))
+        )
         self._shares = LossShares(self)
+        check_hooks(self, Trainer, given=given)
 
     def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
         disables = self.args.disable_tqdm
@@ -242,7 +328,7 @@ class Trainer:
         self.control = TrainerControl()
         self.state = self._new_state()
         self.callback_handler = CallbackRunner(
-            [*default_callbacks(disable_tqdm=disables), *debug_callbacks(self), *callbacks],
+            [*default_callbacks(disable_tqdm=disables), *callbacks],
             args=self.args,
             state=self.state,
             control=self.control,
@@ -262,19 +348,31 @@ class Trainer:
         )
 
     def _is_overridden(self, name: str) -> bool:
-        return getattr(type(self), name) is not getattr(Trainer, name)
+        return name in vars(self) or getattr(type(self), name) is not getattr(Trainer, name)
 
     def _start_idle(self) -> None:
         """Set what only a running verb changes."""
         self._start_folder = Path.cwd()
         self._hub = TrainerHub(self)
         self.is_in_train = False
-        self.is_model_parallel = False
+        self._found: dict[str, Any] = {}
+        self._accelerator: Any = None
+        self.label_names: list[str]
+        self.can_return_loss: bool
+        self.model_accepts_loss_kwargs: bool
+        self._signature_columns: list[str] | None = getattr(self, "_signature_columns", None)
+        self.neftune_noise_alpha: float | None = self.args.neftune_noise_alpha
+        self._neftune_hook: Any = None
         self._session: TrainSession | None = None
         self._loaders = LoaderCache(limit=1)
         self._depth = 0
         self._stage = "train"
         self._eval_logs: Mapping[str, Any] = {}
+        self._preparation_s: float | None = None
+        self.current_flos: float = 0
+        # What a recurrent model hands from step to step (`past_index`).
+        self._past: Any = None
+        self._input_dtype: torch.dtype | None = None
         # Replaced for as long as a run lasts by what its stepper says.
         self._backward: Callable[[torch.Tensor], None] = self.precision.backward
         self._autocast: Callable[[], AbstractContextManager[Any]] = self.precision.autocast
@@ -283,7 +381,13 @@ class Trainer:
     @property
     def tokenizer(self) -> Any:
         """The older name of `processing_class`."""
+        warn_once("Trainer.tokenizer is deprecated; use Trainer.processing_class.", FutureWarning)
         return self.processing_class
+
+    @tokenizer.setter
+    def tokenizer(self, value: Any) -> None:
+        warn_once("Trainer.tokenizer is deprecated; use Trainer.processing_class.", FutureWarning)
+        self.processing_class = value
 
     @property
     def output_dir(self) -> Path:
@@ -293,8 +397,74 @@ class Trainer:
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether the Trainer moves the model to the device; DeepSpeed's engine does so itself."""
-        return bool(self.args.place_model_on_device) and not self.is_deepspeed_enabled
+        """Whether the Trainer moves the model to the device: not a model that is spread, nor with DeepSpeed."""
+        is_left_alone = self.is_model_parallel or self.is_deepspeed_enabled
+        return bool(self.strategy.place_model and self.args.place_model_on_device and not is_left_alone)
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether the strategy is one of FSDP's."""
+        return has_engine(self.strategy, "fsdp")
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """Whether the strategy is DeepSpeed's."""
+        return has_engine(self.strategy, "deepspeed")
+
+    @property
+    def is_tp_enabled(self) -> bool:
+        """Whether the model's layers are split over processes."""
+        return self.get_tp_size() > 1
+
+    @property
+    def label_smoother(self) -> LabelSmoother | None:
+        """What smooths labels as the training does; None without `label_smoothing_factor`."""
+        return LabelSmoother(self.args.label_smoothing_factor) if self.args.label_smoothing_factor else None
+
+    @property
+    def accelerator(self) -> Any:
+        """A real `accelerate.Accelerator` that agrees with the strategy, made on first use; collective then.
+
+        The loops do not use it: preparing a model or a loader with it changes neither the strategy nor the training.
+        Asking for it before the first verb launches the strategy. Once it is there, processes that evaluate a plain
+        model keep in step, so that an override of `prediction_step` may gather: one that runs out of batches repeats
+        its last one and drops the result.
+        """
+        if self._accelerator is None:
+            self.create_accelerator_and_postprocess()
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, value: Any) -> None:
+        raise ConfigError(
+            explain(
+                "trainer.accelerator was assigned.",
+                "It describes the strategy, which would not follow another one.",
+                "Pass strategy= and precision= to the Trainer, or set the accelerator's attributes.",
+            )
+        )
+
+    @property
+    def gather_function(self) -> Callable[..., Any]:
+        """What collects predictions: accelerate's `gather_for_metrics`.
+
+        Evaluations hold no sample twice, so that plain `gather` collects the same; nothing else can be set.
+        """
+        gather: Callable[..., Any] = self.accelerator.gather_for_metrics
+        return gather
+
+    @gather_function.setter
+    def gather_function(self, value: Any) -> None:
+        if value not in (self.accelerator.gather, self.accelerator.gather_for_metrics):
+            raise ConfigError(
+                explain(
+                    "trainer.gather_function was assigned.",
+                    "Predictions are collected once, at the end of an evaluation; there is no gathering per batch.",
+                    "Set trainer.accelerator.gather or gather_for_metrics (both give each sample once), or override "
+                    "evaluation_loop.",
+                    gather_function=value,
+                )
+            )
 
     # -- verbs ---------------------------------------------------------------------------------------------------
 
@@ -337,6 +507,7 @@ class Trainer:
             raise TypeError(f"train() got unexpected keyword arguments: {', '.join(sorted(kwargs))}.")
         if trial is not None:
             raise ConfigError(explain("train(trial=...) was called.", "It is not wired in this version.", "Leave it."))
+        check_tensor_parallel(self.get_tp_size(), self.strategy, is_handled=self.is_deepspeed_enabled)
         if not self._is_overridden("get_train_dataloader"):
             check_train_data(self.args, self.train_dataset)
             self._check_columns(self.train_dataset)
@@ -351,15 +522,20 @@ class Trainer:
         if self.args.save_strategy != "no":
             check_writable(self.output_dir)
         self._check_optimizer()
+        check_training(self)
         self.strategy.check_model(self.model)
         resume = find_resume(self, resume_from_checkpoint)
-        with self._running("train"):
+
+        def run() -> TrainOutput:
             session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
             try:
                 return session.run()
             finally:
                 session.close()
                 self._session = None
+
+        with self._running("train"):
+            return with_smaller_batches(self, resume, run) if self.args.auto_find_batch_size == SMALLER_BATCH else run()
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -379,27 +555,25 @@ class Trainer:
         is_own = eval_dataset is None
         datasets = self.eval_dataset if is_own else eval_dataset
         if isinstance(datasets, Mapping):
-            metrics: dict[str, float] = {}
-            for name, dataset in datasets.items():
-                # The name, not the data, so that an override of get_eval_dataloader sees what was asked for.
-                chosen = name if is_own else dataset
-                metrics.update(self.evaluate(chosen, ignore_keys, f"{metric_key_prefix}_{name}"))
-            return metrics
-        with self._evaluating("eval"):
+            return evaluate_sets(self, datasets, ignore_keys, metric_key_prefix, is_own=is_own)
+        chosen = self._eval_sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
+        with own_metrics(self, chosen), self._evaluating("eval"):
             loader = self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False)
             start_s = time.perf_counter()
-            output = self.evaluation_loop(
+            loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
+            output = loop(
                 loader,
                 description="Evaluation",
                 prediction_loss_only=True if self.compute_metrics is None else None,
                 ignore_keys=ignore_keys,
                 metric_key_prefix=metric_key_prefix,
             )
-            metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output.num_samples, loader)}
+            metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output, loader)}
             self._log(metrics)
             if self.state.epoch is not None:
                 metrics["epoch"] = self.state.epoch
             self.callback_handler.fire("on_evaluate", metrics=metrics)
+            self._report_memory(metrics)
         return metrics
 
     def predict(
@@ -421,11 +595,13 @@ class Trainer:
         with self._evaluating("predict"):
             loader = self._sharded(self.get_test_dataloader(test_dataset), is_training=False)
             start_s = time.perf_counter()
-            output = self.evaluation_loop(
+            loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
+            output = loop(
                 loader, description="Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
             )
-            metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output.num_samples, loader)}
+            metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output, loader)}
             self.callback_handler.fire("on_predict", metrics=metrics)
+            self._report_memory(metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
     def evaluation_loop(
@@ -453,18 +629,66 @@ class Trainer:
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        logger.info("***** Running %s *****", description)
+        announce_evaluation(self, dataloader, description=description)
         self.callback_handler.refresh(eval_dataloader=dataloader)
-        loop = self._evaluate_loop(loss_only=loss_only, ignore_keys=ignore_keys, events=self.callback_handler)
+        jit = JitModel(self, self.task.model) if self.args.jit_mode_eval else None
+        loop = self._evaluate_loop(loss_only=loss_only, ignore_keys=ignore_keys, events=self.callback_handler, jit=jit)
         is_stream = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
         takes_turns = is_stream or isinstance(dataloader, DispatchLoader)
-        output = loop.run(dataloader, is_interleaved=takes_turns, order=reading_order(dataloader))
-        return output._replace(metrics=to_plain(with_prefix(output.metrics, metric_key_prefix)))
+        batches = in_step(self, dataloader, loss_only=loss_only, ignore_keys=ignore_keys)
+        output = loop.run(
+            batches,
+            is_interleaved=takes_turns,
+            order=reading_order(dataloader),
+            num_expected=expected_samples(dataloader),
+        )
+        metrics = to_plain(with_prefix(output.metrics, metric_key_prefix))
+        if jit is not None and jit.compilation_s is not None:
+            metrics[f"{metric_key_prefix}_jit_compilation_time"] = jit.compilation_s
+        return output._replace(metrics=metrics)
 
-    def _evaluate_loop(self, *, loss_only: bool, ignore_keys: list[str] | None, events: Any) -> EvaluateLoop:
+    def prediction_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run the model over a loader: what `evaluate` and `predict` call with `use_legacy_prediction_loop`.
+
+        It is `evaluation_loop` under its older name, for subclasses that override it, and gives the same numbers.
+
+        Source: the documented `Trainer.prediction_loop`.
+        """
+        return Trainer.evaluation_loop(
+            self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+
+    def torch_jit_model_eval(self, model: nn.Module, dataloader: Any, training: bool = False) -> nn.Module:
+        """Return a model traced with the first batch of a loader; as it is, with a warning, where that fails.
+
+        Args:
+            model: In evaluation mode.
+            dataloader: Its first batch is the example.
+            training: True returns the model as it is.
+
+        Source: the documented `jit_mode_eval`.
+        """
+        return model if training else trace_model(self, model, dataloader)
+
+    def _evaluate_loop(
+        self, *, loss_only: bool, ignore_keys: list[str] | None, events: Any, jit: JitModel | None = None
+    ) -> EvaluateLoop:
         is_prediction = self._stage == "predict"
+        # A callback that writes predictions somewhere may ask that they are not returned as well.
+        is_replaced = is_prediction and any(
+            getattr(callback, "replaces_predictions", False) for callback in self.callback_handler.callbacks
+        )
 
         def evaluate_batch(batch: Any) -> StepOutput:
+            if jit is not None:
+                self.task.model = jit.for_batch(batch)
             loss, outputs, labels = self.prediction_step(self.task.model, batch, loss_only, ignore_keys)
             return StepOutput(loss=loss, outputs=outputs, labels=labels, logs=self._eval_logs)
 
@@ -472,6 +696,8 @@ class Trainer:
             self.args,
             keeps_predictions=not loss_only,
             input_name=getattr(self.model, "main_input_name", "input_ids"),
+            spill_dir=self.spill_dir,
+            returns_predictions=not is_replaced,
         )
         slots = EvaluateSlots(
             evaluate_batch=evaluate_batch,
@@ -499,10 +725,11 @@ class Trainer:
         folder = Path(output_dir) if output_dir else self.output_dir
         # In a checkpoint each process may write a part of its own; asked for by name, a model is always whole.
         is_split = _internal_call and self.strategy.model_shards(self.model_wrapped) is not None
-        weights = {} if is_split else self.strategy.model_state(self.model_wrapped)
-        if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._save(str(folder), state_dict=weights)
+        with evaluation_weights(self.optimizer):
+            weights = {} if is_split else self.strategy.model_state(self.model_wrapped)
+            if self.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._save(str(folder), state_dict=weights)
         if not _internal_call:
             self.strategy.barrier()
             if self.args.push_to_hub:
@@ -533,6 +760,8 @@ class Trainer:
         """
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen:
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         if start_time is not None:
             logs.update(speed_metrics("train", start_time - time.time() + time.perf_counter()))
         self.state.log_history.append({**to_plain(logs), "step": self.state.global_step})
@@ -675,10 +904,98 @@ class Trainer:
         """Remove the first matching callback (by class or identity)."""
         self.callback_handler.remove(callback)
 
+    # -- hooks of checkpoints and of what happens between steps ---------------------------------------------------
+
+    def _running_session(self, asker: str) -> TrainSession:
+        if self._session is None:
+            raise ConfigError(
+                explain(f"{asker}() was called.", "It acts on a running training.", "Call it while train() runs.")
+            )
+        return self._session
+
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Commit a checkpoint of the running session; called by the loop when callbacks ask for a save."""
-        assert self._session is not None
-        self._session.checkpoints.save(self._session.optimizer)
+        session = self._running_session("_save_checkpoint")
+        session.counts.read()
+        self.store_flos()
+        with evaluation_weights(self.optimizer):
+            session.checkpoints.save(session.optimizer)
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """Return the folder that checkpoints go to."""
+        return str(self.output_dir)
+
+    def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
+        """Delete the oldest checkpoints beyond `save_total_limit`, in the order of their commits; after each save."""
+        self._running_session("_rotate_checkpoints").checkpoints.rotate()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write what a resume needs of optimizer and schedule into a checkpoint; every rank calls it."""
+        session = self._running_session("_save_optimizer_and_scheduler")
+        session.checkpoints.write_optimizer(Path(output_dir), session.optimizer)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        """Load what `_save_optimizer_and_scheduler` wrote, at a resume; every rank calls it."""
+        session = self._running_session("_load_optimizer_and_scheduler")
+        session.checkpoints.read_optimizer(Path(checkpoint), session.optimizer)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load a checkpoint's weights into the model in place; at a resume, and for the best model."""
+        load_task(self, Path(resume_from_checkpoint), model=model)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's weights; at the end of a run with `load_best_model_at_end`."""
+        self._running_session("_load_best_model").checkpoints.load_best()
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: torch.Tensor | None = None,
+        grad_norm: Any = None,
+        model: nn.Module | None = None,
+        trial: Any = None,
+        epoch: float | None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        start_time: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Do what callbacks asked for: log, evaluate, save; after each step and each epoch.
+
+        The arguments tell an override where the run is (`tr_loss`: the sum of the step losses since the last log);
+        what is logged does not depend on them. Override `log` to change it.
+        """
+        self._running_session("_maybe_log_save_evaluate").act(tr_loss)
+
+    def _evaluate(
+        self, trial: Any = None, ignore_keys_for_eval: list[str] | None = None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate while training, and step a schedule that follows the metric unless told to skip it."""
+        metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        if not skip_scheduler:
+            self._running_session("_evaluate").follow_metric(metrics)
+        return metrics
+
+    def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
+        """Remember the best evaluation so far in the state, and tell whether this is it."""
+        return self._running_session("_determine_best_metric").note_best(metrics)
+
+    def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
+        """Return the processes' tensors, concatenated, in the same nesting; collective, and the logged loss's mean."""
+        return map_tensors(tensors, self.strategy.gather)
+
+    def _get_learning_rate(self) -> float:
+        """Return the learning rate of the first parameter group: where it is logged, the one the step used."""
+        used = None if self._session is None else self._session.used_rate
+        return self.get_learning_rates()[0] if used is None else used
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Return the module whose forward is called: wrapped to train, bare to evaluate. Collective.
+
+        To train, the strategy wraps, and the optimizer is made within. A wrapper that an override puts around the
+        result must be one that the strategy can look through (DDP, DataParallel, torch.compile).
+        """
+        if training and self._session is not None:
+            return self._session.wrap(model)
+        return self.strategy.for_evaluation(model)
 
     # -- hooks of the training step ------------------------------------------------------------------------------
 
@@ -720,6 +1037,8 @@ class Trainer:
         """
         if isinstance(self.task, ModelTask):
             loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
+            if self.args.past_index >= 0:
+                self._past = read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
         else:
             result = self.task.training_step(inputs)
             if isinstance(result, torch.Tensor):
@@ -754,23 +1073,75 @@ class Trainer:
         Source: the documented `Trainer.get_batch_samples`.
         """
         batches = list(islice(epoch_iterator, num_batches))
-        return batches, self._shares.count(batches, device)
+        count = self._get_num_items_in_batch if self._counts_items_itself else self._shares.count
+        return batches, count(batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None) -> Any:
+        """Return the items of a step's micro-batches, None where nobody needs them."""
+        return self._shares.count(batch_samples, device)
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Return the context the loss is computed in: the precision's casting."""
-        return self._autocast()
+        if not self._makes_contexts:
+            return self._autocast()
+        stack = ExitStack()
+        stack.enter_context(self.torchdynamo_smart_context_manager())
+        stack.enter_context(self.autocast_smart_context_manager())
+        return stack
+
+    def torchdynamo_smart_context_manager(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: a compiled model needs none.
+
+        Source: the documented `Trainer.torchdynamo_smart_context_manager` (4.24).
+        """
+        return nullcontext()
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
-        """Return the precision's casting context; `cache_enabled` must stay True, which is how torch is run."""
-        if not cache_enabled:
-            raise ConfigError(
-                explain(
-                    "autocast_smart_context_manager(cache_enabled=False) was called.",
-                    "The precision prepares one context for the whole run.",
-                    "Use torch.autocast directly.",
-                )
-            )
-        return self._autocast()
+        """Return the precision's casting context.
+
+        Args:
+            cache_enabled: Keep cast weights within the context; False casts them at each use.
+
+        Source: the documented `Trainer.autocast_smart_context_manager`.
+        """
+        if cache_enabled or not self.precision.policy.autocast:
+            return self._autocast()
+        return torch.autocast(self.strategy.device_type, dtype=self.precision.policy.compute_dtype, cache_enabled=False)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Move one value to the device; an override sees every value of a nested batch."""
+        if isinstance(data, Mapping):
+            return type(data)({key: self._prepare_input(value) for key, value in data.items()})  # type: ignore[call-arg]
+        if isinstance(data, (tuple, list)):
+            values = [self._prepare_input(value) for value in data]
+            return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+        return self.strategy.to_device(data)
+
+    def _activate_neftune(self, model: nn.Module) -> nn.Module:
+        """Add NEFTune's noise to the embeddings of `model`, until `_deactivate_neftune`; mutates the model."""
+        assert self.neftune_noise_alpha is not None
+        self._neftune_hook = add_noise(find_embeddings(self.strategy.unwrap(model)), self.neftune_noise_alpha)
+        return model
+
+    def _deactivate_neftune(self, model: nn.Module) -> None:
+        """Take the noise away again; safe to call twice."""
+        if self._neftune_hook is not None:
+            self._neftune_hook.remove()
+        self._neftune_hook = None
+
+    def ipex_optimize_model(
+        self, model: nn.Module, training: bool = False, dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        """Return the model as the Intel extension optimizes it; the model itself without `use_ipex`.
+
+        Args:
+            model: The model; mutated.
+            training: Optimize `self.optimizer` with it.
+            dtype: What to compute in; None follows the precision.
+
+        Source: the documented `Trainer.ipex_optimize_model`.
+        """
+        return optimize_with_ipex(self, model, training=training, dtype=dtype) if self.args.use_ipex else model
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move a batch to the device."""
@@ -783,7 +1154,10 @@ class Trainer:
                     "Rename the columns, or set remove_unused_columns=False.",
                 )
             )
-        return self.strategy.to_device(inputs)
+        inputs = self._prepare_input(inputs) if self._walks_inputs else self.strategy.to_device(inputs)
+        if self._past is not None:
+            inputs = with_memory(inputs, self._past)
+        return inputs if self._input_dtype is None else cast_inputs(inputs, self._input_dtype, labels=self.label_names)
 
     # -- hooks of evaluation -------------------------------------------------------------------------------------
 
@@ -804,6 +1178,7 @@ class Trainer:
                     inputs,
                     loss_only=prediction_loss_only,
                     ignore=ignored,
+                    note_outputs=self._note_memory if self.args.past_index >= 0 else None,
                 )
             elif self._stage == "predict":
                 output = StepOutput(outputs=task.prediction_step(inputs))
@@ -811,6 +1186,10 @@ class Trainer:
                 output = as_step_output(task.evaluation_step(inputs))
         self._eval_logs = output.logs
         return (output.loss, None, None) if prediction_loss_only else (output.loss, output.outputs, output.labels)
+
+    def _note_memory(self, outputs: Any) -> None:
+        """Remember what a model that was called without labels hands to the next step."""
+        self._past = read_memory(outputs, self.args.past_index, has_loss=False)
 
     def _read_metrics(self) -> dict[str, Any]:
         """Compute and reset the task's metrics; torchmetrics synchronises ranks."""
@@ -831,7 +1210,7 @@ class Trainer:
             dataset,
             train_loader_config(self.args, has_accelerator=self.strategy.device_type != "cpu"),
             collate=collate,
-            sampler=self._get_train_sampler(),
+            sampler=call_with(self._get_train_sampler, {"train_dataset": dataset}),
             rank=self.strategy.rank,
             world_size=self.strategy.world_size,
         )
@@ -890,41 +1269,79 @@ class Trainer:
         return self._loaders.get((dataset, self.data_collator, self._signature_columns, config.batch_size), make)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return the sampler of the training data: by length if asked for; None shuffles by seed and epoch."""
-        config = self._length_config(is_training=True)
-        if config is None:
+        """Return the order of the training data: by length if asked for, else shuffled by seed and epoch.
+
+        None for a stream, and where no override asks: the loader's own choice, which is the same.
+        """
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        lengths = self._length_config(is_training=True)
+        if lengths is not None:
+            return length_sampler(dataset, lengths, is_training=True)
+        if not self._is_overridden("_get_train_sampler") or isinstance(dataset, IterableDataset):
             return None
-        return length_sampler(self.train_dataset if train_dataset is None else train_dataset, config, is_training=True)
+        config = train_loader_config(self.args, has_accelerator=False)
+        return default_train_sampler(dataset, config, world_size=self.strategy.world_size)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        """Return the sampler of evaluation data: from long to short if asked for; None goes through it in order."""
-        config = self._length_config(is_training=False)
-        if config is None:
+        """Return the order of evaluation data: from long to short if asked for, else as it comes; None for a stream."""
+        lengths = self._length_config(is_training=False)
+        if lengths is not None:
+            config = eval_loader_config(self.args, has_accelerator=False)
+            unit = config.batch_size if self.args.dataloader_drop_last else 1
+            return length_sampler(
+                eval_dataset, lengths, is_training=False, world_size=self.strategy.world_size, unit=unit
+            )
+        if not self._is_overridden("_get_eval_sampler") or not has_length(eval_dataset):
             return None
-        unit = eval_loader_config(self.args, has_accelerator=False).batch_size if self.args.dataloader_drop_last else 1
-        return length_sampler(eval_dataset, config, is_training=False, world_size=self.strategy.world_size, unit=unit)
+        return SequentialSampler(eval_dataset)
 
     def _length_config(self, *, is_training: bool) -> LengthConfig | None:
         size = self.get_total_train_batch_size(self.args)
         return length_config(self.args, tool=self.processing_class, batch_size=size, is_training=is_training)
 
+    def _set_signature_columns_if_needed(self) -> None:
+        """Find the columns to keep, unless they are known; an override sets `self._signature_columns`."""
+        if self._signature_columns is None and isinstance(self.task, ModelTask):
+            self._find("_signature_columns", signature_columns(self.model, label_names=self.label_names))
+
+    def _columns_to_keep(self) -> list[str] | None:
+        if not self.args.remove_unused_columns:
+            return None
+        self._set_signature_columns_if_needed()
+        return self._signature_columns
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """Return a dataset without the columns the model does not take; only for one that has columns."""
+        about = self._about_columns(description or "given")
+        return dataset if about is None else prune_columns(dataset, **about)
+
+    def _get_collator_with_removed_columns(
+        self, data_collator: Callable[[list[Any]], Any], description: str | None = None
+    ) -> Callable[[list[Any]], Any]:
+        """Return a collator that drops what the model does not take before it collates."""
+        about = self._about_columns(description or "given")
+        return data_collator if about is None else ColumnPruner(data_collator, **about)
+
     def _without_unused_columns(self, dataset: Any, *, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
-        keep = self._signature_columns if self.args.remove_unused_columns else None
+        pruned = self._remove_unused_columns(dataset, description=description)
+        return pruned, self._get_collator_with_removed_columns(self.data_collator, description=description)
+
+    def _about_columns(self, description: str) -> dict[str, Any] | None:
+        keep = self._columns_to_keep()
         if keep is None:
-            return dataset, self.data_collator
+            return None
         # Loudly where the user's own collator might have wanted a column.
         level = logging.WARNING if self._has_own_collator else logging.INFO
-        about: dict[str, Any] = {
+        return {
             "keep": keep,
             "model_name": type(self.model).__name__,
             "description": description,
             "log_level": level,
         }
-        return prune_columns(dataset, **about), ColumnPruner(self.data_collator, **about)
 
     def _check_columns(self, dataset: Any) -> None:
         """Refuse, before anything is launched, data of which the model takes no column."""
-        keep = self._signature_columns if self.args.remove_unused_columns else None
+        keep = self._columns_to_keep()
         if keep is None or not has_length(dataset) or not len(dataset) or not hasattr(dataset, "__getitem__"):
             return
         names = removable_columns(dataset)
@@ -972,7 +1389,11 @@ class Trainer:
         makes_own = type(self.task).configure_optimizers is not TaskModule.configure_optimizers
         is_made = "optimizer" in self.strategy.makes
         if not (is_own or makes_own or is_made or self._is_overridden("create_optimizer")):
-            self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self._check_in_backward(self.get_optimizer_cls_and_kwargs(self.args, self.model)[0])
+
+    def _check_in_backward(self, optimizer: Any) -> None:
+        accumulation = self.args.gradient_accumulation_steps
+        check_in_backward(optimizer, strategy=self.strategy, precision=self.precision, accumulation=accumulation)
 
     # -- optimizer and schedule ----------------------------------------------------------------------------------
 
@@ -1058,32 +1479,6 @@ class Trainer:
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
-    @property
-    def is_fsdp_enabled(self) -> bool:
-        """Whether the model is split by FSDP. Source: the documented `Trainer.is_fsdp_enabled`."""
-        return any(getattr(kind, "name", "") == "fsdp" for kind in type(self.strategy).__mro__)
-
-    @property
-    def is_deepspeed_enabled(self) -> bool:
-        """Whether the strategy is DeepSpeed's. Source: the documented `Trainer.is_deepspeed_enabled`."""
-        return any(getattr(kind, "name", "") == "deepspeed" for kind in type(self.strategy).__mro__)
-
-    def propagate_args_to_deepspeed(self, auto_find_batch_size: bool = False) -> None:
-        """Write the arguments into the DeepSpeed config.
-
-        Source: the documented `Trainer.propagate_args_to_deepspeed`.
-        """
-        propagate = getattr(self.strategy, "propagate_args", None)
-        if propagate is None:
-            raise ConfigError(
-                explain(
-                    "propagate_args_to_deepspeed() was called.",
-                    f"strategy={self.strategy.name!r} has no DeepSpeed config.",
-                    "Pass deepspeed= in the arguments, or leave the call out.",
-                )
-            )
-        propagate(self.args, auto_find_batch_size=auto_find_batch_size)
-
     def is_world_process_zero(self) -> bool:
         """Tell whether this is the one main process of all."""
         return self.strategy.rank == 0
@@ -1096,9 +1491,87 @@ class Trainer:
         """Return how many samples a loader's data holds, the best estimate where it has no length."""
         return num_examples(dataloader, batch_size=self.args.train_batch_size)
 
+    def num_tokens(self, train_dl: Any, max_steps: int | None = None) -> int:
+        """Return the input tokens that a loader gives, by walking over it once.
+
+        Args:
+            train_dl: A loader whose batches hold the model's main input.
+            max_steps: Batches to count, going round again where there are fewer; None counts each batch once.
+
+        Source: the documented `Trainer.num_tokens`.
+        """
+        with preserved_rng():
+            return count_tokens(train_dl, token_counter(self), max_batches=max_steps)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the floating-point operations of one micro-batch: what the model's own method says, else 0.
+
+        Override it to have them counted in `state.total_flos`.
+
+        Source: the documented `Trainer.floating_point_ops`.
+        """
+        count = getattr(self.model, "floating_point_ops", None)
+        return count(inputs) if callable(count) else 0
+
+    def store_flos(self) -> None:
+        """Add this process's operations since the last call, over all processes, to `state.total_flos`; collective."""
+        self.state.total_flos += sum(self.strategy.gather_object(float(self.current_flos)))
+        self.current_flos = 0
+
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the samples per optimizer update, all ranks together."""
-        return total_batch_size(args, world_size=self.strategy.world_size)
+        """Return the samples per optimizer update, all ranks together; ranks that split a layer share theirs."""
+        return total_batch_size(args, world_size=self.strategy.world_size // self.get_tp_size())
+
+    def get_tp_size(self) -> int:
+        """Return over how many processes each layer is split, 1 if none is.
+
+        Source: the documented `Trainer.get_tp_size`.
+        """
+        return tensor_parallel_size(self.model, getattr(self.strategy, "config", None))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make `accelerator` anew; launches the strategy. Collective."""
+        self._accelerator = make_accelerator(self)
+
+    def propagate_args_to_deepspeed(self, auto_find_batch_size: bool = False) -> None:
+        """Write the arguments into the DeepSpeed config.
+
+        Source: the documented `Trainer.propagate_args_to_deepspeed`.
+        """
+        propagate = getattr(self.strategy, "propagate_args", None)
+        if not self.is_deepspeed_enabled or propagate is None:
+            raise ConfigError(
+                explain(
+                    "propagate_args_to_deepspeed() was called.",
+                    f"strategy={self.strategy.name!r} has no DeepSpeed config.",
+                    "Pass deepspeed= in the arguments, or leave the call out.",
+                )
+            )
+        propagate(self.args, auto_find_batch_size=auto_find_batch_size)
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: Any = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Refuse: searching for hyper-parameters is not wired in this version.
+
+        Source: the documented `Trainer.hyperparameter_search`.
+        """
+        raise ConfigError(
+            explain(
+                "hyperparameter_search() was called.",
+                "It is not wired in this version.",
+                "Build a Trainer per trial in the objective function of a search library such as Optuna.",
+                n_trials=n_trials,
+                backend=backend,
+            )
+        )
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int
@@ -1156,40 +1629,85 @@ class Trainer:
         self._depth += 1
         try:
             if self._depth == 1:
+                self._resolve_hooks(vars(self))  # again, for scripts that assign hooks to the instance
+                self._memory.start("test" if stage == "predict" else stage)
                 self.strategy.launch()
                 self.precision.open(self.strategy.device, self.strategy.scaler_factory)
+                if isinstance(self.task, ModelTask):
+                    self.task.label_names, self.task.can_return_loss = list(self.label_names), self.can_return_loss
+                self.compiler.open()
             yield
         finally:
             self._depth -= 1
             self._stage = previous
             if self._depth == 0:
+                self.compiler.close()
                 self.precision.close()
+                self._memory.stop()
 
     @contextmanager
-    def _evaluating(self, stage: str) -> Iterator[None]:
-        """Evaluate the unwrapped model in evaluation mode, and leave modes and random numbers as they were."""
-        with self._running(stage), preserved_rng():
+    def _evaluating(self, stage: str, *, casts: bool = True) -> Iterator[None]:
+        """Evaluate the unwrapped model in evaluation mode, and leave weights, modes and random numbers as they were."""
+        with self._running(stage), preserved_rng(), evaluation_weights(self.optimizer), ExitStack() as stack:
+            self._preparation_s = None
+            dtype = full_eval_dtype(self.args) if casts and self._input_dtype is None else None
             if self._session is None:
+                start_s = time.perf_counter()
                 self.model = self.task.model = self.precision.convert(self.model)
+                # Cast before it is placed: the exact weights wait in host memory, and the device holds half of them.
+                stack.enter_context(cast_weights(self.model, dtype, keep_on=torch.device("cpu")))
                 place_task(self.task, self.strategy)
+                self.compiler.compile(self.model)
+                self._preparation_s = round(time.perf_counter() - start_s, 4)
+            else:
+                stack.enter_context(cast_weights(self.model, dtype))
             wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
-            self.task.model = self.strategy.for_evaluation(wrapped)
+            self.task.model = self._wrap_model(wrapped, training=False)
+            if self._session is None:
+                self.task.model = self.ipex_optimize_model(self.task.model)
             self.task.eval()
             for metric in self.task.metrics("eval").values():
                 metric.reset()
+            before = self._past, self._input_dtype, self._autocast
+            self._past = None
+            if dtype is not None:
+                self._input_dtype, self._autocast = dtype, nullcontext
             try:
                 yield
             finally:
+                self._past, self._input_dtype, self._autocast = before
                 self.strategy.after_evaluation(wrapped)
                 self.task.model = wrapped
                 for module, was_training in modes:
                     module.training = was_training
 
-    def _rates(self, prefix: str, start_s: float, num_samples: int | None, loader: Any) -> dict[str, float]:
+    def _rates(self, prefix: str, start_s: float, output: Any, loader: Any) -> dict[str, float]:
+        # An override in the older style returns a PredictionOutput, which has no count.
+        num_samples = getattr(output, "num_samples", None)
         num_steps = None
         if num_samples is not None:
             num_steps = math.ceil(num_samples / (self.args.eval_batch_size * self.strategy.world_size))
-        return speed_metrics(prefix, start_s, num_samples=num_samples, num_steps=num_steps)
+        # Tracing happens once and says nothing about the speed.
+        start_s += output.metrics.get(f"{prefix}_jit_compilation_time", 0.0)
+        rates = speed_metrics(prefix, start_s, num_samples=num_samples, num_steps=num_steps)
+        if self._preparation_s is not None:
+            rates[f"{prefix}_model_preparation_time"] = self._preparation_s
+        return rates
+
+    def _report_memory(self, metrics: dict[str, Any]) -> None:
+        """Add what the running verb took, unless it is part of another one."""
+        if self._depth == 1:
+            metrics.update(self._memory.stop())
+
+
+def _settled(args: TrainingArguments | None) -> TrainingArguments:
+    """Check the arguments, and fill in what follows from others; by default those for a folder in the working one."""
+    args = TrainingArguments("tmp_trainer") if args is None else args
+    check_arguments(args)
+    settle(args)
+    settle_sharing(args)
+    check_local_rank(args)
+    return args
 
 
 def _one_of(value: Any, older: Any, *, new: str, old: str) -> Any:

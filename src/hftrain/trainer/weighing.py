@@ -94,7 +94,7 @@ class LossShares:
         trainer = self.trainer
         if self._does_divide is None:
             losses = []
-            with trainer._evaluating("eval"), torch.no_grad(), trainer.compute_loss_context_manager():
+            with trainer._evaluating("eval", casts=False), torch.no_grad(), trainer.compute_loss_context_manager():
                 for count in (num_items, 2 * num_items):
                     with preserved_rng():
                         # A copy, because overrides may pop the labels.

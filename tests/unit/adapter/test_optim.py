@@ -19,7 +19,13 @@ def test_optimizer_follows_the_arguments(tmp_path: Path) -> None:
         optim_args="momentum=0.9",
     )  # fmt: skip
     assert optimizer_config(arguments) == OptimizerConfig(
-        name="sgd", learning_rate=0.5, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6, options="momentum=0.9"
+        name="sgd",
+        learning_rate=0.5,
+        weight_decay=0.1,
+        betas=(0.8, 0.9),
+        eps=1e-6,
+        options="momentum=0.9",
+        use_cpu=True,
     )
 
 
@@ -48,3 +54,25 @@ def test_warmup_is_a_number_of_steps_or_a_share(tmp_path: Path, options: dict[st
     config = schedule_config(make_arguments(tmp_path, **options), num_training_steps=10)
     assert config.num_warmup_steps == num_warmup_steps
     assert config.options == {}
+
+
+def test_target_modules_are_handed_on(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, optim="galore_adamw", optim_target_modules=["attn", "mlp"])
+    assert optimizer_config(arguments).target_modules == ["attn", "mlp"]
+
+
+@pytest.mark.parametrize(
+    ("options", "optimizers", "schedules"),
+    [
+        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, 3, 0),
+        ({"lr_scheduler_type": "linear", "warmup_steps": 3}, 3, 3),
+        ({"lr_scheduler_type": "constant", "warmup_ratio": 0.25, "max_steps": 12}, 3, 0),
+        ({"lr_scheduler_type": "constant", "warmup_ratio": 0.25}, 0, 3),
+    ],
+)
+def test_schedule_free_optimizers_warm_up_themselves(
+    tmp_path: Path, options: dict[str, Any], optimizers: int, schedules: int
+) -> None:
+    arguments = make_arguments(tmp_path, optim="schedule_free_adamw", **options)
+    assert optimizer_config(arguments).warmup_steps == optimizers
+    assert schedule_config(arguments, num_training_steps=12).num_warmup_steps == schedules

@@ -34,14 +34,14 @@ FSDP = {"fsdp": "full_shard"}
         (
             {
                 "gradient_accumulation_steps": 2,
-                "accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}},
+                "accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 3}},
             },
             "already say num_steps",
         ),
         (
             {
                 "gradient_accumulation_steps": 2,
-                "accelerator_config": SimpleNamespace(gradient_accumulation_kwargs={"num_steps": 2}),
+                "accelerator_config": SimpleNamespace(gradient_accumulation_kwargs={"num_steps": 3}),
             },
             "already say num_steps",
         ),

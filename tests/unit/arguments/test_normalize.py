@@ -13,7 +13,7 @@ from hftrain.core.errors import ConfigError
     [
         ("output_dir", None, "trainer_output"),
         ("output_dir", Path("a/b"), "a/b"),
-        ("report_to", None, []),
+        ("report_to", None, None),
         ("report_to", "none", []),
         ("report_to", ["none"], []),
         ("report_to", "all", ["all"]),

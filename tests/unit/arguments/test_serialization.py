@@ -55,7 +55,7 @@ def test_values_become_plain():
 def test_sanitized_values_are_what_tensorboard_takes():
     flat = TrainingArguments("out", per_device_train_batch_size=3).to_sanitized_dict()
     assert {type(value) for value in flat.values()} <= {bool, int, float, str}
-    assert (flat["train_batch_size"], flat["eval_batch_size"], flat["report_to"]) == (3, 8, "[]")
+    assert (flat["train_batch_size"], flat["eval_batch_size"], flat["report_to"]) == (3, 8, "None")
 
 
 def test_text_lists_settings_alphabetically():

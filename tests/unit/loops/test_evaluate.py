@@ -11,9 +11,9 @@ import numpy
 import pytest
 import torch
 
-from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.errors import TaskError
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
-from hftrain.loops.evaluate import EvaluateConfig, EvaluateLoop, EvaluateSlots, to_host
+from hftrain.loops.evaluate import EvaluateConfig, EvaluateLoop, EvaluateSlots
 from hftrain.loops.predict import PredictLoop
 from hftrain.strategies.single import SingleDeviceStrategy
 
@@ -196,7 +196,7 @@ def test_metrics_batch_by_batch_keep_nothing(includes: tuple[str, ...]) -> None:
     assert output.predictions is None
     if includes:
         assert calls[0][2].tolist() == [-1, -2]
-        assert calls[0][3].tolist() == [1.5]
+        assert calls[0][3].tolist() == [1.5, 1.5]
 
 
 def test_metrics_batch_by_batch_need_a_function() -> None:
@@ -207,16 +207,6 @@ def test_prediction_keeps_what_evaluation_need_not() -> None:
     output = make_loop(PredictLoop, keeps_predictions=False, moves_every=1).run(make_batches([1, 2], [3]))
     assert output.predictions.tolist() == [0, 2, 4]
     assert output.label_ids.tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize("tree", [None, (), {}])
-def test_tree_without_tensors_moves_to_the_host_as_it_is(tree: Any) -> None:
-    assert to_host(tree) == tree
-
-
-def test_tree_moves_to_the_host_as_numpy() -> None:
-    moved = to_host({"a": (torch.ones(2, requires_grad=True),)})
-    assert isinstance(moved["a"][0], numpy.ndarray)
 
 
 @pytest.mark.parametrize("per_batch", [False, True])
@@ -261,20 +251,6 @@ def test_number_under_a_name_that_is_taken_is_left_out_with_a_warning() -> None:
 # -- several ranks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "setting"),
-    [
-        ({"computes_per_batch": True}, "batch_eval_metrics=True"),
-        ({"joins_batches": False}, "eval_do_concat_batches=False"),
-    ],
-)
-def test_what_belongs_to_single_batches_is_refused_over_ranks(
-    run_ranks: Callable[..., list[Any]], config: dict[str, bool], setting: str
-) -> None:
-    with pytest.raises(ConfigError, match=rf"{setting} .* Received: world_size=2\."):
-        run_ranks(lambda group: make_loop(group=group, **config), 2)
-
-
 @pytest.mark.parametrize("is_interleaved", [False, True])
 def test_ranks_report_what_one_would(run_ranks: Callable[..., list[Any]], is_interleaved: bool) -> None:
     batches = make_batches([1, 2], [-100, -100], [3, -100], [4])
@@ -296,3 +272,27 @@ def test_ranks_report_what_one_would(run_ranks: Callable[..., list[Any]], is_int
         assert output.predictions.tolist() == whole.predictions.tolist()
         assert output.label_ids.tolist() == whole.label_ids.tolist()
     assert seen == [seen[0]] * 4
+
+
+@pytest.mark.parametrize("shares", [[[0, 1], [2]], [[], [0, 1, 2]], [[0], [], [1, 2]], [[], []]])
+def test_metrics_batch_by_batch_join_the_ranks_batches(
+    run_ranks: Callable[..., list[Any]], shares: list[list[int]]
+) -> None:
+    batches = make_batches([1, 2], [3], [4, 5, 6])
+
+    def run(group: Any) -> Any:
+        seen: list[tuple[list[int], list[float], bool]] = []
+
+        def compute(prediction: EvalPrediction, compute_result: bool) -> dict[str, float] | None:
+            seen.append((prediction.label_ids.tolist(), prediction.losses.tolist(), compute_result))
+            return {"total": float(sum(sum(labels) for labels, _, _ in seen))} if compute_result else None
+
+        loop = make_loop(group=group, computes_per_batch=True, includes=("loss",), slots={"compute_metrics": compute})
+        return seen, loop.run([batches[index] for index in shares[group.rank]]).metrics
+
+    (seen, metrics), *others = run_ranks(run, len(shares))
+    assert all(other == (seen, metrics) for other in others)
+    assert sorted(label for labels, _, _ in seen for label in labels) == ([1, 2, 3, 4, 5, 6] if seen else [])
+    assert [is_last for _, _, is_last in seen] == [False] * (len(seen) - 1) + [True] * bool(seen)
+    assert metrics.get("total", 21.0) == 21.0
+    assert all(len(labels) == len(losses) for labels, losses, _ in seen)

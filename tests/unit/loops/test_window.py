@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hftrain.loops.window import LogWindow, LossWindow, merge_reports
+from hftrain.loops.window import LogWindow, LossWindow, as_number, merge_reports
 
 NAN, INF = math.nan, math.inf
 
@@ -251,3 +253,28 @@ def test_reports_are_merged_in_order() -> None:
 def test_name_that_is_taken_stays_with_its_first_owner() -> None:
     with pytest.warns(UserWarning, match="their names are taken: a, b. Rename them"):
         assert merge_reports({"a": 1, "b": 2}, {"b": 3, "a": 4, "c": 5}) == {"a": 1, "b": 2, "c": 5}
+
+
+def test_number_is_read_in_whatever_form_it_comes() -> None:
+    assert as_number(2) == as_number(2.0) == as_number(torch.tensor(2, dtype=torch.bfloat16)) == 2.0
+    assert isinstance(as_number(torch.tensor([3])), float)
+
+
+def test_number_of_a_sharded_tensor_is_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `clip_grad_norm_` returns over sharded parameters: a norm of which each rank holds a part."""
+    # torch replaces the hook and keeps its own.
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+        mesh = init_device_mesh("cpu", (1,))
+        parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh))
+        (parameter * 2).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+        assert type(norm).__name__ == "DTensor"
+        assert as_number(norm) == 4.0
+    finally:
+        torch.distributed.destroy_process_group()

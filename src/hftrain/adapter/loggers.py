@@ -1,0 +1,79 @@
+"""Which trackers a run reports to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hftrain.callbacks.trackers import TrackerCallback, tracker_callback
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import warn_once
+from hftrain.loggers.base import Logger
+from hftrain.loggers.registry import available_loggers
+from hftrain.loggers.registry import loggers as known_loggers
+
+
+def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
+    """Return the names (or loggers) of the trackers that a run reports to.
+
+    None means all that are installed, as documented, and a warning says which those are.
+
+    Args:
+        args: The training arguments.
+        given: What the Trainer was given as `loggers`; wins over `report_to`.
+
+    Raises:
+        ConfigError: A tracker has no known name, or is no logger.
+    """
+    asked = args.report_to if given is None else given
+    if asked is None:
+        names = available_loggers()
+        if names and args.process_index == 0:
+            warn_once(
+                f"report_to was not given: this run reports to {', '.join(names)}, which is every tracker installed "
+                "here, as documented. Say report_to='none' for none, report_to='all' for all, or name them."
+            )
+        return list(names)
+    asked = [asked] if isinstance(asked, (str, Logger)) else list(asked)
+    wanted: list[str | Logger] = []
+    for each in asked:
+        wanted += available_loggers() if each == "all" else [] if each == "none" else [_check(each)]
+    return [each for each in dict.fromkeys(wanted) if isinstance(each, Logger) or not _is_off(each)]
+
+
+def tracker_callbacks(trackers: Sequence[str | Logger], *, besides: Sequence[Any]) -> list[TrackerCallback]:
+    """Return the callbacks that feed trackers; nothing is started.
+
+    Args:
+        trackers: Their names, or loggers.
+        besides: The user's own callbacks; a tracker that has one of them is not fed twice.
+
+    Raises:
+        MissingDependencyError: A tracker's package is not installed.
+    """
+    kinds = {callback if isinstance(callback, type) else type(callback) for callback in besides}
+    fed = {kind.tracker for kind in kinds if issubclass(kind, TrackerCallback)}
+    return [tracker_callback(each) for each in trackers if isinstance(each, Logger) or each not in fed]
+
+
+def _check(tracker: Any) -> Any:
+    """Return what names a tracker or is one; refuse the rest."""
+    if isinstance(tracker, str):
+        known_loggers.summary(tracker)
+    elif not isinstance(tracker, Logger):
+        raise ConfigError(
+            explain(
+                f"loggers=[{tracker!r}] was given.",
+                "It is neither a tracker's name nor a Logger.",
+                "Pass names, or instances of classes that derive from hftrain.Logger.",
+            )
+        )
+    return tracker
+
+
+def _is_off(name: str) -> bool:
+    kind: Any = known_loggers.resolve(name)[0]
+    reason = kind.why_off()
+    if reason is not None:
+        warn_once(f"Tracker {name!r} was asked for, but {reason}: nothing is reported to it.")
+    return reason is not None

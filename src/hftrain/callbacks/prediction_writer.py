@@ -1,0 +1,184 @@
+"""Predictions written to files while they are made, by each process its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from hftrain.callbacks.base import TrainerCallback
+from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.progress import TrainerControl
+from hftrain.core.state import TrainerState
+from hftrain.storage.files import read_json, write_text
+from hftrain.storage.tensors import load_tensors, save_tensors
+
+
+class PredictionWriter(TrainerCallback):
+    """Write what `Trainer.predict` predicts (and the labels it finds) to files, batch by batch, one set per process.
+
+    `predict()` then returns None for predictions and labels, and gathers nothing, unless `returns_predictions` is set.
+    Each `predict()` replaces the files of the one before. The files of process ``<rank>``:
+
+    - ``rank<rank>-<number>.safetensors``: up to `batches_per_file` batches. A tensor is named ``<batch>/outputs`` or
+      ``<batch>/labels``, and in nested outputs ``<batch>/outputs/<key or index>``; batches count from 0 in each
+      process.
+    - ``rank<rank>.json``: written last: how many batches this process had, how many processes there were, whether they
+      took batches in turn (streams) or each had a run of consecutive ones, and the files' names.
+
+    Args:
+        folder: Where the files go; made if absent. Processes on several machines need a shared one to be read together.
+        batches_per_file: How many batches are held until a file is written.
+        returns_predictions: Let `predict()` return the predictions as well.
+
+    Raises:
+        ConfigError: `batches_per_file` is below 1.
+    """
+
+    def __init__(self, folder: str | Path, *, batches_per_file: int = 64, returns_predictions: bool = False) -> None:
+        if batches_per_file < 1:
+            raise ConfigError(
+                explain(
+                    "A PredictionWriter was made.",
+                    "A file holds at least one batch.",
+                    "Set batches_per_file to 1 or more.",
+                    batches_per_file=batches_per_file,
+                )
+            )
+        self.folder = Path(folder).absolute()
+        self.replaces_predictions = not returns_predictions
+        self._batches_per_file = batches_per_file
+        self._start(None)
+
+    def on_prediction_step(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        eval_dataloader: Any = None,
+        outputs: Any = None,
+        labels: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Take a batch's predictions; evaluations have none to write.
+
+        Raises:
+            TaskError: They hold something else than tensors.
+        """
+        if outputs is None:
+            return
+        self._start_if_new(eval_dataloader, args.process_index)
+        named = {**_flat(outputs, f"{self._num_batches}/outputs"), **_flat(labels, f"{self._num_batches}/labels")}
+        # A copy: what a model hands out may be a view of something larger, or be written to again.
+        self._waiting.update({name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()})
+        self._num_batches += 1
+        if self._num_batches % self._batches_per_file == 0:
+            self._write(args.process_index)
+
+    def on_predict(
+        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Write what is left, and the list of this process's files."""
+        rank = args.process_index
+        # This process may have had no batch.
+        self._start_if_new(eval_dataloader, rank)
+        if self._waiting:
+            self._write(rank)
+        about = {
+            "num_batches": self._num_batches,
+            "world_size": args.world_size,
+            "is_interleaved": isinstance(getattr(eval_dataloader, "dataset", None), IterableDataset),
+            "batches_per_file": self._batches_per_file,
+            "files": self._files,
+        }
+        write_text(self.folder / f"rank{rank}.json", json.dumps(about, indent=2) + "\n")
+        self._start(None)
+
+    @staticmethod
+    def read(folder: str | Path) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield every process's batches in the data's order, as ``{"outputs": ..., "labels": ...}`` by flat name.
+
+        Raises:
+            TaskError: The files of a process are missing: its `predict()` has not ended well.
+        """
+        folder = Path(folder)
+        first = _read_about(folder, 0)
+        about = [_read_about(folder, rank) for rank in range(first["world_size"])]
+        per_rank = [_read_batches(folder, rank) for rank in about]
+        if first["is_interleaved"]:
+            for turn in zip_longest(*per_rank):
+                yield from (batch for batch in turn if batch is not None)
+        else:
+            for batches in per_rank:
+                yield from batches
+
+    def _start_if_new(self, loader: Any, rank: int) -> None:
+        """Begin anew where the loader is another: another predict(), also where the one before has failed."""
+        if self._loader is not loader:
+            self._start(loader)
+            self._clear(rank)
+
+    def _start(self, loader: Any) -> None:
+        self._loader = loader
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._files: list[str] = []
+        self._num_batches = 0
+
+    def _clear(self, rank: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in (self.folder / f"rank{rank}.json", *self.folder.glob(f"rank{rank}-*.safetensors")):
+            path.unlink(missing_ok=True)
+
+    def _write(self, rank: int) -> None:
+        self._files.append(f"rank{rank}-{len(self._files):05d}.safetensors")
+        save_tensors(self._waiting, self.folder / self._files[-1])
+        self._waiting = {}
+
+
+def _flat(tree: Any, name: str) -> dict[str, torch.Tensor]:
+    """Return nested tensors by the path to each."""
+    if tree is None:
+        return {}
+    if isinstance(tree, torch.Tensor):
+        return {name: tree}
+    if isinstance(tree, Mapping):
+        entries: Any = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        entries = enumerate(tree)
+    else:
+        raise TaskError(
+            explain(
+                "Predictions were to be written to files.",
+                f"They hold a {type(tree).__name__}, and the files take tensors only.",
+                "Leave it out with ignore_keys or preprocess_logits_for_metrics.",
+            )
+        )
+    return {path: leaf for key, value in entries for path, leaf in _flat(value, f"{name}/{key}").items()}
+
+
+def _read_about(folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / f"rank{rank}.json"
+    if not path.exists():
+        raise TaskError(
+            explain(
+                f"The predictions in {str(folder)!r} were to be read.",
+                f"{path.name} is missing: process {rank} has not written all of its own, or wrote elsewhere.",
+                "Run predict() to its end, with a folder that all processes share.",
+            )
+        )
+    about: dict[str, Any] = read_json(path)
+    return about
+
+
+def _read_batches(folder: Path, about: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
+    size = about["batches_per_file"]
+    for number, file in enumerate(about["files"]):
+        tensors = load_tensors(folder / Path(file).name)
+        for batch in range(number * size, min((number + 1) * size, about["num_batches"])):
+            prefix = f"{batch}/"
+            yield {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

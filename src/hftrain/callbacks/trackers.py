@@ -1,0 +1,277 @@
+"""Feeding experiment trackers: one callback for each, named as documented."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hftrain.callbacks.base import ExportableState, TrainerCallback
+from hftrain.core.log import get_logger
+from hftrain.core.progress import TrainerControl
+from hftrain.core.state import TrainerState
+from hftrain.loggers.base import Logger, RunFacts, numbers_of, regroup
+from hftrain.loggers.registry import create_logger
+
+logger = get_logger(__name__)
+
+
+class TrackerCallback(TrainerCallback, ExportableState):
+    """Report a run to one tracker, on the main process only.
+
+    The tracker is started when training begins, or by the first log before that. It stays open after training, so that
+    a later evaluation goes to the same run, and is closed by `close`, by the next training, or when the callback goes
+    away. A resumed run continues the run that the checkpoint names. What the tracker raises is warned of.
+
+    Args:
+        *args: For the logger of the class's tracker.
+        logger: The logger to feed, instead of a new one.
+        **kwargs: For the logger of the class's tracker.
+
+    Raises:
+        MissingDependencyError: The tracker's package is not installed.
+    """
+
+    tracker: ClassVar[str] = ""
+    by_tracker: ClassVar[dict[str, type[TrackerCallback]]] = {}
+    # A logger cannot be built anew from a checkpoint.
+    is_rebuilt = False
+
+    def __init_subclass__(cls, *, tracker: str | None = None, **kwargs: Any) -> None:
+        """Make the class the one of a tracker; a class that derives from it has the same tracker."""
+        super().__init_subclass__(**kwargs)
+        if tracker is not None:
+            cls.tracker = tracker
+            cls.by_tracker[tracker] = cls
+
+    def __init__(self, *args: Any, logger: Logger | None = None, **kwargs: Any) -> None:
+        self.logger = create_logger(self.tracker, *args, **kwargs) if logger is None else logger
+        self.run_id: str | None = None
+        self._folder = Path.cwd()
+        self._is_open = self._is_broken = self._has_trained = False
+        self._num_failed = 0
+        self._saved: tuple[Path, int] | None = None
+        self._end: Any = None
+
+    def state(self) -> dict[str, Any]:
+        """Return by which name the run can be continued."""
+        return {"args": {}, "attributes": {"run_id": self.run_id}}
+
+    def setup(self, args: Any, state: TrainerState, model: Any = None, **kwargs: Any) -> None:
+        """Start the tracker's run; override it to do more.
+
+        Source: the documented `setup` of the integrations.
+        """
+        config: Any = getattr(model, "config", None)
+        settings = config.to_dict() if hasattr(config, "to_dict") else config
+        output_dir = str(args.output_dir)
+        facts = {
+            "name": str(args.run_name),
+            "output_dir": output_dir if "://" in output_dir else str(self._folder / output_dir),
+            "logging_dir": args.logging_dir,
+            "project": args.project,
+            "space_id": args.trackio_space_id,
+            "is_private": args.hub_private_repo,
+            "hparams": args.to_sanitized_dict(),
+            "model_config": dict(settings) if isinstance(settings, Mapping) else {},
+            "model": model,
+            "log_every": state.logging_steps,
+            "step": state.global_step,
+        }
+        wanted = self.run_id
+        try:
+            self.logger.start(RunFacts(**facts, run_id=wanted))
+        except Exception as error:
+            if wanted is None:
+                raise
+            logger.warning("Tracker %s cannot continue run %s: %s", self._name, wanted, _reason(error))
+            self.logger.start(RunFacts(**facts))
+        self.run_id = self.logger.run_id
+        if state.global_step > 0 and (wanted is None or self.run_id != wanted):
+            logger.warning("Tracker %s starts a new run for the resumed training.", self._name)
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Start a run, or continue the one that the checkpoint names."""
+        if not state.is_world_process_zero:
+            return
+        is_resumed = state.global_step > 0
+        is_another = self.run_id != self.logger.run_id if is_resumed else self._has_trained
+        if self._is_open and is_another:
+            self.close()
+        if self._has_trained and not is_resumed:
+            self.run_id = None
+        self._is_broken, self._has_trained, self._num_failed, self._saved = False, True, 0, None
+        self._open(args, state, model)
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Report the numbers."""
+        if state.is_world_process_zero and logs and self._open(args, state, model):
+            self._try(self.logger.log, regroup(numbers_of(logs)), state.global_step)
+
+    def on_predict(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any] | None = None,
+        model: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Report a prediction's metrics."""
+        self.on_log(args, state, control, logs=metrics, model=model)
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Upload the checkpoint if each is asked for."""
+        if not state.is_world_process_zero or self.logger.artifacts == "no":
+            return
+        self._saved = self._folder / str(args.output_dir) / f"checkpoint-{state.global_step}", state.global_step
+        if self.logger.artifacts == "checkpoint" and self._is_open:
+            self._try(self.logger.log_artifact, *self._saved)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Upload the best or last checkpoint if that is asked for, and write out what is buffered."""
+        if not self._is_open:
+            return
+        if self.logger.artifacts == "end":
+            self._upload_last(args, state)
+        self._try(self.logger.finish_training)
+        if self._num_failed > 1:
+            logger.warning("Tracker %s failed %d times; it lacks what it was told then.", self._name, self._num_failed)
+
+    def close(self) -> None:
+        """End the tracker's run; a later log continues or starts one."""
+        if self._is_open:
+            self._end.detach()
+            self._is_open = False
+            self._try(self.logger.close)
+
+    @property
+    def _name(self) -> str:
+        return self.logger.name or type(self.logger).__name__
+
+    def _open(self, args: Any, state: TrainerState, model: Any) -> bool:
+        """Start the run unless it is open, or has failed to start."""
+        if not self._is_open and not self._is_broken:
+            self._is_open = self._try(self.setup, args, state, model)
+            self._is_broken = not self._is_open
+            if self._is_open:
+                self._end = weakref.finalize(self, _close, self.logger)
+            else:
+                _close(self.logger)
+        return self._is_open
+
+    def _upload_last(self, args: Any, state: TrainerState) -> None:
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        folder, step = (Path(best), state.best_global_step or 0) if best else self._saved or (None, 0)
+        if folder is None:
+            logger.warning("Tracker %s uploads no model: no checkpoint was saved.", self._name)
+        else:
+            self._try(self.logger.log_artifact, folder, step)
+
+    def _try(self, call: Callable[..., Any], *args: Any) -> bool:
+        """Call the tracker; the first failure is warned of with its reason, and none ends the training."""
+        try:
+            call(*args)
+        except Exception as error:
+            self._num_failed += 1
+            if self._num_failed == 1:
+                what = f"Tracker {self._name} failed ({call.__name__}): {_reason(error)}"
+                logger.warning("%s Training goes on.", what)
+            return False
+        return True
+
+
+def _close(logger: Logger) -> None:
+    """Close a logger whose callback is gone, or the process ends; there is nobody left to tell of a failure."""
+    try:
+        logger.close()
+    except Exception as error:
+        get_logger(__name__).info("Tracker %s could not be closed: %r", logger.name, error)
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}" + ("" if text.endswith(".") else ".")
+
+
+def tracker_callback(logger: Logger | str) -> TrackerCallback:
+    """Return the callback that feeds a tracker, given by its name or as a logger; its class is the tracker's own.
+
+    Raises:
+        ConfigError: No tracker has that name.
+        MissingDependencyError: Its package is not installed.
+    """
+    name = logger if isinstance(logger, str) else logger.name or type(logger).__name__
+    own = None if isinstance(logger, str) else logger
+    kind = TrackerCallback.by_tracker.get(name)
+    if kind is not None:
+        return kind(logger=own)
+    own = own or create_logger(name)
+    title = "".join(word[:1].upper() + word[1:] for word in name.replace("-", "_").split("_"))
+    # A class of its own, so that states in checkpoints and `remove_callback` can tell trackers apart.
+    made: type[TrackerCallback] = type(f"{title}Callback", (TrackerCallback,), {"__doc__": f"Report to {name}."})
+    made.tracker, made.by_tracker[name] = name, made
+    return made(logger=own)
+
+
+class AzureMLCallback(TrackerCallback, tracker="azure_ml"):
+    """Report to Azure Machine Learning; see `hftrain.loggers.azure_ml`."""
+
+
+class ClearMLCallback(TrackerCallback, tracker="clearml"):
+    """Report to ClearML; see `hftrain.loggers.clearml`."""
+
+
+class CodeCarbonCallback(TrackerCallback, tracker="codecarbon"):
+    """Measure emissions with CodeCarbon; see `hftrain.loggers.codecarbon`."""
+
+
+class CometCallback(TrackerCallback, tracker="comet_ml"):
+    """Report to Comet; see `hftrain.loggers.comet`."""
+
+
+class DagsHubCallback(TrackerCallback, tracker="dagshub"):
+    """Report to MLflow on DagsHub; see `hftrain.loggers.dagshub`."""
+
+
+class DVCLiveCallback(TrackerCallback, tracker="dvclive"):
+    """Report to DVCLive; see `hftrain.loggers.dvclive`."""
+
+
+class FlyteCallback(TrackerCallback, tracker="flyte"):
+    """Report to Flyte; see `hftrain.loggers.flyte`."""
+
+
+class MLflowCallback(TrackerCallback, tracker="mlflow"):
+    """Report to MLflow; see `hftrain.loggers.mlflow`."""
+
+
+class NeptuneCallback(TrackerCallback, tracker="neptune"):
+    """Report to Neptune; see `hftrain.loggers.neptune`."""
+
+
+class SwanLabCallback(TrackerCallback, tracker="swanlab"):
+    """Report to SwanLab; see `hftrain.loggers.swanlab`."""
+
+
+class TensorBoardCallback(TrackerCallback, tracker="tensorboard"):
+    """Report to TensorBoard; see `hftrain.loggers.tensorboard`."""
+
+
+class TrackioCallback(TrackerCallback, tracker="trackio"):
+    """Report to Trackio; see `hftrain.loggers.trackio`."""
+
+
+class WandbCallback(TrackerCallback, tracker="wandb"):
+    """Report to Weights & Biases; see `hftrain.loggers.wandb`."""

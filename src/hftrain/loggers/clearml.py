@@ -1,0 +1,70 @@
+"""ClearML."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hftrain.loggers.base import Logger, RunFacts, is_set
+
+
+class ClearMLLogger(Logger):
+    """Report to ClearML, in the current task if there is one.
+
+    Environment variables: CLEARML_PROJECT (``"HuggingFace Transformers"``), CLEARML_TASK (``"Trainer"``),
+    CLEARML_LOG_MODEL (upload each checkpoint); ClearML itself reads CLEARML_OFFLINE_MODE and its other ones.
+
+    Source: the documented `ClearMLCallback`.
+    """
+
+    name = "clearml"
+    packages = ("clearml",)
+
+    def __init__(self) -> None:
+        self.artifacts = "checkpoint" if is_set("CLEARML_LOG_MODEL") else "no"
+        self._task: Any = None
+        self._is_own = False
+
+    def start(self, run: RunFacts) -> None:
+        """Start, continue or join a task; record the settings as its configuration."""
+        from clearml import Task
+
+        task: Any = Task.current_task()
+        self._is_own = task is None
+        if task is None:
+            task = Task.init(
+                project_name=os.environ.get("CLEARML_PROJECT", "HuggingFace Transformers"),
+                task_name=os.environ.get("CLEARML_TASK", "Trainer"),
+                # Both would send everything twice, or upload what nobody asked for.
+                auto_connect_frameworks={"tensorboard": False, "pytorch": False},
+                reuse_last_task_id=False,
+                continue_last_task=run.run_id or False,
+            )
+        self._task = task
+        self.run_id = task.id
+        task.connect(dict(run.hparams), name="Args")
+        if run.model_config:
+            task.connect(dict(run.model_config), name="Model Configuration")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add to a plot for each metric, a line for each stage."""
+        reporter = self._task.get_logger()
+        for name, value in metrics.items():
+            stage, _, metric = name.partition("/")
+            reporter.report_scalar(title=metric, series=stage, value=value, iteration=step)
+
+    def log_artifact(self, folder: Path, step: int) -> None:
+        """Upload a checkpoint's folder."""
+        self._task.upload_artifact(folder.name, artifact_object=str(folder), wait_on_upload=True)
+
+    def finish_training(self) -> None:
+        """Wait for what is on its way."""
+        self._task.flush()
+
+    def close(self) -> None:
+        """Close the task."""
+        if self._task is not None and self._is_own:
+            self._task.close()
+        self._task = None

@@ -1,0 +1,72 @@
+"""TensorBoard."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hftrain.loggers.base import Logger, RunFacts
+
+
+class TensorBoardLogger(Logger):
+    """Write event files to `logging_dir`, by default ``output_dir/runs/DATETIME_HOSTNAME``.
+
+    A resumed run goes on in its folder; what the interrupted one wrote after the checkpoint is hidden.
+
+    Args:
+        tb_writer: A `SummaryWriter` of your own; it is not closed.
+
+    Source: the documented `TensorBoardCallback`.
+    """
+
+    name = "tensorboard"
+    packages = ("tensorboard",)
+
+    def __init__(self, tb_writer: Any = None) -> None:
+        self._is_own = tb_writer is None
+        self._writer = tb_writer
+
+    def start(self, run: RunFacts) -> None:
+        """Open the folder; record the settings as hyper-parameters and as text."""
+        from torch.utils.tensorboard.summary import hparams
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        if self._is_own:
+            folder = run.logging_dir or run.run_id or _new_folder(run.output_dir)
+            purge = run.step + 1 if folder == run.run_id else None
+            self._writer = SummaryWriter(folder, purge_step=purge)
+            self.run_id = folder
+        self._writer.add_text("args", _as_code(run.hparams))
+        if run.model_config:
+            self._writer.add_text("model_config", _as_code(run.model_config))
+        make: Any = hparams
+        for summary in make(dict(run.hparams), {}):
+            self._writer.file_writer.add_summary(summary)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write scalars."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._is_own and self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _new_folder(output_dir: str) -> str:
+    name = f"{datetime.datetime.now():%b%d_%H-%M-%S}_{socket.gethostname()}"
+    folders = (f"{output_dir}/runs/{name}{suffix}" for suffix in ("", *(f"_{i}" for i in range(1, 1000))))
+    return next(folder for folder in folders if not Path(folder).exists())
+
+
+def _as_code(values: Mapping[str, Any]) -> str:
+    """Return settings as a block of code, which is how TensorBoard keeps line ends."""
+    text = json.dumps(dict(values), indent=2, default=str)
+    return "\n".join(f"    {line}" for line in text.splitlines())

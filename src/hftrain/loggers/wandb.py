@@ -1,0 +1,85 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.loggers.base import Logger, RunFacts, artifacts_asked, is_set
+
+_WATCHED = ("false", "gradients", "parameters", "all")
+
+
+class WandbLogger(Logger):
+    """Report to Weights & Biases, in the run that is open if there is one.
+
+    Environment variables: WANDB_PROJECT (``"huggingface"``), WANDB_LOG_MODEL (``"false"``, ``"end"``,
+    ``"checkpoint"``), WANDB_WATCH (``"false"``, ``"gradients"``, ``"parameters"``, ``"all"``), WANDB_DISABLED; wandb
+    itself reads WANDB_MODE, WANDB_DIR, WANDB_API_KEY and its other ones.
+
+    Raises:
+        ConfigError: WANDB_LOG_MODEL or WANDB_WATCH has another value.
+
+    Source: the documented `WandbCallback`.
+    """
+
+    name = "wandb"
+    packages = ("wandb",)
+
+    def __init__(self) -> None:
+        self.artifacts = artifacts_asked("WANDB_LOG_MODEL", {"end": "end", "checkpoint": "checkpoint"})
+        self._watched = os.environ.get("WANDB_WATCH", "false").lower()
+        if self._watched not in _WATCHED:
+            raise ConfigError(explain(f"WANDB_WATCH={self._watched!r} is set.", "", suggest(self._watched, _WATCHED)))
+        self._run: Any = None
+        self._is_own = False
+        self._model: Any = None
+
+    @classmethod
+    def why_off(cls) -> str | None:
+        """Name WANDB_DISABLED where it is true."""
+        return "WANDB_DISABLED is set" if is_set("WANDB_DISABLED") else None
+
+    def start(self, run: RunFacts) -> None:
+        """Open or join a run, record the settings, and watch the model if asked to."""
+        import wandb
+
+        self._is_own = wandb.run is None
+        if self._is_own:
+            known = {"id": run.run_id, "resume": "allow"} if run.run_id else {}
+            wandb.init(project=os.environ.get("WANDB_PROJECT", "huggingface"), name=run.name, **known)
+        self._run = wandb.run
+        self.run_id = self._run.id
+        self._run.config.update(run.config, allow_val_change=True)
+        self._run.define_metric("train/global_step")
+        self._run.define_metric("*", step_metric="train/global_step", step_sync=True)
+        if self._watched != "false" and run.model is not None:
+            self._model = run.model
+            self._run.watch(run.model, log=self._watched, log_freq=max(100, run.log_every))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add a row to the history."""
+        self._run.log({**metrics, "train/global_step": step})
+
+    def log_artifact(self, folder: Path, step: int) -> None:
+        """Upload a checkpoint as a model artifact."""
+        import wandb
+
+        artifact = wandb.Artifact(f"model-{self._run.id}", type="model", metadata={"step": step})
+        artifact.add_dir(str(folder))
+        self._run.log_artifact(artifact, aliases=[folder.name, "latest"])
+
+    def finish_training(self) -> None:
+        """Stop watching the model."""
+        if self._model is not None:
+            self._run.unwatch(self._model)
+            self._model = None
+
+    def close(self) -> None:
+        """Finish the run."""
+        if self._run is not None and self._is_own:
+            self._run.finish()
+        self._run = None

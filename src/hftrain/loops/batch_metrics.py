@@ -1,0 +1,77 @@
+"""Metrics computed batch by batch: `compute_metrics` is called with each batch and gathers what it needs itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from hftrain.core.errors import TaskError, explain
+from hftrain.core.types import EvalPrediction
+from hftrain.loops.gather import Group, concatenate
+from hftrain.loops.objects import decode, encode
+
+
+class BatchMetrics:
+    """Call the user's function with each batch; over several ranks with the batches of one turn, joined.
+
+    Args:
+        compute: ``f(EvalPrediction, compute_result=...)``.
+        group: The ranks.
+        takes_objects: Hand on what is no tensor, too.
+    """
+
+    def __init__(
+        self, compute: Callable[..., Mapping[str, Any] | None], *, group: Group, takes_objects: bool = False
+    ) -> None:
+        self._compute = compute
+        self._group = group
+        self._join = partial(concatenate, takes_objects=takes_objects)
+        self._is_done = False
+        self._metrics: Mapping[str, Any] = {}
+
+    def add(self, parts: Mapping[str, Any], *, is_last: bool) -> None:
+        """Hand on one batch's outputs, labels, inputs and losses; without the first two, nothing. Collective.
+
+        Args:
+            parts: The batch's values by name; empty where this rank has no batch left.
+            is_last: This rank has no further batch.
+
+        Raises:
+            TaskError: The function returned something else than metrics.
+        """
+        is_complete = parts.get("outputs") is not None and parts.get("labels") is not None
+        mine = {name: self._join([part]) for name, part in parts.items()} if is_complete else None
+        turn = [(mine, is_last)]
+        if self._group.world_size > 1:
+            turn = [decode(rank) for rank in self._group.gather_object(encode((mine, is_last)))]
+        self._is_done = all(is_last for _, is_last in turn)
+        batches = [batch for batch, _ in turn if batch is not None]
+        if batches:
+            joined = {name: self._join([batch.get(name) for batch in batches]) for name in batches[0]}
+            prediction = EvalPrediction(joined.pop("outputs"), joined.pop("labels"), **joined)
+            self._metrics = checked_metrics(self._compute(prediction, compute_result=self._is_done))
+
+    def finish(self) -> Mapping[str, Any]:
+        """Return the metrics once every rank is through its batches. Collective."""
+        while not self._is_done:
+            self.add({}, is_last=True)
+        return self._metrics
+
+
+def checked_metrics(metrics: Any) -> Mapping[str, Any]:
+    """Return what `compute_metrics` gave; None counts as no metric.
+
+    Raises:
+        TaskError: It is neither a mapping nor None.
+    """
+    if metrics is None or isinstance(metrics, Mapping):
+        return metrics or {}
+    raise TaskError(
+        explain(
+            "compute_metrics was called.",
+            f"It returned a {type(metrics).__name__}.",
+            "Return a dict of numbers by name.",
+            returned=metrics,
+        )
+    )

@@ -1,0 +1,132 @@
+"""Arrays that grow by rows, in memory or in an unnamed file that is mapped into it."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from hftrain.core.errors import TaskError, explain
+
+PADDING = -100
+# Types that cannot hold -100; padding makes them int64.
+_UNSIGNED = {torch.bool, torch.uint8}
+
+Array = numpy.ndarray[Any, Any]
+
+
+class Rows:
+    """Take rows of one stream of host tensors, padded with -100 on the right where their lengths differ.
+
+    Space for all of them is taken at once where their number is known, so that nothing is held twice.
+
+    Args:
+        num_expected: How many rows will come, as far as is known.
+        folder: Hold them in a file there; None holds them in memory.
+    """
+
+    def __init__(self, *, num_expected: int = 0, folder: Path | None = None) -> None:
+        self.batch_sizes: list[int] = []
+        self._num_expected = num_expected
+        self._folder = folder
+        self._length = 0
+        self._array: Array | None = None
+
+    def append(self, rows: torch.Tensor) -> None:
+        """Take a batch of rows; bfloat16, which NumPy lacks, becomes float32.
+
+        Raises:
+            TaskError: It has another number of dimensions than the batches before.
+        """
+        rows = rows.float() if rows.dtype is torch.bfloat16 else rows
+        space = self._space_for(rows)[self._length : self._length + len(rows)]
+        _fill(space, rows)
+        self._length += len(rows)
+        self.batch_sizes.append(len(rows))
+
+    def array(self) -> Array:
+        """Return the rows taken so far; at least one batch must have come."""
+        assert self._array is not None
+        return self._array[: self._length]
+
+    def _space_for(self, rows: torch.Tensor) -> torch.Tensor:
+        needed = self._length + len(rows)
+        if self._array is None:
+            length = max(self._num_expected, needed)
+            self._array = allocate((length, *rows.shape[1:]), rows.dtype, folder=self._folder)
+            return torch.from_numpy(self._array)
+        space = torch.from_numpy(self._array)
+        if needed <= len(space) and space.shape[1:] == rows.shape[1:] and space.dtype is rows.dtype:
+            return space
+        shape, dtype = common_kind([space, rows])
+        if needed <= len(space) and list(space.shape[1:]) == shape and space.dtype is dtype:
+            return space
+        # By more than is needed, so that what has come is copied seldom; untouched memory costs nothing.
+        length = len(space) if needed <= len(space) else max(needed, len(space) * 3 // 2)
+        self._array = allocate((length, *shape), dtype, folder=self._folder)
+        wider = torch.from_numpy(self._array)
+        _fill(wider[: self._length], space[: self._length])
+        return wider
+
+
+def common_kind(tensors: Sequence[torch.Tensor]) -> tuple[list[int], torch.dtype]:
+    """Return the trailing shape and the dtype that hold the rows of all tensors.
+
+    Raises:
+        TaskError: They differ in their number of dimensions.
+    """
+    if len({tensor.dim() for tensor in tensors}) > 1:
+        raise TaskError(
+            explain(
+                "Predictions of several batches were to be joined.",
+                "They differ in their number of dimensions, so no padding makes them alike.",
+                "Return outputs of one number of dimensions, leave this one out with ignore_keys or "
+                "preprocess_logits_for_metrics, or set eval_do_concat_batches=False.",
+                shapes=[tuple(tensor.shape) for tensor in tensors],
+            )
+        )
+    shapes = [list(tensor.shape[1:]) for tensor in tensors]
+    widest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    if dtype in _UNSIGNED and any(shape != widest for shape in shapes):
+        dtype = torch.int64
+    return widest, dtype
+
+
+def padded(rows: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return rows of a trailing shape and dtype, padded with -100 on the right."""
+    result = torch.empty((len(rows), *shape), dtype=dtype)
+    _fill(result, rows)
+    return result
+
+
+def allocate(shape: Sequence[int], dtype: torch.dtype, *, folder: Path | None) -> Array:
+    """Return an array without content, in memory or mapped to a file without a name that goes when the array does.
+
+    Raises:
+        OSError: The disk has no space for it.
+    """
+    kind = torch.empty(0, dtype=dtype).numpy().dtype
+    num_bytes = math.prod(shape) * kind.itemsize
+    if folder is None or not num_bytes:
+        return numpy.empty(shape, kind)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):
+            # A full disk is then an error here and not a signal that ends the process when the rows are written.
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        return numpy.memmap(file, kind, mode="w+", shape=tuple(shape))
+
+
+def _fill(space: torch.Tensor, rows: torch.Tensor) -> None:
+    if space.shape != rows.shape:
+        space.fill_(PADDING)
+    space[tuple(slice(0, size) for size in rows.shape)] = rows

@@ -1,0 +1,79 @@
+"""bitsandbytes' optimizers: averages in 8 or 32 bits, paged or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hftrain.core.log import get_logger
+from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_options
+from hftrain.optim.packages import load
+
+logger = get_logger(__name__)
+
+
+def adamw(config: OptimizerConfig, model: nn.Module | None, *, bits: int, is_paged: bool = False) -> OptimizerClass:
+    """Handle AdamW. Source: Dettmers et al., 2022, arXiv 2110.02861."""
+    options = read_options(config, {"min_8bit_size": int})
+    settings = {"betas": config.betas, "eps": config.eps, "is_paged": is_paged, **options}
+    return _paired("AdamW", config, model, bits=bits, **settings)
+
+
+def lion(config: OptimizerConfig, model: nn.Module | None, *, bits: int, is_paged: bool = False) -> OptimizerClass:
+    """Handle Lion, which has no eps. Source: Chen et al., 2023, arXiv 2302.06675."""
+    options = read_options(config, {"min_8bit_size": int})
+    return _paired("Lion", config, model, bits=bits, betas=config.betas, is_paged=is_paged, **options)
+
+
+def ademamix(config: OptimizerConfig, model: nn.Module | None, *, bits: int, is_paged: bool = False) -> OptimizerClass:
+    """Handle AdEMAMix, whose options also replace Adam's factors.
+
+    Source: Pagliardini et al., 2024, arXiv 2409.03137.
+    """
+    numbers = dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), float)
+    counts = dict.fromkeys(("t_alpha", "t_beta3", "min_8bit_size"), int)
+    options = read_options(config, {**numbers, **counts})
+    betas = (
+        options.pop("beta1", config.betas[0]),
+        options.pop("beta2", config.betas[1]),
+        options.pop("beta3", 0.9999),
+    )
+    settings = {"betas": betas, "alpha": 5.0, "eps": config.eps, "is_paged": is_paged, **options}
+    return _paired("AdEMAMix", config, model, bits=bits, **settings)
+
+
+def rmsprop(config: OptimizerConfig, model: nn.Module | None, *, bits: int) -> OptimizerClass:
+    """Handle RMSprop, which takes everything but the learning rate from the options."""
+    hints = {**dict.fromkeys(("alpha", "eps", "momentum"), float), "min_8bit_size": int}
+    return _paired("RMSprop", config, model, bits=bits, **read_options(config, hints))
+
+
+def _paired(
+    name: str, config: OptimizerConfig, model: nn.Module | None, *, bits: int, **settings: Any
+) -> OptimizerClass:
+    cls = load(f"bitsandbytes.optim:{name}", "bitsandbytes>=0.44", config, extra="bitsandbytes")
+    if bits == 8 and model is not None:
+        cls = _with_full_embeddings(cls, model)
+    return cls, {"lr": config.learning_rate, "optim_bits": bits, **settings}
+
+
+def _with_full_embeddings(cls: Any, model: nn.Module) -> Any:
+    """Keep the averages of embeddings in 32 bits, which 8-bit training is not stable without.
+
+    bitsandbytes' own manager of such exceptions is global: it would hold on to the model for the process's life, and
+    it goes by the identity of a parameter, which a later model's may get.
+    """
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if not embeddings:
+        return cls
+    count = sum(module.weight.numel() for module in embeddings)
+    logger.info("%s keeps the averages of %d embedding parameters in 32 bits.", cls.__name__, count)
+
+    def get_config(self: Any, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = cls.get_config(self, gindex, pindex, group)
+        parameter = self.param_groups[gindex]["params"][pindex]
+        is_embedding = any(parameter is module.weight for module in embeddings)
+        return {**found, "optim_bits": 32} if is_embedding else found
+
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "get_config": get_config})

@@ -1,0 +1,56 @@
+"""GaLore: the gradients of linear modules projected to a low rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hftrain.optim.low_rank import low_rank_class
+from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig
+from hftrain.optim.packages import check_cuda, load
+
+_CHOICES = {"proj_type": ("std", "reverse_std", "right", "left", "full")}
+_LOW_RANK = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+
+
+def adamw(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
+    """Handle GaLore's AdamW. Source: Zhao et al., 2024, arXiv 2403.03507."""
+    cls = _load("GaLoreAdamW", config)
+    settings = {"betas": config.betas, "eps": config.eps, "no_deprecation_warning": True}
+    return _paired(cls, config, model, is_layerwise=is_layerwise, **settings)
+
+
+def adafactor(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
+    """Handle GaLore's Adafactor, with an outside learning rate."""
+    cls = _load("GaLoreAdafactor", config)
+    return _paired(cls, config, model, is_layerwise=is_layerwise, scale_parameter=False, relative_step=False)
+
+
+def adamw_8bit(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
+    """Handle GaLore's 8-bit AdamW."""
+    check_cuda(config, reason="the package synchronises with the device in each update")
+    cls = _load("GaLoreAdamW8bit", config)
+    base = load("bitsandbytes.optim.optimizer:Optimizer2State", "bitsandbytes>=0.44", config, extra="bitsandbytes")
+
+    def start(self: Any, params: Any, **settings: Any) -> None:
+        # The package passes by position what today's bitsandbytes has in another order.
+        base.__init__(self, "adam", params, optim_bits=8, **settings)
+
+    mended = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__init__": start})
+    return _paired(mended, config, model, is_layerwise=is_layerwise, betas=config.betas, eps=config.eps)
+
+
+def _load(name: str, config: OptimizerConfig) -> Any:
+    return load(f"galore_torch:{name}", "galore-torch", config, extra="galore")
+
+
+def _paired(
+    cls: Any, config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool, **settings: Any
+) -> OptimizerClass:
+    projector = load("galore_torch.galore_projector:GaLoreProjector", "galore-torch", config, extra="galore")
+    made, given = low_rank_class(
+        cls, config, model, low_rank=_LOW_RANK, choices=_CHOICES, is_layerwise=is_layerwise, **settings
+    )
+    made.make_projector = lambda self, group, state: projector(group["rank"])  # type: ignore[attr-defined]
+    return made, given

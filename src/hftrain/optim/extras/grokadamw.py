@@ -1,0 +1,59 @@
+"""GrokAdamW: AdamW that amplifies slow gradients."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_options
+from hftrain.optim.packages import load
+
+
+class Resumable(Optimizer):
+    """Put the state, which the package keeps in the groups, where state dicts have it; mixed in before its class."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters; the package enters an old form of autocast, which warns for each of them."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r".*torch\.cuda\.amp\.autocast", category=FutureWarning)
+            warnings.filterwarnings("ignore", message=".*CUDA is not available", category=UserWarning)
+            return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by parameter."""
+        packed = super().state_dict()
+        state, groups = dict(packed["state"]), []
+        for group, plain in zip(self.param_groups, packed["param_groups"], strict=True):
+            own = group.get("state", {})
+            state.update({key: own[p] for key, p in zip(plain["params"], group["params"], strict=True) if p in own})
+            groups.append({key: value for key, value in plain.items() if key != "state"})
+        return {**packed, "state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group["state"] = {p: self.state.pop(p) for p in group["params"] if p in self.state}
+
+
+def grokadamw(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
+    """Handle GrokAdamW, which clips each parameter's gradient as well (`gradient_clipping`, 1.0 by default).
+
+    Source: https://github.com/cognitivecomputations/grokadamw
+    """
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        cls = load("grokadamw:GrokAdamW", "grokadamw", config, extra="grokadamw")
+    finally:
+        # The package sets up everybody's logging when it is imported.
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    names = ("alpha_init", "lamb", "gamma", "grokking_signal_decay_rate", "gradient_clipping")
+    options = read_options(config, dict.fromkeys(names, float))
+    made = type(cls.__name__, (Resumable, cls), {"__module__": cls.__module__})
+    return made, {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, **options}

@@ -1,0 +1,56 @@
+"""Optimizer classes of optional packages, imported when one is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from hftrain.core.errors import ConfigError, MissingDependencyError, explain
+from hftrain.core.optional import require
+from hftrain.optim.optimizers import OptimizerConfig
+
+
+def load(path: str, requirement: str, config: OptimizerConfig, *, extra: str | None = None) -> Any:
+    """Import an optimizer's class.
+
+    Args:
+        path: ``"module:Name"``.
+        requirement: The pip requirement that brings it.
+        config: Who asks.
+        extra: hftrain's own extra that installs it, if there is one.
+
+    Raises:
+        MissingDependencyError: The package is absent, too old, or does not work here.
+    """
+    feature = f"optim={config.name!r}"
+    require(requirement, feature=feature, extra=extra)
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise MissingDependencyError(
+            explain(
+                f"{feature} was asked for.",
+                f"{requirement!r} is installed, but {module} has no {name} that works here: {error}.",
+                "Install a build of the package that suits this machine, or choose another optimizer.",
+            )
+        ) from error
+
+
+def check_cuda(config: OptimizerConfig, *, reason: str) -> None:
+    """Raise unless the run can take a CUDA device.
+
+    Raises:
+        ConfigError: There is none, or `use_cpu` forbids it.
+    """
+    if config.use_cpu or not torch.cuda.is_available():
+        raise ConfigError(
+            explain(
+                f"optim={config.name!r} was asked for.",
+                f"It runs on CUDA devices only: {reason}.",
+                "Use a machine with such a device, or choose another optimizer.",
+                use_cpu=config.use_cpu,
+            )
+        )

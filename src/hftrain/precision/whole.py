@@ -1,0 +1,71 @@
+"""One dtype for everything: parameters, operations and the optimizer's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.tree import map_tensors
+from hftrain.core.types import PrecisionPolicy
+from hftrain.precision.base import Precision
+
+
+class WholePrecision(Precision):
+    """Convert the model to one dtype and hand it its floating-point inputs in that dtype.
+
+    In half precision this takes half the memory of float32. Small updates are rounded away: prefer mixed precision
+    where there is room for it, and `bf16_true` to `fp16_true`, whose gradients vanish or overflow unscaled.
+
+    Args:
+        name: The registry name.
+        dtype: What everything is in.
+
+    Example:
+        >>> WholePrecision(name="bf16_true", dtype=torch.bfloat16).convert(nn.Linear(2, 1)).weight.dtype
+        torch.bfloat16
+    """
+
+    def __init__(self, *, name: str, dtype: torch.dtype) -> None:
+        super().__init__(PrecisionPolicy(name=name, param_dtype=dtype, compute_dtype=dtype, reduce_dtype=dtype))
+        self._hooks: dict[nn.Module, RemovableHandle] = {}
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Convert the floating-point parameters and buffers; inputs are converted until `close`. Mutates the model."""
+        if self._device is not None and model not in self._hooks:
+            self._hooks[model] = model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
+        return model.to(self.policy.param_dtype)
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer as it is.
+
+        Raises:
+            ConfigError: Its epsilon is 0 in this dtype, so that the first gradient that vanishes would give NaN.
+        """
+        for group in optimizer.param_groups:
+            epsilon = group.get("eps")
+            if isinstance(epsilon, float) and epsilon and not torch.tensor(epsilon, dtype=self.policy.param_dtype):
+                raise ConfigError(
+                    explain(
+                        f"precision={self.policy.name!r} was asked for with {type(optimizer).__name__}.",
+                        f"Its eps={epsilon} is 0 in {self.policy.param_dtype}, and dividing by it gives NaN.",
+                        "Set adam_epsilon=1e-4, or use 'fp16' or 'bf16_true'.",
+                    )
+                )
+        return optimizer
+
+    def close(self) -> None:
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        super().close()
+
+    def _cast_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.policy.compute_dtype) if tensor.is_floating_point() else tensor

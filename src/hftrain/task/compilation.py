@@ -1,0 +1,154 @@
+"""torch.compile: in place, so that nothing wraps the model and its state keeps its names.
+
+A model compiles its own call (`nn.Module.compile`). Wrappers that distribute it, made before or after, call it as ever:
+DDP's reducer and hooks stay outside the graph, and torch splits the graph where DDP's buckets end. Unwrapping, saving
+and evaluating need no case of their own, because there is no second module.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.tree import batch_size_of
+
+# Back-ends of the documentation that torch has dropped since, and what does their work today.
+_SUCCESSORS = {
+    "nvfuser": "'inductor'",
+    "aot_nvfuser": "'inductor'",
+    "aot_cudagraphs": "'cudagraphs'",
+    "ofi": "'ts'",
+    "fx2trt": "'tensorrt', which the package torch_tensorrt registers",
+    "onnxrt": "torch.onnx.export and ONNX Runtime itself: the back-end was for inference",
+    "ipex": "'inductor', which compiles for Intel's processors and GPUs itself",
+}
+_PREFIX = "ACCELERATE_DYNAMO_"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileConfig:
+    """How to compile. Source: the documented `torch_compile_backend` and `torch_compile_mode`.
+
+    Args:
+        backend: The name of a torch.compile back-end; those that other packages register are known by name too.
+        mode: What inductor favours, such as ``"reduce-overhead"``; None for its default.
+    """
+
+    backend: str = "inductor"
+    mode: str | None = None
+
+
+class Compiler:
+    """Compile models for as long as a verb runs, and leave them as they were afterwards.
+
+    Args:
+        config: How; None compiles nothing, and nothing of torch's compiler is imported.
+
+    Raises:
+        ConfigError: torch has no such back-end (any more), or the back-end no such mode.
+    """
+
+    def __init__(self, config: CompileConfig | None) -> None:
+        self.config = config
+        self._compiled: list[nn.Module] = []
+        self._environment: dict[str, str | None] = {}
+        if config is not None:
+            _check_backend(config)
+
+    def open(self) -> None:
+        """Tell accelerate's own objects, through the documented environment variables, what is compiled how.
+
+        Mutates `os.environ`; `close` puts it back.
+        """
+        if self.config is None or self._environment:
+            return
+        settings = {"BACKEND": self.config.backend, "MODE": self.config.mode}
+        for name, value in settings.items():
+            self._environment[_PREFIX + name] = os.environ.get(_PREFIX + name)
+            if value is not None:
+                os.environ[_PREFIX + name] = value
+
+    def compile(self, model: nn.Module) -> None:
+        """Let the model compile its call, once; mutates the model until `close`."""
+        if self.config is None or any(model is other for other in self._compiled):
+            return
+        model.compile(backend=self.config.backend, mode=self.config.mode)
+        model._compiled_call_impl = _Call(model, model._compiled_call_impl)
+        self._compiled.append(model)
+
+    def close(self) -> None:
+        """Let every model run as written again, and put the environment back; safe to call twice."""
+        for model in self._compiled:
+            model._compiled_call_impl = None
+        self._compiled.clear()
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._environment.clear()
+
+
+class _Call:
+    """Call the compiled model, or the model as written for a rare smaller batch.
+
+    torch would compile anew for the short batch that ends an epoch. Where smaller batches are no exception, it does:
+    its second graph then serves every size.
+    """
+
+    def __init__(self, model: nn.Module, compiled: Any) -> None:
+        self.model = model
+        self.compiled = compiled
+        self.as_written: Any = model._call_impl
+        self.full: dict[bool, int] = {}
+        self.num_calls: dict[bool, int] = {True: 0, False: 0}
+        self.num_short: dict[bool, int] = {True: 0, False: 0}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Training and evaluation have graphs, and mostly batch sizes, of their own.
+        mode, size = self.model.training, batch_size_of((args, kwargs)) or 0
+        full = self.full.setdefault(mode, size)
+        self.num_calls[mode] += 1
+        if size < full:
+            self.num_short[mode] += 1
+            if 2 * self.num_short[mode] < self.num_calls[mode]:
+                return self.as_written(*args, **kwargs)
+        return self.compiled(*args, **kwargs)
+
+
+def _check_backend(config: CompileConfig) -> None:
+    from torch._dynamo import list_backends, lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        lookup_backend(config.backend)
+    except InvalidBackend as error:
+        successor = _SUCCESSORS.get(config.backend)
+        known = ", ".join(list_backends())
+        reason = (
+            f"torch has dropped it; its successor is {successor}." if successor else "torch knows no such back-end."
+        )
+        raise ConfigError(
+            explain(
+                f"torch_compile_backend={config.backend!r} was asked for.",
+                reason,
+                f"Known here: {known}; other packages register more.",
+            )
+        ) from error
+    if config.mode is None or config.backend != "inductor":
+        return
+    from torch._inductor import list_mode_options
+
+    modes = list_mode_options()
+    if config.mode not in modes:
+        raise ConfigError(
+            explain(
+                f"torch_compile_mode={config.mode!r} was asked for.",
+                "inductor has no such mode.",
+                f"Use one of: {', '.join(modes)}.",
+            )
+        )

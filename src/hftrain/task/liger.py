@@ -1,0 +1,57 @@
+"""Liger kernels: faster parts for transformers models, put into the model in place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.log import warn_once
+from hftrain.core.optional import require
+from hftrain.task.introspect import base_model, is_transformers_like
+
+
+def apply_liger_kernels(model: nn.Module, options: Mapping[str, bool] | None) -> None:
+    """Replace parts of a transformers model by Liger kernels; any other model is left as it is, with a warning.
+
+    Args:
+        model: Mutated; adapters are looked through.
+        options: Which kernels, by Liger's names; None for Liger's choice.
+
+    Raises:
+        MissingDependencyError: liger-kernel is not installed, or not its Triton.
+        ConfigError: Liger has no kernels for this kind of model, or none of a name in `options`.
+
+    Source: the documented `use_liger_kernel` and `liger_kernel_config`.
+    """
+    require("liger-kernel", feature="use_liger_kernel=True")
+    base: Any = base_model(model)
+    if not is_transformers_like(base):
+        warn_once(f"use_liger_kernel=True does nothing to a {type(base).__name__}: it is no transformers model.")
+        return
+    require("triton", feature="use_liger_kernel=True")
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KERNELS
+
+    kind = getattr(base.config, "model_type", None)
+    if kind not in KERNELS:
+        raise ConfigError(
+            explain(
+                f"use_liger_kernel=True was asked for with {type(base).__name__}.",
+                f"Liger has no kernels for model_type={kind!r}.",
+                f"Leave it out. Liger knows: {', '.join(sorted(KERNELS))}.",
+            )
+        )
+    known = [name for name in inspect.signature(KERNELS[kind]).parameters if name != "model"]
+    for name in options or {}:
+        if name not in known:
+            raise ConfigError(
+                explain(
+                    f"liger_kernel_config={{{name!r}: ...}} was given.",
+                    f"Liger has no such kernel for model_type={kind!r}.",
+                    suggest(name, known),
+                )
+            )
+    KERNELS[kind](model=base, **dict(options or {}))

@@ -1,0 +1,50 @@
+"""Models that are quantized or spread over devices already: what must not be done to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.task.introspect import base_model
+
+_FLAGS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Tell whether a model, or the one inside its adapters, says that its weights are quantized."""
+    base: Any = base_model(model)
+    return any(getattr(base, flag, False) is True for flag in _FLAGS) or getattr(base, "hf_quantizer", None) is not None
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Tell whether a model has PEFT adapters, as a wrapper around it or loaded into it."""
+    return hasattr(model, "peft_config") or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def check_quantized(model: nn.Module, *, compiles: bool) -> None:
+    """Refuse to train a quantized model that cannot be trained.
+
+    Args:
+        model: What is to be trained.
+        compiles: Whether it would be compiled.
+
+    Raises:
+        ConfigError: It has no adapters and its method does not train the weights themselves, it has adapters and its
+            method allows no gradients through it, or it would be compiled.
+    """
+    if not is_quantized(model):
+        return
+    name, quantizer = type(base_model(model)).__name__, getattr(base_model(model), "hf_quantizer", None)
+    trains_weights = bool(getattr(quantizer, "is_qat_trainable", False))
+    if compiles:
+        reason, remedy = "A quantized model cannot be compiled for training.", "Leave torch_compile out."
+    elif not has_adapters(model) and not trains_weights:
+        reason = "Its weights are quantized, and numbers of a few bits take no gradient steps."
+        remedy = "Add trainable adapters: peft.get_peft_model(model, peft.LoraConfig(...))."
+    elif quantizer is not None and not (trains_weights or getattr(quantizer, "is_trainable", True)):
+        reason, remedy = "Its quantization method passes no gradients on.", "Quantize it with bitsandbytes or GPTQ."
+    else:
+        return
+    raise ConfigError(explain(f"Training {name}, a quantized model, was asked for.", reason, remedy))

@@ -1,0 +1,148 @@
+"""Several evaluation sets, each under its own name, with metrics and a cadence of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hftrain.core.errors import ConfigError, explain
+
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """One of several evaluation sets, as a value of the dict given as `eval_dataset`.
+
+    While training, a set is evaluated at those of the run's evaluations that its own cadence meets. `evaluate()` called
+    by hand takes every set, and so does `eval_on_start`.
+
+    Args:
+        dataset: The data.
+        every: Optimizer steps (``eval_strategy="steps"``) or passes (``"epoch"``) between its evaluations; None takes
+            part in each. In steps, a multiple of `eval_steps`.
+        metrics: ``f(EvalPrediction) -> dict`` in place of `compute_metrics`.
+
+    Raises:
+        ConfigError: `every` is no positive whole number, or there is no dataset.
+
+    Example:
+        >>> EvalSet([1, 2], every=500).every
+        500
+    """
+
+    dataset: Any
+    every: int | None = None
+    metrics: Callable[..., Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dataset is None:
+            raise ConfigError(
+                explain("An EvalSet was made.", "It has no dataset.", "Pass the data as its first argument.")
+            )
+        if self.every is not None and (type(self.every) is not int or self.every < 1):
+            raise ConfigError(
+                explain(
+                    "An EvalSet was made with a cadence of its own.",
+                    "Steps or passes are counted in positive whole numbers.",
+                    "Give a multiple of eval_steps, or a number of passes.",
+                    every=self.every,
+                )
+            )
+
+
+def split_eval_sets(eval_dataset: Any) -> tuple[Any, dict[str, EvalSet]]:
+    """Return the datasets without their `EvalSet` wrappers, and the wrappers by name.
+
+    Raises:
+        ConfigError: An `EvalSet` has no name.
+    """
+    if isinstance(eval_dataset, EvalSet):
+        raise ConfigError(
+            explain(
+                "An EvalSet was given as eval_dataset.",
+                "It has no name for its metrics.",
+                "Pass a dict: eval_dataset={'name': EvalSet(...)}.",
+            )
+        )
+    if not isinstance(eval_dataset, Mapping):
+        return eval_dataset, {}
+    sets = {name: entry for name, entry in eval_dataset.items() if isinstance(entry, EvalSet)}
+    if not sets:
+        return eval_dataset, {}
+    return {name: sets[name].dataset if name in sets else data for name, data in eval_dataset.items()}, sets
+
+
+def check_cadences(args: Any, sets: Mapping[str, EvalSet], *, eval_steps: float | None) -> None:
+    """Raise where a set's cadence never meets the run's evaluations.
+
+    Args:
+        args: The training arguments.
+        sets: The sets by name.
+        eval_steps: Steps between the run's evaluations; None or a share of the run where that is not known yet.
+
+    Raises:
+        ConfigError: `every` is no multiple of `eval_steps`.
+    """
+    if args.eval_strategy != "steps" or eval_steps is None or eval_steps < 1:
+        return
+    for name, entry in sets.items():
+        if entry.every is not None and entry.every % eval_steps:
+            raise ConfigError(
+                explain(
+                    f"The evaluation set {name!r} asks to be evaluated every {entry.every} steps.",
+                    f"The run evaluates every {int(eval_steps)} steps only.",
+                    "Make it a multiple of eval_steps.",
+                    every=entry.every,
+                    eval_steps=eval_steps,
+                )
+            )
+
+
+def is_due(entry: EvalSet | None, trainer: Trainer) -> bool:
+    """Tell whether a set takes part in the evaluation that is running."""
+    if entry is None or entry.every is None or trainer._session is None:
+        return True
+    state = trainer.state
+    if trainer.args.eval_strategy == "epoch":
+        epoch = state.epoch or 0.0
+        return abs(epoch - round(epoch)) < 1e-6 and round(epoch) % entry.every == 0
+    return state.global_step % entry.every == 0
+
+
+def evaluate_sets(
+    trainer: Trainer, eval_dataset: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, is_own: bool
+) -> dict[str, float]:
+    """Evaluate each set that is due under its own name, and return all their metrics; collective.
+
+    Args:
+        trainer: Whose `evaluate` is called for each.
+        eval_dataset: The sets by name.
+        ignore_keys: Outputs to leave out of the predictions.
+        prefix: What metric names start with, before the set's name.
+        is_own: They are the Trainer's own sets: then the name is handed on and not the data, so that an override of
+            `get_eval_dataloader` sees what was asked for.
+    """
+    datasets, sets = split_eval_sets(eval_dataset)
+    sets = trainer._eval_sets if is_own else sets
+    metrics: dict[str, float] = {}
+    for name, dataset in datasets.items():
+        if is_due(sets.get(name), trainer):
+            with own_metrics(trainer, sets.get(name)):
+                metrics.update(trainer.evaluate(name if is_own else dataset, ignore_keys, f"{prefix}_{name}"))
+    return metrics
+
+
+@contextmanager
+def own_metrics(trainer: Trainer, entry: EvalSet | None) -> Iterator[None]:
+    """Let a set's own metrics take the place of the Trainer's `compute_metrics`."""
+    previous = trainer.compute_metrics
+    if entry is not None and entry.metrics is not None:
+        trainer.compute_metrics = entry.metrics  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        trainer.compute_metrics = previous

@@ -1,0 +1,215 @@
+"""`auto_find_batch_size`: make a step fit into memory.
+
+By default the step stays what it is: its batches are cut into smaller micro-batches whose gradients add up to the same,
+so the effective batch, the schedule, the number of steps and the data's order do not change. With ``"smaller_batch"``
+the documented thing happens: the run starts again with batches of half the size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from hftrain.checkpoint.parts import load_trainer_state
+from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.log import get_logger
+from hftrain.core.seed import preserved_rng
+from hftrain.core.tree import batch_size_of, map_tensors
+from hftrain.core.types import Owns
+
+if TYPE_CHECKING:
+    from hftrain.loops.window import LogWindow
+    from hftrain.strategies.base import Strategy
+    from hftrain.trainer.trainer import Trainer
+
+T = TypeVar("T")
+
+logger = get_logger(__name__)
+
+SMALLER_BATCH = "smaller_batch"
+
+
+def check_fitting(args: Any, strategy: Strategy) -> None:
+    """Raise where a strategy's engine has fixed the micro-batch before the run."""
+    if args.auto_find_batch_size and Owns.ACCUMULATION in strategy.owns:
+        raise ConfigError(
+            explain(
+                f"auto_find_batch_size={args.auto_find_batch_size!r} was asked for with strategy={strategy.name!r}.",
+                "Its engine counts the micro-batches itself and is told their size when it starts.",
+                "Set per_device_train_batch_size and gradient_accumulation_steps.",
+            )
+        )
+
+
+class MicroBatches:
+    """Run a batch in as many micro-batches as fit; stands in for the two slots of the loop that see batches.
+
+    The size is found on the run's first batch, before anything counts: a rehearsal runs forward and backward, with as
+    much memory set aside as Adam's state takes, and all processes agree. A batch that runs out of memory later, because
+    it is longer, is cut further in a run of one process; with several the error ends the run, because the others cannot
+    know.
+
+    Args:
+        trainer: Whose step is run; `trainer.state.train_batch_size` is set to what was found, and so recorded in
+            checkpoints.
+        logs: What the steps have reported; a rehearsal is taken out again.
+        found: What an earlier run has found; None searches.
+    """
+
+    def __init__(self, trainer: Trainer, *, logs: LogWindow, found: int | None) -> None:
+        self.trainer = trainer
+        self.logs = logs
+        self.size = found
+        self._done: list[Any] = []
+        if found is not None:
+            trainer.state.train_batch_size = found
+        # From the first step on, so that every micro-batch can be weighed by its share of the items.
+        trainer._shares.is_on = True
+
+    def take(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """Take a step's batches; see `LossShares.take`."""
+        self._done = []
+        return self.trainer._shares.take(epoch_iterator, num_batches, device)
+
+    def step(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
+        """Run forward and backward on a batch, in parts; returns the detached loss, its share of the step."""
+        if self.size is None:
+            self._find(model, batch, num_items)
+        loss, is_first = None, True
+        while loss is None:
+            if not is_first:
+                self._shrink(batch, f"step {self.trainer.state.global_step}")
+                self.trainer.model.zero_grad()
+                # What this step had accumulated is gone with the gradients.
+                for earlier in self._done:
+                    self._run(model, earlier, num_items)
+            loss, is_first = self._try(lambda: self._run(model, batch, num_items)), False
+        self._done.append(batch)
+        return loss
+
+    def _find(self, model: nn.Module, batch: Any, num_items: Any) -> None:
+        trainer, strategy = self.trainer, self.trainer.strategy
+        self.size = batch_size_of(batch) or trainer.args.train_batch_size
+        logs, buffers = self.logs.state_dict(), [(b, b.clone()) for b in trainer.task.buffers()]
+
+        def rehearse() -> torch.Tensor:
+            _reserve = [torch.empty_like(p) for p in trainer.model.parameters() if p.requires_grad for _ in range(2)]
+            with preserved_rng(), strategy.no_sync(model):
+                return self._run(model, batch, num_items)
+
+        while True:
+            fits = strategy.all_true(self._try(rehearse, is_final=False) is not None)
+            trainer.model.zero_grad()
+            self.logs.load_state_dict(logs, device=strategy.device)
+            for metric in trainer.task.metrics("train").values():
+                metric.reset()
+            for buffer, value in buffers:
+                buffer.copy_(value)
+            if fits:
+                break
+            self._shrink(batch, "the rehearsal of the first step")
+        trainer.state.train_batch_size = self.size
+
+    def _shrink(self, batch: Any, when: str) -> None:
+        assert self.size is not None
+        if self.size <= 1:
+            raise ConfigError(
+                explain(
+                    "auto_find_batch_size=True was asked for.",
+                    f"Memory ran out in {when} with a single sample per micro-batch.",
+                    "Use a smaller model, shorter samples, gradient_checkpointing=True or a precision of 16 bits.",
+                )
+            )
+        before, self.size = self.size, math.ceil(self.size / 2)
+        self.trainer.state.train_batch_size = self.size
+        logger.warning("Out of memory in %s: micro-batches of %d samples are cut to %d.", when, before, self.size)
+
+    def _run(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
+        assert self.size is not None
+        step, parts = self.trainer._training_step, split_batch(batch, self.size)
+        losses = []
+        for part in parts[:-1]:
+            with self.trainer.strategy.no_sync(model):
+                losses.append(step(model, part, num_items))
+        losses.append(step(model, parts[-1], num_items))
+        return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+    def _try(self, run: Callable[[], torch.Tensor], *, is_final: bool = True) -> torch.Tensor | None:
+        """Return None if memory ran out; by then nothing of the attempt holds any."""
+        from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+
+        try:
+            return run()
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error) or (is_final and self.trainer.strategy.world_size > 1):
+                raise
+        clear_device_cache(garbage_collection=True)
+        return None
+
+
+def split_batch(batch: Any, size: int) -> list[Any]:
+    """Cut a batch into parts of at most `size` samples; what has no batch dimension is in every part.
+
+    Raises:
+        TaskError: It must be cut and cannot: no tensor has a batch dimension, or it is no mapping or sequence.
+    """
+    total = batch_size_of(batch)
+    if total is None:
+        raise TaskError(
+            explain(
+                "auto_find_batch_size=True was asked for.",
+                f"A {type(batch).__name__} without tensors cannot be cut into micro-batches.",
+                "Give batches of nested tensors, or use auto_find_batch_size='smaller_batch'.",
+            )
+        )
+    if total <= size:
+        return [batch]
+
+    def part_from(start: int) -> Any:
+        return map_tensors(batch, lambda t: t[start : start + size] if t.dim() and len(t) == total else t)
+
+    return [part_from(start) for start in range(0, total, size)]
+
+
+def found_size(args: Any, resume: Path | None) -> int | None:
+    """Return the size of a micro-batch that the run to resume has found, None where there is none."""
+    if resume is None or not args.auto_find_batch_size:
+        return None
+    return load_trainer_state(resume).train_batch_size
+
+
+def with_smaller_batches(trainer: Trainer, resume: Path | None, run: Callable[[], T]) -> T:
+    """Run a training, anew with half the batch size each time memory runs out; the arguments are left as they were.
+
+    Raises:
+        RuntimeError: Not even one sample per batch fits.
+    """
+    from accelerate.utils.memory import find_executable_batch_size
+
+    args, parts = trainer.args, (trainer.optimizer, trainer.lr_scheduler)
+    given = args.per_device_train_batch_size
+    size = trainer.strategy.broadcast_object(found_size(args, resume)) or args.train_batch_size
+    num_replicas = max(args.train_batch_size // given, 1)
+    size = size // num_replicas
+
+    def halve() -> int:
+        nonlocal size
+        size //= 2
+        logger.warning("Out of memory: the run starts again with %d samples per device and batch.", size)
+        return size
+
+    @find_executable_batch_size(starting_batch_size=size, reduce_batch_size_fn=halve)  # type: ignore[untyped-decorator]
+    def attempt(batch_size: int) -> T:
+        args.per_device_train_batch_size = batch_size
+        trainer.optimizer, trainer.lr_scheduler = parts
+        return run()
+
+    try:
+        return attempt()  # type: ignore[no-any-return]
+    finally:
+        args.per_device_train_batch_size = given

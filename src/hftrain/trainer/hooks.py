@@ -1,0 +1,141 @@
+"""What a subclass may define: hooks that are called, documented ones that are not, and names that are taken."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hftrain.core.errors import ConfigError, explain
+
+_STATEFUL = "Keep your own state in a callback that exports it (ExportableState), or override _save_checkpoint."
+_LOADERS = "Override get_train_dataloader, get_eval_dataloader or get_test_dataloader."
+_SEARCH = "Hyper-parameter search is not wired in this version; build a Trainer per trial."
+
+# Every underscored hook the Hugging Face Trainer has, and what to do where this Trainer does not call it. Which ones it
+# does call is told by the class itself: it defines them.
+DOCUMENTED: dict[str, str] = {
+    "_activate_neftune": "Set neftune_noise_alpha, or put a forward hook on the embedding.",
+    "_align_special_tokens": "Set the model's config before it is given to the Trainer.",
+    "_deactivate_neftune": "Set neftune_noise_alpha, or put a forward hook on the embedding.",
+    "_determine_best_metric": "",
+    "_evaluate": "",
+    "_finish_current_push": "Push from on_save of a callback.",
+    "_fsdp_qlora_plugin_updates": "Pass strategy=FSDPStrategy(...) with the policy you want.",
+    "_gather_and_numpify": "Override evaluation_loop or prediction_step.",
+    "_get_collator_with_removed_columns": "",
+    "_get_dataloader": _LOADERS,
+    "_get_eval_sampler": "",
+    "_get_learning_rate": "",
+    "_get_num_items_in_batch": "",
+    "_get_output_dir": "",
+    "_get_train_sampler": "",
+    "_hp_search_setup": _SEARCH,
+    "_inner_training_loop": (
+        "There is one loop; override training_step, compute_loss, get_batch_samples or _maybe_log_save_evaluate, or "
+        "pass a callback."
+    ),
+    "_is_attention_mask_causal": "Prepare the batch in the collator or in _prepare_inputs.",
+    "_issue_warnings_after_load": "Override _load_from_checkpoint.",
+    "_load_best_model": "",
+    "_load_callback_state": _STATEFUL,
+    "_load_from_checkpoint": "",
+    "_load_optimizer_and_scheduler": "",
+    "_load_rng_state": _STATEFUL,
+    "_load_scaler": _STATEFUL,
+    "_maybe_log_save_evaluate": "",
+    "_move_model_to_device": "Override place_model_on_device, or pass a strategy.",
+    "_nested_gather": "",
+    "_prepare_context_parallel_inputs": "Prepare the batch in _prepare_inputs.",
+    "_prepare_input": "",
+    "_prepare_inputs": "",
+    "_push_from_checkpoint": "Push from on_save of a callback.",
+    "_remove_unused_columns": "",
+    "_report_to_hp_search": _SEARCH,
+    "_rotate_checkpoints": "",
+    "_save": "",
+    "_save_checkpoint": "",
+    "_save_optimizer_and_scheduler": "",
+    "_save_rng_state": _STATEFUL,
+    "_save_scaler": _STATEFUL,
+    "_save_tpu": "Override _save.",
+    "_set_signature_columns_if_needed": "",
+    "_sorted_checkpoints": "Override _rotate_checkpoints.",
+    "_tune_save_checkpoint": _SEARCH,
+    "_wrap_model": "",
+    "floating_point_ops": "Count in a callback, from the batches get_batch_samples gives.",
+    "store_flos": "Count in a callback, from the batches get_batch_samples gives.",
+}
+
+# Private by name, but downstream classes set them.
+_SETTABLE = frozenset({"_signature_columns"})
+
+
+def check_hooks(trainer: Any, base: type, *, given: Mapping[str, Any]) -> None:
+    """Raise where a subclass defines a hook that nothing calls, or takes a name that the base class lives on.
+
+    Args:
+        trainer: A constructed one.
+        base: The class that calls the hooks; the package's own subclasses of it know what they do.
+        given: The attributes that a subclass had set before it called the base class's ``__init__``.
+
+    Raises:
+        ConfigError: It names the class, the name and what to do.
+    """
+    kind = _users_class(type(trainer), base)
+    if kind is None:
+        return
+    for name, remedy in DOCUMENTED.items():
+        if hasattr(kind, name) and not hasattr(base, name):
+            raise ConfigError(
+                explain(
+                    f"{kind.__name__} defines {name}.",
+                    "This Trainer does not call it, so it would change nothing.",
+                    remedy or "Override one of the documented methods instead.",
+                )
+            )
+    taken = {name for name in vars(base) if _is_private(name) and name not in DOCUMENTED and _defines(kind, base, name)}
+    for name, value in vars(trainer).items():
+        is_ours = _is_private(name) and name not in _SETTABLE and (name not in given or given[name] is not value)
+        if is_ours and (name in given or hasattr(kind, name)):
+            taken.add(name)
+    if taken:
+        raise ConfigError(
+            explain(
+                f"{kind.__name__} defines {', '.join(sorted(taken))}.",
+                "Trainer uses the name for something of its own, and the two would get in each other's way.",
+                "Choose another name.",
+            )
+        )
+
+
+def _users_class(kind: type, base: type) -> type | None:
+    """Return the class to check: the instance's, if anybody outside the package wrote a part of it."""
+    others = [each for each in kind.__mro__[:-1] if each not in base.__mro__]
+    return kind if any(not each.__module__.startswith("hftrain.") for each in others) else None
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _defines(kind: type, base: type, name: str) -> bool:
+    """Tell whether somebody outside the package defines a name anew."""
+    owner = next(each for each in kind.__mro__ if name in vars(each))
+    return owner is not base and not owner.__module__.startswith("hftrain.")
+
+
+def call_with(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Call a hook with those of the documented values that its signature has a name for, in whatever generation.
+
+    One that takes ``*args`` gets them all, in order; arguments of other names are taken for the values in their order.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return function(*values.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = {p.name for p in positional}
+    if {p.name for p in positional if p.default is p.empty} <= values.keys():
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return function(**{name: value for name, value in values.items() if takes_any or name in names})
+    return function(*list(values.values())[: len(positional)])

@@ -1,0 +1,162 @@
+"""How much memory the constructor and each verb took: the documented `skip_memory_metrics=False` report."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from hftrain.core.optional import require
+
+_LOOKS_EVERY_S = 0.005
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+class MemoryMeter:
+    """Measure what a stretch of code does to one counter of bytes.
+
+    Args:
+        read: The bytes in use now.
+        read_peak: The most since `reset_peak`; None where the counter keeps no peak: then `look` often.
+        reset_peak: Forgets the peak, for everybody else who reads it too.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], int],
+        *,
+        read_peak: Callable[[], int] | None = None,
+        reset_peak: Callable[[], None] | None = None,
+    ) -> None:
+        self._read, self._read_peak, self._reset_peak = read, read_peak, reset_peak
+        self.needs_looks = read_peak is None
+
+    def start(self) -> None:
+        """Begin a stretch."""
+        if self._reset_peak is not None:
+            self._reset_peak()
+        self._begin = self._peak = self._read()
+
+    def look(self) -> None:
+        """Note what is in use now."""
+        self._peak = max(self._peak, self._read())
+
+    def deltas(self) -> dict[str, int]:
+        """Return the bytes gained, and those used beyond that and given back; together what the stretch needed."""
+        end = self._read()
+        peak = self._peak if self._read_peak is None else self._read_peak()
+        return {"alloc_delta": end - self._begin, "peaked_delta": max(0, peak - end)}
+
+
+class MemoryTracker:
+    """Measure the outermost stage that runs; stages within it belong to it.
+
+    Measures nothing on other processes than the first. The peak of the process's memory (RSS) is sampled by a thread
+    and may be missed; that of a CUDA device, or of any other whose torch module keeps one, is exact. Both are those of
+    the one process and its one device.
+
+    Args:
+        is_on: Measure at all.
+        is_main: Whether this is the first of all processes.
+        device_type: What kind of device the process computes on.
+
+    Raises:
+        MissingDependencyError: psutil is not installed.
+
+    Source: the documented memory report, `<stage>_mem_<cpu|gpu>_<alloc|peaked>_delta`, in bytes.
+    """
+
+    def __init__(self, *, is_on: bool, is_main: bool, device_type: str) -> None:
+        if is_on:
+            require("psutil", feature="skip_memory_metrics=False")
+        self._meters = _meters(device_type) if is_on and is_main else {}
+        self._stage: str | None = None
+        self._init_report: dict[str, int] = {}
+        # Only while a stage runs: neither could be pickled with a Trainer.
+        self._stop: threading.Event | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, stage: str) -> None:
+        """Begin ``"init"``, ``"train"``, ``"eval"`` or ``"test"``, unless a stage runs already; resets the peaks."""
+        if not self._meters or self._stage is not None:
+            return
+        self._stage = stage
+        gc.collect()
+        for meter in self._meters.values():
+            meter.start()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, args=(self._stop,), name="hftrain-memory", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> dict[str, int]:
+        """End the stage and return what it took, with what the constructor took if nobody was told yet."""
+        if self._stage is None or self._thread is None or self._stop is None:
+            return {}
+        self._stop.set()
+        self._thread.join()
+        gc.collect()
+        report = {
+            f"{self._stage}_mem_{segment}_{name}": value
+            for segment, meter in self._meters.items()
+            for name, value in meter.deltas().items()
+        }
+        if self._stage == "init":
+            self._init_report = report
+        else:
+            report, self._init_report = {**self._init_report, **report}, {}
+        self._stage = self._thread = self._stop = None
+        return report
+
+    def _sample(self, stop: threading.Event) -> None:
+        meters = [meter for meter in self._meters.values() if meter.needs_looks]
+        while not stop.wait(_LOOKS_EVERY_S):
+            for meter in meters:
+                meter.look()
+
+
+def measuring_init(init: Init) -> Init:
+    """Let a constructor end its memory stage as the last thing it does, also where it fails."""
+
+    @functools.wraps(init)
+    def measured(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        finally:
+            tracker = getattr(self, "_memory", None)
+            if tracker is not None:
+                tracker.stop()
+
+    return cast(Init, measured)
+
+
+def _meters(device_type: str) -> dict[str, MemoryMeter]:
+    import psutil
+
+    process = psutil.Process()
+    meters = {"cpu": MemoryMeter(lambda: int(process.memory_info().rss))}
+    module: Any = getattr(torch, device_type, None)
+    if device_type == "mps":
+        # It keeps no peak.
+        meters["gpu"] = MemoryMeter(torch.mps.current_allocated_memory)
+    elif hasattr(module, "max_memory_allocated"):
+        meters["gpu"] = _device_meter(module)
+    return meters
+
+
+def _device_meter(module: Any) -> MemoryMeter:
+    """Return the meter of a torch module such as `torch.cuda`; it does not wake a device that nobody has used yet."""
+
+    def when_awake(function: Callable[[], Any]) -> Callable[[], Any]:
+        is_awake = getattr(module, "is_initialized", lambda: True)
+        return lambda: function() if is_awake() else 0
+
+    return MemoryMeter(
+        when_awake(module.memory_allocated),
+        read_peak=when_awake(module.max_memory_allocated),
+        reset_peak=when_awake(module.reset_peak_memory_stats),
+    )

@@ -1,0 +1,297 @@
+"""What scripts, callbacks and subclasses read from a Trainer, and set."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, Task, make_arguments, make_rows
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from hftrain import ConfigError, Trainer, TrainerCallback, TrainingArguments
+from hftrain.strategies.base import Strategy
+from hftrain.strategies.single import SingleDeviceStrategy
+from hftrain.task.loss import LabelSmoother
+
+
+def make(folder: Path, model: Any = None, kind: type[Trainer] = Trainer, **options: Any) -> Trainer:
+    return kind(
+        Net() if model is None else model,
+        make_arguments(folder, **options),
+        train_dataset=make_rows(),
+        eval_dataset=make_rows(5),
+    )
+
+
+def test_documented_attributes_are_there(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    for name in (
+        "args", "state", "control", "callback_handler", "optimizer", "lr_scheduler", "train_dataset", "eval_dataset",
+        "data_collator", "processing_class", "label_names", "compute_metrics", "label_smoother", "model",
+        "model_wrapped", "model_accepts_loss_kwargs", "is_in_train", "is_model_parallel", "place_model_on_device",
+        "is_fsdp_enabled", "is_deepspeed_enabled", "is_tp_enabled", "can_return_loss", "model_init",
+    ):  # fmt: skip
+        assert hasattr(trainer, name), name
+    assert not any((trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled, trainer.is_tp_enabled))
+    assert (trainer.is_in_train, trainer.is_model_parallel, trainer.place_model_on_device) == (False, False, True)
+    assert trainer.label_names == ["labels"]
+
+
+def test_engines_are_known_by_the_strategy(tmp_path: Path) -> None:
+    """Stand-ins: only the names count."""
+    for name, attribute in (("fsdp", "is_fsdp_enabled"), ("deepspeed", "is_deepspeed_enabled")):
+        strategy = type("Engine", (SingleDeviceStrategy,), {"name": name})(use_cpu=True)
+        assert getattr(Trainer(Net(), make_arguments(tmp_path), strategy=strategy), attribute)
+
+
+def test_is_in_train_lasts_through_the_evaluations_of_a_run(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Look(TrainerCallback):
+        def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+            seen.append(trainer.is_in_train)
+
+    trainer = make(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1)
+    trainer.add_callback(Look)
+    trainer.train()
+    trainer.evaluate()
+    assert seen == [True, False]
+
+
+def test_tokenizer_is_an_alias_that_warns(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    with pytest.warns(FutureWarning, match="processing_class"):
+        trainer.tokenizer = "tool"
+    assert trainer.processing_class == "tool"
+
+
+class Spread(Net):
+    """A stand-in for a model that was loaded with a device map; this machine may have no accelerator."""
+
+    hf_device_map = {"layers.0": 0, "layers.1": 1, "layers.4": "cpu"}  # noqa: RUF012
+
+
+class Parallelized(Net):
+    is_parallelizable = model_parallel = True
+
+
+@pytest.mark.parametrize("model", [Spread, Parallelized])
+def test_spread_model_is_left_where_it_is(tmp_path: Path, model: type[Net]) -> None:
+    trainer = make(tmp_path, model(), max_steps=1)
+    assert trainer.is_model_parallel
+    assert not trainer.place_model_on_device
+    assert not trainer.strategy.place_model
+    trainer.train()
+
+
+def test_model_with_all_layers_in_one_place_is_not_spread(tmp_path: Path) -> None:
+    model = Net()
+    model.hf_device_map = {"": 0}
+    assert not make(tmp_path, model).is_model_parallel
+
+
+class LeavesItThere(TrainingArguments):
+    @property
+    def place_model_on_device(self) -> bool:
+        return False
+
+
+class LeavesItToo(Trainer):
+    @property
+    def place_model_on_device(self) -> bool:
+        return False
+
+
+def test_placing_is_refused_by_the_arguments_or_by_the_trainer(tmp_path: Path) -> None:
+    arguments = LeavesItThere(str(tmp_path), use_cpu=True, report_to="none", save_strategy="no")
+    by_arguments = Trainer(Net(), arguments)
+    assert not by_arguments.place_model_on_device
+    assert not by_arguments.strategy.place_model
+    assert not make(tmp_path, kind=LeavesItToo).strategy.place_model
+    given = SingleDeviceStrategy(use_cpu=True, place_model=False)
+    assert not Trainer(Net(), make_arguments(tmp_path), strategy=given).place_model_on_device
+
+
+def test_label_smoother_smooths_as_the_training_does(tmp_path: Path) -> None:
+    trainer = make(tmp_path, label_smoothing_factor=0.1)
+    assert isinstance(trainer.label_smoother, LabelSmoother)
+    logits, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, -100])
+    expected = nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+    for outputs in ({"logits": logits}, (logits,)):
+        assert trainer.label_smoother(outputs, {"labels": labels}) == pytest.approx(expected)
+    assert make(tmp_path).label_smoother is None
+    with pytest.raises(AttributeError):
+        trainer.label_smoother = None  # type: ignore[misc]
+
+
+class Counted(Net):
+    accepts_loss_kwargs = True
+    counts: list[Any]
+
+    def forward(self, x: Any, labels: Any = None, num_items_in_batch: Any = None) -> Any:
+        self.counts.append(num_items_in_batch)
+        return super().forward(x, labels)
+
+
+class DeclinesCounts(Trainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+
+@pytest.mark.parametrize("has_init", [True, False])
+def test_item_count_is_declined_by_a_subclass(tmp_path: Path, has_init: bool) -> None:
+    for kind, declines in ((Trainer, False), (DeclinesCounts, True)):
+        Counted.counts = []
+        trainer = kind(
+            None if has_init else Counted(),
+            make_arguments(tmp_path, max_steps=2),
+            model_init=Counted if has_init else None,
+            train_dataset=make_rows(),
+        )
+        trainer.train()
+        assert all(count is None for count in Counted.counts) is declines
+
+
+class NamesLabels(Trainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.label_names = ["target"]
+
+
+class Targeted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Any, target: Any = None) -> Any:
+        return self.net(x, target)
+
+
+def test_label_names_set_by_a_subclass_are_heeded(tmp_path: Path) -> None:
+    rows = [{"x": row["x"], "target": row["labels"]} for row in make_rows(6)]
+    found = NamesLabels(Targeted(), make_arguments(tmp_path)).predict(rows)
+    assert found.label_ids.tolist() == [int(row["target"]) for row in rows]
+
+
+# -- models wrapped by the user ------------------------------------------------------------------------------------
+
+
+def test_models_wrapped_by_the_user_are_unwrapped_for_model_and_trained_through_the_wrapper(tmp_path: Path) -> None:
+    for wrap in (DataParallel, lambda model: torch.compile(model, backend="eager")):
+        net = Net()
+        wrapped = wrap(net)
+        trainer = make(tmp_path, wrapped, max_steps=2)
+        assert trainer.model is net
+        assert trainer.model_wrapped is wrapped
+        trainer.train()
+        assert trainer.model is net
+        assert trainer.model_wrapped is wrapped
+        trainer.save_model()
+        assert not any("_orig_mod" in name or "module." in name for name in trainer.model.state_dict())
+
+
+def test_model_in_ddp_of_the_users_own_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own in, and leaves it there
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(Net())
+        trainer = Trainer(wrapped, make_arguments(tmp_path, max_steps=2), train_dataset=make_rows(), strategy="ddp")
+        assert trainer.model is wrapped.module
+        trainer.train()
+        assert trainer.model_wrapped is wrapped
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_wrapped_task_is_recognised_as_one(tmp_path: Path) -> None:
+    task = Task()
+    trainer = make(tmp_path, DataParallel(task), max_steps=1)
+    assert trainer.task is task
+    trainer.train()
+
+
+def test_model_wrapped_is_the_model_where_nothing_wraps(tmp_path: Path) -> None:
+    trainer = make(tmp_path, max_steps=1)
+    assert trainer.model_wrapped is trainer.model
+    trainer.train()
+    assert trainer.model_wrapped is trainer.model
+
+
+# -- methods that tell facts, or refuse ------------------------------------------------------------------------------
+
+
+def test_tensor_parallel_size_is_the_models(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    assert trainer.get_tp_size() == 1
+    trainer.model.tp_size = 2  # type: ignore[assignment]
+    assert trainer.get_tp_size() == 2
+    assert trainer.is_tp_enabled
+    with pytest.raises(ConfigError, match="split over 2 processes"):
+        trainer.train()
+
+
+def test_total_batch_counts_ranks_that_split_a_layer_once(tmp_path: Path) -> None:
+    trainer = make(tmp_path, gradient_accumulation_steps=2)
+    assert trainer.get_total_train_batch_size(trainer.args) == 8
+    trainer.strategy.world_size = 4
+    trainer.model.tp_size = 2  # type: ignore[assignment]
+    assert trainer.get_total_train_batch_size(trainer.args) == 16
+
+
+def test_deepspeed_and_searching_are_refused_where_they_are_not(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    with pytest.raises(ConfigError, match="has no DeepSpeed config"):
+        trainer.propagate_args_to_deepspeed()
+    with pytest.raises(ConfigError, match="not wired"):
+        trainer.hyperparameter_search(n_trials=3, direction="maximize", backend="optuna", storage="x")
+
+
+def test_arguments_reach_a_deepspeed_strategy(tmp_path: Path) -> None:
+    """A stand-in for the strategy: only that it is called counts."""
+
+    class Engine(SingleDeviceStrategy):
+        name = "deepspeed"
+        told: Any = None
+
+        def propagate_args(self, args: Any, *, auto_find_batch_size: bool) -> None:
+            self.told = (args, auto_find_batch_size)
+
+    strategy = Engine(use_cpu=True)
+    trainer = Trainer(Net(), make_arguments(tmp_path), strategy=strategy)
+    trainer.propagate_args_to_deepspeed(auto_find_batch_size=True)
+    assert strategy.told == (trainer.args, True)
+
+
+def test_use_cpu_contradicts_a_strategy_on_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"use_cpu=True.*strategy=Strategy"):
+        Trainer(Net(), make_arguments(tmp_path), strategy=Strategy(torch.device("cuda")))
+
+
+def test_contexts_of_the_loss(tmp_path: Path) -> None:
+    trainer = make(tmp_path, bf16=True)
+    matrix = torch.ones(2, 2)
+    seen: list[torch.dtype] = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            for context in (
+                trainer.compute_loss_context_manager(),
+                trainer.autocast_smart_context_manager(),
+                trainer.autocast_smart_context_manager(cache_enabled=False),
+                trainer.torchdynamo_smart_context_manager(),
+            ):
+                with context:
+                    seen.append((matrix @ matrix).dtype)
+
+    trainer.add_callback(Look)
+    trainer.args.max_steps = 1
+    trainer.train()
+    assert seen == [torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float32]
+    full = make(tmp_path).autocast_smart_context_manager(cache_enabled=False)
+    with full:
+        assert (matrix @ matrix).dtype is torch.float32

@@ -1,0 +1,224 @@
+"""What scripts do with arguments and Trainers around the documented calls."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, make_arguments, make_rows
+
+from hftrain import Trainer, TrainerCallback, TrainingArguments
+
+
+@dataclass
+class OwnArguments(TrainingArguments):
+    """Arguments with fields of a script's own."""
+
+    margin: float = 0.5
+    tags: list[str] = field(default_factory=list)
+
+
+def own(folder: Path, **options: Any) -> OwnArguments:
+    return OwnArguments(
+        str(folder), use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, max_steps=2, **options
+    )
+
+
+def make(folder: Path, **options: Any) -> Trainer:
+    torch.manual_seed(5)
+    options = {"max_steps": 4, **options}
+    return Trainer(Net(), make_arguments(folder, **options), train_dataset=make_rows(), eval_dataset=make_rows(5))
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_arguments_are_pickled_copied_and_replaced(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), own(tmp_path, margin=0.25, tags=["a"]), train_dataset=make_rows())
+    trainer.train()
+    for again in (
+        pickle.loads(pickle.dumps(trainer.args)),
+        copy.deepcopy(trainer.args),
+        dataclasses.replace(trainer.args),
+    ):
+        assert again.to_dict() == trainer.args.to_dict()
+        assert (again.margin, again.tags) == (0.25, ["a"])
+        Trainer(Net(), again, train_dataset=make_rows()).train()
+    changed = dataclasses.replace(trainer.args, learning_rate=1e-4, margin=0.75)
+    assert (changed.learning_rate, changed.margin, trainer.args.margin) == (1e-4, 0.75, 0.25)
+
+
+def test_train_twice_equals_two_trainings_of_one_model(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    assert trainer.train().global_step == 4
+    assert trainer.train().global_step == 4
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4]
+
+
+def test_two_trainers_in_one_process_do_not_disturb_each_other(tmp_path: Path) -> None:
+    alone = make(tmp_path)
+    alone.train()
+    expected = weights(alone)
+    one, two = make(tmp_path), make(tmp_path, bf16=True)
+    two.train()
+    one.train()
+    assert equal(weights(one), expected)
+    one.evaluate()
+    before = two.evaluate()["eval_loss"]
+    one.train()
+    assert two.evaluate()["eval_loss"] == before
+
+
+def test_two_trainers_alternate_on_one_model(tmp_path: Path) -> None:
+    model = Net()
+    first = Trainer(model, make_arguments(tmp_path, max_steps=1), train_dataset=make_rows())
+    second = Trainer(model, make_arguments(tmp_path, max_steps=1), train_dataset=make_rows(9, seed=2))
+    seen = []
+    for trainer in (first, second, first, second):
+        trainer.train()
+        assert trainer.model is model
+        seen.append(weights(trainer))
+    assert not any(equal(a, b) for a, b in itertools.pairwise(seen))
+
+
+class Interrupts(TrainerCallback):
+    is_armed = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.is_armed and state.global_step == 2:
+            self.is_armed = False
+            raise KeyboardInterrupt
+
+
+def test_training_goes_on_after_an_interrupt(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    trainer.add_callback(Interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert not trainer.is_in_train
+    assert trainer.train().global_step == 4
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_evaluate_inside_a_callback_changes_no_training_number(tmp_path: Path) -> None:
+    class Evaluates(TrainerCallback):
+        losses: list[float] = []  # noqa: RUF012
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.losses.append(other.evaluate()["eval_loss"])
+            assert other.is_in_train
+
+    plain = make(tmp_path)
+    plain.train()
+    other = make(tmp_path)
+    other.add_callback(Evaluates)
+    other.train()
+    assert len(Evaluates.losses) == 4
+    assert equal(weights(plain), weights(other))
+
+
+def test_another_trainer_trains_inside_a_callback(tmp_path: Path) -> None:
+    class TrainsAnother(TrainerCallback):
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            assert make(tmp_path, max_steps=1).train().global_step == 1
+
+    trainer = make(tmp_path, max_steps=-1, num_train_epochs=1)
+    trainer.add_callback(TrainsAnother)
+    assert trainer.train().global_step == 6
+
+
+def test_evaluation_leaves_the_models_forward_as_it_was(tmp_path: Path) -> None:
+    trainer = make(tmp_path, bf16=True)
+    forward = trainer.model.forward
+    trainer.train()
+    trainer.evaluate()
+    assert trainer.model.forward == forward
+    assert "forward" not in vars(trainer.model)
+
+
+def test_optimizer_is_made_of_the_model_that_the_strategy_has_prepared(tmp_path: Path) -> None:
+    from hftrain.strategies.single import SingleDeviceStrategy
+
+    order: list[str] = []
+
+    class Watched(SingleDeviceStrategy):
+        def place(self, model: Any) -> Any:
+            order.append("place")
+            return super().place(model)
+
+    class Watches(Trainer):
+        def create_optimizer(self) -> Any:
+            order.append("create_optimizer")
+            return super().create_optimizer()
+
+    arguments = make_arguments(tmp_path, max_steps=1)
+    Watches(Net(), arguments, train_dataset=make_rows(), strategy=Watched(use_cpu=True)).train()
+    assert order == ["place", "create_optimizer"]
+
+
+def test_positional_arguments_of_the_later_signature_keep_their_meaning(tmp_path: Path) -> None:
+    def collate(rows: Any) -> Any:
+        return torch.utils.data.default_collate(rows)
+
+    rows, more = make_rows(), make_rows(5)
+    trainer = Trainer(Net(), make_arguments(tmp_path), collate, rows, more, "tool")
+    assert trainer.data_collator is collate
+    assert (trainer.train_dataset, trainer.eval_dataset, trainer.processing_class) == (rows, more, "tool")
+
+
+def test_callback_in_the_singular_is_taken(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path), callback=[Interrupts])
+    assert isinstance(trainer.pop_callback(Interrupts), Interrupts)
+    assert trainer.pop_callback(Interrupts) is None
+    trainer.add_callback(Interrupts())
+    assert trainer.remove_callback(Interrupts) is None
+
+
+def test_facts_of_optimizer_and_model(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    trainer.model.layers[0].requires_grad_(False)  # type: ignore[index]
+    made = trainer.create_optimizer()
+    assert trainer.create_optimizer() is made
+    assert trainer.get_learning_rates() == [1e-2, 1e-2]
+    assert trainer.get_num_trainable_parameters() == sum(p.numel() for p in trainer.model.parameters()) - 40
+    bias = trainer.model.layers[4].bias  # type: ignore[index]
+    group = trainer.get_optimizer_group("layers.4.bias")
+    assert any(member is bias for member in group["params"])
+    assert trainer.get_optimizer_group(bias) is group
+    assert len(trainer.get_optimizer_group()) == 2
+    assert trainer.get_decay_parameter_names(trainer.model) == ["layers.0.weight", "layers.4.weight"]
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(trainer.args)
+    assert kind is torch.optim.AdamW
+    assert options["lr"] == 1e-2
+    schedule = trainer.create_scheduler(10, optimizer=made)
+    assert schedule is trainer.lr_scheduler
+
+
+def test_lengths_of_a_run_are_told_as_documented(tmp_path: Path) -> None:
+    trainer = make(tmp_path, max_steps=-1, num_train_epochs=2)
+    found = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader(), 4)
+    assert found == (2, 6, 22, 44, True, 6, 12)
+
+
+def test_results_unpack_as_documented(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    step, loss, metrics = trainer.train()
+    assert (step, loss) == (4, metrics["train_loss"])
+    predictions, label_ids, metrics = trainer.predict(make_rows(3))
+    assert (predictions.shape, label_ids.shape) == ((3, 3), (3,))
+    assert all(name.startswith("test_") for name in metrics)
+    output = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation")
+    assert output.num_samples == 5
+    assert "eval_loss" in output.metrics

@@ -1,0 +1,424 @@
+"""Underscored hooks that downstream trainers override: called through the instance, and `super()` works."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, Rows, Stream, make_arguments, make_rows
+from torch.utils.data import SequentialSampler
+
+from hftrain import ConfigError, Trainer
+
+FULL: dict[str, Any] = {
+    "max_steps": 6,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "load_best_model_at_end": True,
+    "gradient_accumulation_steps": 2,
+}
+
+
+def make(kind: type[Trainer], folder: Path, data: Any = None, **options: Any) -> Trainer:
+    data = make_rows() if data is None else data
+    return kind(Net(), make_arguments(folder, **options), train_dataset=data, eval_dataset=make_rows(5))
+
+
+def story(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return the history without what a clock decides."""
+    return [
+        {k: v for k, v in entry.items() if not k.endswith(("_runtime", "_per_second"))}
+        for entry in trainer.state.log_history
+    ]
+
+
+HOOKS = (
+    "_prepare_input", "_prepare_inputs", "_wrap_model", "_save", "_save_checkpoint", "_load_best_model",
+    "_maybe_log_save_evaluate", "_get_train_sampler", "_get_eval_sampler", "_remove_unused_columns",
+    "_set_signature_columns_if_needed", "_get_collator_with_removed_columns", "_nested_gather",
+    "_determine_best_metric", "_rotate_checkpoints", "_load_from_checkpoint", "_save_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler", "_get_output_dir", "_evaluate", "_get_num_items_in_batch", "_get_learning_rate",
+    "autocast_smart_context_manager", "torchdynamo_smart_context_manager", "_get_eval_sampler",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    torch.manual_seed(3)
+    trainer = make(Trainer, tmp_path_factory.mktemp("plain"), **FULL)
+    trainer.train()
+    return story(trainer)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hook_is_called_and_passing_everything_on_changes_nothing(
+    tmp_path: Path, hook: str, undisturbed: list[dict[str, Any]]
+) -> None:
+    calls: list[str] = []
+
+    def override(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(hook)
+        return getattr(Trainer, hook)(self, *args, **kwargs)
+
+    kind = type("Overriding", (Trainer,), {hook: override})
+    torch.manual_seed(3)
+    trainer = make(kind, tmp_path, **FULL)
+    trainer.train()
+    assert story(trainer) == undisturbed
+    torch.manual_seed(4)
+    resumed = make(kind, tmp_path, **{**FULL, "max_steps": 8})
+    resumed.train(resume_from_checkpoint=True)
+    assert calls
+    assert resumed.state.global_step == 8
+
+
+# -- _maybe_log_save_evaluate ----------------------------------------------------------------------------------------
+
+
+class Looks(Trainer):
+    """The signature of 4.5x."""
+
+    seen: list[tuple[Any, ...]]
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=None
+    ):
+        self.seen.append((float(tr_loss), float(grad_norm), epoch, learning_rate, self.control.should_log))
+        assert model is self.model_wrapped
+        assert trial is None
+        super()._maybe_log_save_evaluate(
+            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
+        )
+
+
+def test_end_of_a_step_shows_its_numbers(tmp_path: Path) -> None:
+    Looks.seen = []
+    trainer = make(Looks, tmp_path, max_steps=4, logging_steps=2)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    steps = Looks.seen[:4]
+    assert [entry[4] for entry in steps] == [False, True, False, True]
+    assert [entry[0] / 2 for entry in (steps[1], steps[3])] == pytest.approx([entry["loss"] for entry in logged])
+    assert [entry[1] for entry in (steps[1], steps[3])] == [entry["grad_norm"] for entry in logged]
+    assert [entry[3] for entry in (steps[1], steps[3])] == [entry["learning_rate"] for entry in logged]
+
+
+class LooksAs4x(Trainer):
+    def _maybe_log_save_evaluate(self, tr_loss, model, trial, epoch, ignore_keys_for_eval):  # type: ignore[override]
+        super()._maybe_log_save_evaluate(tr_loss, model, trial, epoch, ignore_keys_for_eval)
+
+
+def test_end_of_a_step_in_the_form_of_4_24(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
+    torch.manual_seed(3)
+    trainer = make(LooksAs4x, tmp_path, **FULL)
+    trainer.train()
+    assert story(trainer) == undisturbed
+
+
+class ActsItself(Trainer):
+    """Never calls super: logs and saves by its own rules."""
+
+    def _maybe_log_save_evaluate(self, tr_loss, *rest):  # type: ignore[no-untyped-def, override]
+        if self.control.should_log:
+            self.log({"own": float(self._nested_gather(tr_loss).mean())})
+        if self.state.global_step == 2 and self.control.should_evaluate:
+            self._save_checkpoint(self.model_wrapped, None)
+
+
+def test_end_of_a_step_may_be_taken_over(tmp_path: Path) -> None:
+    trainer = make(ActsItself, tmp_path, max_steps=3, eval_strategy="steps", eval_steps=1, save_total_limit=3)
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "own" in entry][:3] == [1, 2, 3]
+    assert not any("loss" in entry or "eval_loss" in entry for entry in trainer.state.log_history)
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
+def test_changed_loss_at_the_end_of_a_step_is_said_to_change_nothing(tmp_path: Path) -> None:
+    class Doubles(Trainer):
+        def _maybe_log_save_evaluate(self, tr_loss, *rest):  # type: ignore[no-untyped-def, override]
+            super()._maybe_log_save_evaluate(tr_loss * 2, *rest)
+
+    with pytest.warns(UserWarning, match="override log"):
+        make(Doubles, tmp_path, max_steps=1).train()
+
+
+# -- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def test_prepare_input_sees_every_value_of_a_nested_batch(tmp_path: Path) -> None:
+    seen: list[type] = []
+
+    class Sees(Trainer):
+        def _prepare_input(self, data: Any) -> Any:
+            seen.append(type(data))
+            return super()._prepare_input(data)
+
+    trainer = make(Sees, tmp_path)
+    trainer.strategy.launch()
+    batch = trainer._prepare_inputs({"x": torch.ones(2), "pair": (torch.ones(1), [3])})
+    assert seen == [dict, torch.Tensor, tuple, torch.Tensor, list, int]
+    assert batch["pair"] == (torch.ones(1), [3])
+
+
+# -- wrapping --------------------------------------------------------------------------------------------------------
+
+
+def test_wrap_model_compiles_around_the_strategys_wrapper(tmp_path: Path) -> None:
+    class Compiles(Trainer):
+        def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+            wrapped = super()._wrap_model(model, training=training, dataloader=dataloader)
+            return torch.compile(wrapped, backend="eager") if training else wrapped
+
+    trainer = make(Compiles, tmp_path, max_steps=2)
+    trainer.train()
+    assert hasattr(trainer.model_wrapped, "_orig_mod")
+    assert type(trainer.model) is Net
+    trainer.evaluate()
+
+
+def test_wrap_model_without_super_leaves_the_strategys_part_to_be_done(tmp_path: Path) -> None:
+    class Keeps(Trainer):
+        def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+            return model
+
+    trainer = make(Keeps, tmp_path, max_steps=2)
+    trainer.train()
+    assert trainer.optimizer is not None
+
+
+def test_wrapper_that_hides_the_model_is_refused(tmp_path: Path) -> None:
+    class Hides(Trainer):
+        def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+            return torch.nn.Sequential(super()._wrap_model(model, training, dataloader))
+
+    with pytest.raises(ConfigError, match="cannot look through it"):
+        make(Hides, tmp_path, max_steps=2).train()
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+class Collected(Trainer):
+    batches: list[torch.Tensor]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.batches.append(inputs["x"])
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class InOrder(Collected):
+    def _get_train_sampler(self, train_dataset: Any) -> Any:  # type: ignore[override]
+        assert len(super()._get_train_sampler(train_dataset)) == len(train_dataset)
+        return SequentialSampler(train_dataset)
+
+
+class InOrderAsBefore(Collected):
+    def _get_train_sampler(self) -> Any:  # type: ignore[override]
+        return SequentialSampler(super()._get_train_sampler().data_source)
+
+
+@pytest.mark.parametrize("kind", [InOrder, InOrderAsBefore])
+def test_own_sampler_in_both_forms(tmp_path: Path, kind: type[Collected]) -> None:
+    kind.batches = []
+    make(kind, tmp_path, num_train_epochs=1).train()
+    assert torch.equal(torch.cat(kind.batches), torch.stack([row["x"] for row in make_rows()]))
+
+
+def test_stream_has_no_sampler(tmp_path: Path) -> None:
+    class Asks(Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            found = super()._get_train_sampler(train_dataset)
+            assert found is None
+            return found
+
+    make(Asks, tmp_path, Stream(make_rows()), max_steps=2).train()
+
+
+def test_evaluation_sampler_of_a_subclass(tmp_path: Path) -> None:
+    class Backwards(Trainer):
+        def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+            assert list(super()._get_eval_sampler(eval_dataset)) == list(range(len(eval_dataset)))
+            return list(range(len(eval_dataset)))[::-1]
+
+    rows = make_rows(5)
+    found = make(Backwards, tmp_path).predict(rows).label_ids.tolist()
+    assert found == [int(row["labels"]) for row in rows][::-1]
+
+
+def with_extra(rows: Rows) -> Rows:
+    return [{**row, "weight": torch.ones(())} for row in rows]
+
+
+class Weighs(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert inputs.pop("weight").shape == inputs["labels"].shape
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class KeepsWeight(Weighs):
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = ["x", "labels", "weight"]
+
+
+class KeepsWeightOnceMade(Weighs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._signature_columns = ["x", "labels", "weight"]
+
+
+@pytest.mark.parametrize("kind", [KeepsWeight, KeepsWeightOnceMade])
+@pytest.mark.parametrize("has_init", [True, False])
+def test_columns_of_a_subclass_are_kept(tmp_path: Path, kind: type[Trainer], has_init: bool) -> None:
+    kind(
+        None if has_init else Net(),
+        make_arguments(tmp_path, max_steps=2),
+        model_init=Net if has_init else None,
+        train_dataset=with_extra(make_rows()),
+    ).train()
+
+
+def test_columns_are_kept_by_an_override_that_prunes_nothing(tmp_path: Path) -> None:
+    class Keeps(Weighs):
+        def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+            return dataset
+
+        def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+            return data_collator
+
+    make(Keeps, tmp_path, with_extra(make_rows()), max_steps=2).train()
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_go_where_the_hook_says(tmp_path: Path) -> None:
+    class Elsewhere(Trainer):
+        def _get_output_dir(self, trial: Any = None) -> str:
+            return str(self.output_dir / "run-1")
+
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    make(Elsewhere, tmp_path, **options).train()
+    assert (tmp_path / "run-1" / "checkpoint-2").is_dir()
+    assert make(Elsewhere, tmp_path, **{**options, "max_steps": 4}).train(resume_from_checkpoint=True).global_step == 4
+
+
+def test_rotation_may_be_taken_over(tmp_path: Path) -> None:
+    class KeepsAll(Trainer):
+        def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
+            assert Path(output_dir or "") == self.output_dir
+
+    make(KeepsAll, tmp_path, max_steps=3, save_strategy="steps", save_steps=1, save_total_limit=1).train()
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 3
+
+
+def test_more_may_be_saved_and_loaded_with_the_optimizer(tmp_path: Path) -> None:
+    class Counts(Trainer):
+        own = 0
+
+        def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            (Path(output_dir) / "own.txt").write_text(str(self.state.global_step))
+
+        def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            self.own = int((Path(checkpoint) / "own.txt").read_text())
+
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    make(Counts, tmp_path, **options).train()
+    resumed = make(Counts, tmp_path, **{**options, "max_steps": 4})
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.own == 2
+
+
+def test_weights_may_be_loaded_into_another_model(tmp_path: Path) -> None:
+    trainer = make(Trainer, tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    trainer.train()
+    other = Net()
+    trainer._load_from_checkpoint(str(tmp_path / "checkpoint-2"), model=other)
+    assert torch.equal(other.layers[0].weight, trainer.model.layers[0].weight)  # type: ignore[index]
+
+
+def test_best_model_is_what_the_hook_decides(tmp_path: Path) -> None:
+    class First(Trainer):
+        def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
+            return super()._determine_best_metric({"eval_loss": self.state.global_step}, trial)
+
+    trainer = make(First, tmp_path, **FULL)
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+
+
+def test_best_is_saved_when_the_hook_says_so(tmp_path: Path) -> None:
+    class Always(Trainer):
+        def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
+            super()._determine_best_metric(metrics, trial)
+            return self.state.global_step == 4
+
+    options = {**FULL, "save_strategy": "best", "load_best_model_at_end": False, "metric_for_best_model": "loss"}
+    make(Always, tmp_path, **options).train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_learning_rate_that_is_logged_is_the_hooks(tmp_path: Path) -> None:
+    class Half(Trainer):
+        def _get_learning_rate(self) -> float:
+            return 0.5
+
+    trainer = make(Half, tmp_path, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == 0.5
+
+
+def test_items_are_counted_by_the_hook(tmp_path: Path) -> None:
+    class Thousand(Trainer):
+        def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+            return 1000 if batch_samples else None
+
+    class Look(Thousand):
+        seen: list[Any]
+
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            self.seen.append(num_items_in_batch)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    Look.seen = []
+    make(Look, tmp_path, max_steps=2).train()
+    assert Look.seen == [1000, 1000]
+
+
+def test_evaluation_within_a_run_is_the_hooks(tmp_path: Path) -> None:
+    class Falls(Trainer):
+        def _evaluate(self, trial: Any = None, ignore_keys_for_eval: Any = None, skip_scheduler: bool = False) -> Any:
+            metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+            return {**metrics, "eval_loss": -self.state.global_step}
+
+    trainer = make(Falls, tmp_path, **FULL)
+    trainer.train()
+    assert (trainer.state.best_global_step, trainer.state.best_metric) == (6, -6)
+
+
+def test_hooks_assigned_to_the_instance_are_called(tmp_path: Path) -> None:
+    trainer = make(Trainer, tmp_path, max_steps=2)
+    calls: list[str] = []
+
+    def watch(name: str) -> None:
+        original = getattr(trainer, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        setattr(trainer, name, watched)
+
+    for name in ("compute_loss", "training_step", "log", "_maybe_log_save_evaluate", "_prepare_input"):
+        watch(name)
+    trainer.train()
+    assert set(calls) == {"compute_loss", "training_step", "log", "_maybe_log_save_evaluate", "_prepare_input"}

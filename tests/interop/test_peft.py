@@ -1,0 +1,151 @@
+"""PEFT: LoRA adapters train, are saved alone, resumed and loaded as the best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.hub_models import collate, make_model, make_rows, run_options, same_weights
+
+from hftrain import ConfigError, Trainer, TrainingArguments
+from hftrain.checkpoint.weights import load_weights
+from hftrain.core.errors import CheckpointError
+
+pytestmark = [
+    pytest.mark.interop,
+    # peft reads names that transformers 5 is renaming.
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+]
+peft = pytest.importorskip("peft")
+
+
+def make_adapted(name: str = "bert", *, seed: int = 0, mixed: bool = False, **options: Any) -> Any:
+    kinds = {"bert": "SEQ_CLS", "llama": "CAUSAL_LM"}
+    config = peft.LoraConfig(
+        r=2, task_type=None if mixed else kinds[name], target_modules=["query", "q_proj"], init_lora_weights=False
+    )
+    return peft.get_peft_model(make_model(name, seed=seed), config, mixed=mixed, **options)
+
+
+def make_trainer(folder: Path, model: Any, name: str = "bert", **options: Any) -> Trainer:
+    arguments = TrainingArguments(str(folder), **run_options(**options))
+    rows = make_rows(name, 24)
+    return Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:8], data_collator=collate)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_adapters_train_and_are_saved_alone(tmp_path: Path, name: str) -> None:
+    model = make_adapted(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    trainer = make_trainer(tmp_path, model, name, save_strategy="epoch")
+    assert trainer.label_names == ["labels"]  # of the base model's signature
+    trainer.train()
+    changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert changed
+    assert all("lora_" in key or "modules_to_save" in key for key in changed)
+    folder = tmp_path / "checkpoint-12"
+    assert (folder / "adapter_model.safetensors").is_file()
+    assert (folder / "adapter_config.json").is_file()
+    assert not (folder / "model.safetensors").exists()
+    loaded = peft.PeftModel.from_pretrained(make_model(name), folder)
+    assert same_weights(loaded, model)
+
+
+def test_resume_equals_the_undisturbed_run(tmp_path: Path) -> None:
+    whole = make_trainer(tmp_path, make_adapted(), save_strategy="epoch")
+    whole.train()
+    other = make_adapted()
+    for parameter in other.parameters():
+        if parameter.requires_grad:
+            parameter.data.zero_()
+    resumed = make_trainer(tmp_path, other, save_strategy="epoch")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert same_weights(resumed.model, whole.model)
+
+
+def test_best_adapters_are_loaded(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path, make_adapted(), save_strategy="epoch", eval_strategy="epoch", load_best_model_at_end=True,
+        learning_rate=0.5, num_train_epochs=3,
+    )  # fmt: skip
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_several_adapters_and_both_formats_come_back(tmp_path: Path, safe: bool) -> None:
+    model = make_adapted()
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["value"], init_lora_weights=False))
+    trainer = make_trainer(tmp_path, model, save_safetensors=safe)
+    trainer.save_model()
+    twin = make_adapted()
+    twin.add_adapter("second", peft.LoraConfig(r=2, target_modules=["value"], init_lora_weights=False))
+    for key, parameter in twin.named_parameters():
+        if "lora_" in key or "modules_to_save" in key:
+            parameter.data.zero_()
+    assert not same_weights(twin, model)
+    load_weights(twin, tmp_path)
+    assert same_weights(twin, model)
+
+
+def test_adapter_of_another_shape_is_refused(tmp_path: Path) -> None:
+    make_trainer(tmp_path, make_adapted()).save_model()
+    config = peft.LoraConfig(r=3, task_type="SEQ_CLS", target_modules=["query"])
+    with pytest.raises(CheckpointError, match="does not fit"):
+        load_weights(peft.get_peft_model(make_model("bert"), config), tmp_path)
+
+
+def test_adapter_of_other_layers_is_refused(tmp_path: Path) -> None:
+    make_trainer(tmp_path, make_adapted()).save_model()
+    config = peft.LoraConfig(r=2, task_type="SEQ_CLS", target_modules=["value"])
+    with pytest.raises(CheckpointError, match="unexpected: "):
+        load_weights(peft.get_peft_model(make_model("bert"), config), tmp_path)
+
+
+def test_mixed_adapters_train_and_resume(tmp_path: Path) -> None:
+    model = make_adapted(mixed=True)
+    assert type(model).__name__ == "PeftMixedModel"
+    whole = make_trainer(tmp_path, model, save_strategy="epoch")
+    assert whole.label_names == ["labels"]
+    whole.train()
+    resumed = make_trainer(tmp_path, make_adapted(mixed=True), save_strategy="epoch")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert same_weights(resumed.model, whole.model)
+
+
+def test_noise_reaches_the_embeddings_inside_adapters_and_is_taken_away(tmp_path: Path) -> None:
+    model = make_adapted()
+    embeddings = model.get_base_model().get_input_embeddings()
+    seen = []
+
+    class Watch(Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            seen.append(len(embeddings._forward_hooks))
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    arguments = TrainingArguments(str(tmp_path), **run_options(neftune_noise_alpha=5.0, max_steps=1))
+    Watch(model, arguments, train_dataset=make_rows("bert"), data_collator=collate).train()
+    assert seen == [1]
+    assert not embeddings._forward_hooks
+
+
+def test_quantized_model_trains_with_adapters_and_not_without(tmp_path: Path) -> None:
+    """The flags of bitsandbytes on a model in float32: the package itself needs a GPU."""
+
+    def quantized() -> Any:
+        model = make_model("bert")
+        model.is_loaded_in_8bit = True
+        return model
+
+    with pytest.raises(ConfigError, match=r"quantized.*get_peft_model"):
+        make_trainer(tmp_path, quantized()).train()
+    config = peft.LoraConfig(r=2, task_type="SEQ_CLS", target_modules=["query"])
+    model = peft.get_peft_model(quantized(), config)
+    trainer = make_trainer(tmp_path, model, max_steps=1)
+    assert not trainer.strategy.place_model
+    trainer.train()
+    with pytest.raises(ConfigError, match=r"quantized.*cannot be compiled"):
+        make_trainer(tmp_path, model, torch_compile_backend="eager").train()

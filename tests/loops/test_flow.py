@@ -1,0 +1,170 @@
+"""When a run logs, evaluates and saves, and what each log line holds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, make_arguments, make_rows
+
+from hftrain import Trainer, TrainerCallback
+
+
+class Acts(TrainerCallback):
+    """Note the steps after which something happened, and the flags that each event finds."""
+
+    def __init__(self) -> None:
+        self.evaluated: list[int] = []
+        self.saved: list[int] = []
+        self.found: list[tuple[str, list[str]]] = []
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.evaluated.append(state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved.append(state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found.append(("step", [name for name, value in vars(control).items() if value]))
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.found.append(("epoch", [name for name, value in vars(control).items() if value]))
+
+
+def run(folder: Path, **options: Any) -> tuple[Trainer, Acts, list[int]]:
+    """Train for 2 epochs of 6 steps."""
+    acts = Acts()
+    arguments = make_arguments(folder, **{"logging_steps": 500, **options})
+    trainer = Trainer(Net(), arguments, train_dataset=make_rows(22), eval_dataset=make_rows(4), callbacks=[acts])
+    trainer.train()
+    return trainer, acts, [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    ("options", "logged"),
+    [
+        ({"logging_steps": 5}, [5, 10]),
+        ({"logging_steps": 5, "logging_first_step": True}, [1, 5, 10]),
+        ({"logging_strategy": "epoch"}, [6, 12]),
+        ({"logging_strategy": "epoch", "logging_first_step": True}, [1, 6, 12]),
+        ({"logging_strategy": "no", "logging_steps": 1}, []),
+        # A quarter of 12 steps; a share that is no whole number of steps is rounded up.
+        ({"logging_steps": 0.25}, [3, 6, 9, 12]),
+        ({"logging_steps": 0.3}, [4, 8, 12]),
+    ],
+)
+def test_losses_are_logged_when_asked_for(tmp_path: Path, options: dict[str, Any], logged: list[int]) -> None:
+    assert run(tmp_path, **options)[2] == logged
+
+
+@pytest.mark.parametrize(
+    ("options", "evaluated"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 4}, [4, 8, 12]),
+        ({"eval_strategy": "steps", "eval_steps": 0.5}, [6, 12]),
+        # The interval of the logs where there is no other.
+        ({"eval_strategy": "steps", "logging_steps": 5}, [5, 10]),
+        ({"eval_strategy": "steps", "eval_steps": 4, "eval_delay": 5}, [8, 12]),
+        ({"eval_strategy": "epoch", "eval_delay": 2}, [12]),
+        ({"eval_strategy": "epoch", "eval_on_start": True}, [0, 6, 12]),
+        ({"eval_strategy": "epoch", "logging_first_step": True}, [6, 12]),
+        ({"eval_strategy": "no"}, []),
+    ],
+)
+def test_evaluations_come_when_asked_for(tmp_path: Path, options: dict[str, Any], evaluated: list[int]) -> None:
+    assert run(tmp_path, **options)[1].evaluated == evaluated
+
+
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [
+        ({"save_strategy": "steps", "save_steps": 5}, [5, 10, 12]),
+        ({"save_strategy": "steps", "save_steps": 0.3}, [4, 8, 12]),
+        ({"save_strategy": "epoch"}, [6, 12]),
+        ({"save_strategy": "no"}, []),
+    ],
+)
+def test_checkpoints_come_when_asked_for(tmp_path: Path, options: dict[str, Any], saved: list[int]) -> None:
+    assert run(tmp_path, **options)[1].saved == saved
+
+
+def test_state_holds_the_intervals_in_steps(tmp_path: Path) -> None:
+    state = run(tmp_path, logging_steps=0.3, eval_strategy="steps", eval_steps=0.5, save_steps=7)[0].state
+    assert (state.logging_steps, state.eval_steps, state.save_steps) == (4, 6, 7)
+    assert (state.max_steps, state.num_train_epochs, state.train_batch_size) == (12, 2, 4)
+
+
+def test_flags_are_down_when_a_step_or_an_epoch_begins(tmp_path: Path) -> None:
+    _, acts, _ = run(tmp_path, logging_steps=1, eval_strategy="steps", eval_steps=1, save_strategy="epoch")
+    assert len(acts.found) == 14
+    assert all(flags == [] for _, flags in acts.found)
+
+
+def test_log_line_holds_the_numbers_of_its_step(tmp_path: Path) -> None:
+    trainer, _, _ = run(tmp_path, logging_steps=1, learning_rate=0.12, include_num_input_tokens_seen=False)
+    lines = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all(line.keys() == {"loss", "grad_norm", "learning_rate", "epoch", "step"} for line in lines)
+    # Each step's rate is the one it was made with: the first has the full one, and the last is not yet 0.
+    assert [line["learning_rate"] for line in lines] == pytest.approx([0.01 * (12 - step) for step in range(12)])
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert lines[5]["epoch"] == 1.0
+    assert lines[-1]["epoch"] == 2.0
+
+
+def test_speed_counts_what_was_really_trained(tmp_path: Path) -> None:
+    # 22 samples in batches of 4 and 2: no step has a full window, and the plan's product would say 48.
+    metrics = run(tmp_path)[0].state.log_history[-1]
+    assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(44, rel=0.01)
+    assert metrics["train_steps_per_second"] * metrics["train_runtime"] == pytest.approx(12, rel=0.01)
+    metrics = run(tmp_path, max_steps=7)[0].state.log_history[-1]
+    assert metrics["train_samples_per_second"] * metrics["train_runtime"] == pytest.approx(26, rel=0.01)
+
+
+def test_train_and_evaluate_report_their_documented_numbers(tmp_path: Path) -> None:
+    trainer, _, _ = run(tmp_path)
+    line = trainer.state.log_history[-1]
+    assert line.keys() == {
+        "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss", "epoch",
+        "step",
+    }  # fmt: skip
+    assert trainer.evaluate().keys() == {
+        "eval_loss", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time",
+        "epoch",
+    }  # fmt: skip
+
+
+def test_preparation_is_timed_where_the_evaluation_does_it(tmp_path: Path) -> None:
+    rows = make_rows(4)
+    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=rows, eval_dataset=rows)
+    assert trainer.evaluate(metric_key_prefix="mine")["mine_model_preparation_time"] >= 0
+    assert trainer.predict(rows).metrics["test_model_preparation_time"] >= 0
+    trainer = run(tmp_path, eval_strategy="epoch")[0]
+    assert not any("eval_model_preparation_time" in entry for entry in trainer.state.log_history)
+
+
+@pytest.mark.parametrize("is_filtered", [True, False])
+def test_filter_changes_the_log_and_nothing_else(tmp_path: Path, is_filtered: bool) -> None:
+    class Stumbling(Net):
+        """Its loss is infinite once, its gradient is not."""
+
+        calls = 0
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+            loss, logits = super().forward(x, labels)
+            self.calls += 1
+            return (loss + (math.inf if self.calls == 2 else 0.0), logits)
+
+    torch.manual_seed(0)
+    arguments = make_arguments(tmp_path, max_steps=4, logging_steps=4, logging_nan_inf_filter=is_filtered)
+    trainer = Trainer(Stumbling(), arguments, train_dataset=make_rows(22))
+    if is_filtered:
+        with pytest.warns(UserWarning, match="nonfinite_losses"):
+            trainer.train()
+    else:
+        trainer.train()
+    loss = trainer.state.log_history[0]["loss"]
+    assert math.isfinite(loss) == is_filtered
+    assert all(p.isfinite().all() for p in trainer.model.parameters())

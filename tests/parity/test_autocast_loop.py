@@ -1,0 +1,129 @@
+"""bf16 and fp16 equal a loop with `torch.autocast` and `GradScaler` written by hand, to the last bit."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, Rows, make_arguments, make_rows
+from torch import nn
+
+from hftrain import Trainer, TrainerCallback, default_data_collator, set_seed
+from hftrain.optim.groups import decay_parameter_names
+
+NUM_STEPS = 50
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def batches(rows: Rows) -> Any:
+    """Yield batches of 4 in the documented order, epoch after epoch."""
+    epoch = 0
+    while True:
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(42 + epoch)).tolist()
+        for start in range(0, len(rows), 4):
+            yield default_data_collator([rows[i] for i in order[start : start + 4]])
+        epoch += 1
+
+
+def by_hand(model: nn.Module, rows: Rows, dtype: torch.dtype, max_norm: float) -> list[tuple[float, ...]]:
+    """Train 50 steps with AdamW and a linear schedule; return loss, norm and rate of each."""
+    decaying, named = set(decay_parameter_names(model)), list(model.named_parameters())
+    # In the documented groups, for the norm is a sum in the optimizer's order.
+    parameters = [p for n, p in named if n in decaying] + [p for n, p in named if n not in decaying]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (NUM_STEPS - step) / NUM_STEPS))
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
+    history = []
+    for _, batch in zip(range(NUM_STEPS), batches(rows), strict=False):
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(**batch)[0]
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+        rate, before = schedule.get_last_lr()[0], scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() >= before:
+            schedule.step()
+        optimizer.zero_grad()
+        history.append((loss.item(), norm.item(), rate))
+    return history
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_losses_norms_rates_and_weights_are_those_of_a_hand_written_loop(tmp_path: Path, name: str) -> None:
+    rows = make_rows(22)
+    set_seed(5)
+    model, twin = Net(dropout=0.2), Net(dropout=0.2)
+    twin.load_state_dict(model.state_dict())
+    torch.manual_seed(9)
+    expected = by_hand(twin, rows, DTYPES[name], 0.5)
+
+    class Reseed(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            torch.manual_seed(9)
+
+    arguments = make_arguments(tmp_path, max_steps=NUM_STEPS, max_grad_norm=0.5, weight_decay=0.0, **{name: True})
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[Reseed()])
+    trainer.train()
+    logged = [
+        (entry["loss"], entry["grad_norm"], entry["learning_rate"])
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+    assert len(logged) == NUM_STEPS
+    assert logged == expected
+    for ours, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+class Overflowing(Net):
+    """Overflows at the steps of `at`, counted in calls."""
+
+    def __init__(self, *at: int) -> None:
+        super().__init__()
+        self.at, self.num_calls = at, 0
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> Any:
+        self.num_calls += 1
+        loss, logits = super().forward(x, labels)
+        if self.num_calls in self.at:
+            loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss, logits
+
+
+def test_overflow_skips_its_step_and_schedule_step_and_is_logged(tmp_path: Path) -> None:
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            weights = [p.detach().clone() for p in kwargs["model"].parameters()]
+            seen.append((kwargs["lr_scheduler"].last_epoch, state.global_step, weights))
+
+    arguments = make_arguments(tmp_path, fp16=True, max_steps=6)
+    trainer = Trainer(Overflowing(3, 5), arguments, train_dataset=make_rows(24), callbacks=[Watch()])
+    trainer.train()
+    assert [each[:2] for each in seen] == [(1, 1), (2, 2), (2, 3), (3, 4), (3, 5), (4, 6)]
+    moved = [not all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True)) for one, other in pairwise(seen)]
+    assert moved == [True, False, True, False, True]
+    logged = [entry for entry in trainer.state.log_history if "loss_scale" in entry]
+    assert [entry["skipped_steps"] for entry in logged] == [0, 0, 1, 1, 2, 2]
+    assert [entry["loss_scale"] for entry in logged] == [2.0**k for k in (16, 16, 15, 15, 14, 14)]
+
+
+def test_resume_restores_the_scaler_and_the_count_bit_for_bit(tmp_path: Path) -> None:
+    def make(*at: int) -> Trainer:
+        arguments = make_arguments(tmp_path, fp16=True, max_steps=6, save_steps=3, save_strategy="steps")
+        return Trainer(Overflowing(*at), arguments, train_dataset=make_rows(24))
+
+    whole = make(2)
+    whole.train()
+    resumed = make()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.precision.state_dict() == whole.precision.state_dict()
+    assert resumed.precision.state_dict()["num_skipped"] == 1
+    assert resumed.state.log_history[3:6] == whole.state.log_history[3:6]

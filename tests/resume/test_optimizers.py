@@ -1,0 +1,76 @@
+"""Every documented optimizer trains, and a run that is stopped and resumed equals one that never was, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.optimizer_runs import StopAt, make_run, weights_of
+
+# What runs on the CPU; the others are refused there, see tests/unit/optim/extras.
+OF_TORCH = ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adamw_anyprecision"]
+OF_PACKAGES = [
+    "adafactor",
+    "adamw_torch_4bit",
+    "adamw_torch_8bit",
+    "adamw_bnb_8bit",
+    "adamw_8bit",
+    "ademamix",
+    "ademamix_8bit",
+    "lion_8bit",
+    "lion_32bit",
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "paged_ademamix_32bit",
+    "paged_ademamix_8bit",
+    "paged_lion_32bit",
+    "paged_lion_8bit",
+    "rmsprop_bnb",
+    "rmsprop_bnb_8bit",
+    "rmsprop_bnb_32bit",
+    "galore_adamw",
+    "galore_adafactor",
+    "galore_adamw_layerwise",
+    "galore_adafactor_layerwise",
+    "apollo_adamw",
+    "apollo_adamw_layerwise",
+    "lomo",
+    "grokadamw",
+    "schedule_free_adamw",
+    "schedule_free_radam",
+    "schedule_free_sgd",
+    "stable_adamw",
+]
+
+
+def check(tmp_path: Path, optim: str) -> None:
+    whole = make_run(tmp_path / "whole", optim)
+    before = weights_of(whole)
+    whole.train()
+    make_run(tmp_path / "cut", optim, StopAt(2)).train()
+    resumed = make_run(tmp_path / "cut", optim)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    ours, theirs = weights_of(resumed), weights_of(whole)
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    if optim != "schedule_free_radam":  # whose first steps only gather statistics
+        assert [name for name in theirs if torch.equal(before[name], theirs[name])] == []
+    rates = [entry["learning_rate"] for entry in whole.state.log_history if "learning_rate" in entry]
+    is_constant = optim.startswith("schedule_free")
+    assert rates == pytest.approx([1e-2] * 4 if is_constant else [1e-2, 0.75e-2, 0.5e-2, 0.25e-2])
+
+
+@pytest.mark.parametrize("optim", OF_TORCH)
+def test_optimizer_of_torch_resumes_exactly(tmp_path: Path, optim: str) -> None:
+    check(tmp_path, optim)
+
+
+@pytest.mark.optimizers
+@pytest.mark.filterwarnings(r"ignore:.*invalid escape sequence")  # in torchao's own files
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
+@pytest.mark.parametrize("optim", OF_PACKAGES)
+def test_optimizer_of_a_package_resumes_exactly(tmp_path: Path, optim: str) -> None:
+    # torchao compiles its update for each shape, which takes a minute; test_torchao has it compile one.
+    with torch.compiler.set_stance("force_eager"):
+        check(tmp_path, optim)

@@ -1,0 +1,128 @@
+"""Which trackers `report_to` and `loggers` mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, make_arguments
+
+import hftrain
+from hftrain import ConfigError, Logger, MissingDependencyError, Trainer
+from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
+from hftrain.callbacks.trackers import TensorBoardCallback, TrackerCallback, WandbCallback
+from hftrain.loggers import base
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make it seem that two trackers are installed; nothing in these tests starts one."""
+    monkeypatch.delenv("WANDB_DISABLED", raising=False)
+    monkeypatch.setattr("hftrain.adapter.loggers.available_loggers", lambda: ["tensorboard", "wandb"])
+    monkeypatch.setattr(base, "_is_installed", lambda package: package in ("tensorboard", "wandb", "codecarbon"))
+
+
+@pytest.mark.parametrize(
+    ("report_to", "names"),
+    [
+        ("none", []),
+        ([], []),
+        (["none"], []),
+        ("all", ["tensorboard", "wandb"]),
+        ("wandb", ["wandb"]),
+        (["wandb", "tensorboard", "wandb"], ["wandb", "tensorboard"]),
+        (["mlflow", "all"], ["mlflow", "tensorboard", "wandb"]),
+    ],
+)
+def test_report_to_means_these(tmp_path: Path, report_to: Any, names: list[str]) -> None:
+    assert trackers_asked(make_arguments(tmp_path, report_to=report_to)) == names
+
+
+def test_report_to_not_given_means_all_and_says_which_once(tmp_path: Path) -> None:
+    args = make_arguments(tmp_path, report_to=None)
+    with pytest.warns(UserWarning, match="not given: this run reports to tensorboard, wandb, .*'none'"):
+        trainer = Trainer(Net(), args)
+    Trainer(Net(), make_arguments(tmp_path, report_to=None))  # a second warning would be an error
+    assert args.report_to == ["tensorboard", "wandb"]
+    kinds = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+    assert kinds == ["DefaultFlowCallback", "PrinterCallback", "TensorBoardCallback", "WandbCallback"]
+    trainer.remove_callback(TensorBoardCallback)
+    assert isinstance(trainer.pop_callback(hftrain.WandbCallback), WandbCallback)
+    assert len(trainer.callback_handler.callbacks) == 2
+
+
+def test_report_to_not_given_is_silent_where_nothing_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hftrain.adapter.loggers.available_loggers", list)
+    args = make_arguments(tmp_path, report_to=None)
+    Trainer(Net(), args)
+    assert args.report_to == []
+
+
+def test_unknown_tracker_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'tensorboard'"):
+        Trainer(Net(), make_arguments(tmp_path, report_to="tensorbord"))
+
+
+def test_tracker_that_is_not_installed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MissingDependencyError, match="It needs mlflow"):
+        Trainer(Net(), make_arguments(tmp_path, report_to=["tensorboard", "mlflow"]))
+
+
+def test_codecarbon_on_rocm_is_dropped_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    args = make_arguments(tmp_path, report_to=["codecarbon", "tensorboard"])
+    with pytest.warns(UserWarning, match="'codecarbon' was asked for, but .*ROCm"):
+        Trainer(Net(), args)
+    assert args.report_to == ["tensorboard"]
+
+
+def test_tracker_switched_off_by_its_variable_is_dropped_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    with pytest.warns(UserWarning, match="'wandb' was asked for, but WANDB_DISABLED is set"):
+        assert trackers_asked(make_arguments(tmp_path, report_to="wandb")) == []
+
+
+class Mine(Logger):
+    """A tracker without a name in the registry."""
+
+    name = "my_tracker"
+
+
+def test_loggers_win_over_report_to(tmp_path: Path) -> None:
+    own = Mine()
+    trainer = Trainer(Net(), make_arguments(tmp_path, report_to="wandb"), loggers=[own, "tensorboard"])
+    callbacks = trainer.callback_handler.callbacks[2:]
+    assert [type(callback).__name__ for callback in callbacks] == ["MyTrackerCallback", "TensorBoardCallback"]
+    assert callbacks[0].logger is own
+    assert len(Trainer(Net(), make_arguments(tmp_path, report_to="wandb"), loggers=[]).callback_handler.callbacks) == 2
+    one = Trainer(Net(), make_arguments(tmp_path), loggers="tensorboard").callback_handler.callbacks
+    assert isinstance(one[2], TensorBoardCallback)
+
+
+@pytest.mark.parametrize("wrong", [Mine, 3, {}])
+def test_what_is_no_logger_is_refused(tmp_path: Path, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="neither a tracker's name nor a Logger"):
+        Trainer(Net(), make_arguments(tmp_path), loggers=[wrong])
+
+
+def test_callback_of_the_user_takes_the_place_of_the_tracker(tmp_path: Path) -> None:
+    class Named(WandbCallback):
+        pass
+
+    args = make_arguments(tmp_path, report_to="all")
+    callbacks = Trainer(Net(), args, callbacks=[TensorBoardCallback(), Named]).callback_handler.callbacks
+    assert [type(callback).__name__ for callback in callbacks[2:]] == ["TensorBoardCallback", "Named"]
+    assert tracker_callbacks(["wandb"], besides=[Named]) == []
+
+
+def test_every_documented_callback_is_exported() -> None:
+    names = "AzureML ClearML CodeCarbon Comet DagsHub DVCLive Flyte MLflow Neptune SwanLab TensorBoard Trackio Wandb"
+    kinds = [getattr(hftrain, f"{name}Callback") for name in names.split()]
+    assert all(issubclass(kind, TrackerCallback) for kind in kinds)
+    assert {kind.tracker for kind in kinds} == set(hftrain.loggers.names())

@@ -1,0 +1,77 @@
+"""Names and numbers of metrics, and what environment variables say."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+from hftrain.core.errors import ConfigError
+from hftrain.loggers.base import Logger, RunFacts, artifacts_asked, flatten, is_set, numbers_of, regroup
+
+
+def test_regroup_names_the_stage() -> None:
+    names = ["loss", "eval_loss", "eval_data1_loss", "test_f1", "train_runtime", "evaluation", "eval_"]
+    assert list(regroup(dict.fromkeys(names, 1.0))) == [
+        "train/loss",
+        "eval/loss",
+        "eval/data1_loss",
+        "test/f1",
+        "train/train_runtime",
+        "train/evaluation",
+        "train/eval_",
+    ]
+
+
+def test_numbers_are_plain_and_the_rest_is_warned_of_once() -> None:
+    logs = {"a": 1, "b": torch.tensor(2.5), "c": numpy.float32(0.5), "d": True, "e": numpy.ones(1)}
+    assert numbers_of(logs) == {"a": 1, "b": 2.5, "c": 0.5, "d": True, "e": 1.0}
+    with pytest.warns(UserWarning, match="'f' is a list and is not reported"):
+        assert numbers_of({"f": [1.0], "g": 1}) == {"g": 1}
+    assert numbers_of({"f": [1.0]}) == {}  # a second warning would be an error
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, False), ("", False), ("0", False), ("TRUE", True), ("on", True)]
+)
+def test_is_set_reads_yes_and_no(monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool) -> None:
+    monkeypatch.delenv("SOME_FLAG", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SOME_FLAG", value)
+    assert is_set("SOME_FLAG") is expected
+
+
+def test_is_set_refuses_what_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_FLAG", "maybe")
+    with pytest.raises(ConfigError, match="neither true nor false"):
+        is_set("SOME_FLAG")
+
+
+@pytest.mark.parametrize(("value", "expected"), [("false", "no"), ("true", "end"), ("all", "checkpoint")])
+def test_artifacts_asked_reads_the_variable(monkeypatch: pytest.MonkeyPatch, value: str, expected: str) -> None:
+    monkeypatch.setenv("SOME_MODEL", value)
+    assert artifacts_asked("SOME_MODEL", {"all": "checkpoint"}) == expected
+
+
+def test_artifacts_asked_refuses_another_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_MODEL", "everything")
+    with pytest.raises(ConfigError, match="It has no such value"):
+        artifacts_asked("SOME_MODEL", {"all": "checkpoint"})
+
+
+def test_flatten_joins_names() -> None:
+    assert flatten({"a": {"b": 1, "c": {"d": 2}}, "e": {}}) == {"a.b": 1, "a.c.d": 2, "e": {}}
+
+
+def test_config_holds_model_and_arguments() -> None:
+    facts = RunFacts(name="x", hparams={"a": 1}, model_config={"a": 0, "b": 2})
+    assert facts.config == {"a": 1, "b": 2}
+
+
+def test_logger_that_overrides_nothing_does_nothing() -> None:
+    logger = Logger()
+    logger.start(RunFacts(name="x"))
+    logger.log({}, 1)
+    logger.finish_training()
+    logger.close()
+    assert (logger.missing_packages(), logger.why_off(), logger.joins_all()) == ([], None, True)

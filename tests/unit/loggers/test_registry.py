@@ -1,0 +1,104 @@
+"""Which trackers there are, and which of them are installed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+
+from hftrain.core import registry
+from hftrain.core.errors import ConfigError, MissingDependencyError
+from hftrain.loggers import base
+from hftrain.loggers.base import Logger
+from hftrain.loggers.registry import available_loggers, create_logger, loggers
+
+NAMES_4_24 = {"azure_ml", "comet_ml", "mlflow", "neptune", "tensorboard", "wandb"}
+NAMES_4_53 = NAMES_4_24 | {"clearml", "codecarbon", "dagshub", "dvclive", "flyte", "swanlab"}
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    monkeypatch.setattr(base, "_is_installed", lambda package: package in packages)
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_DISABLED", "COMET_MODE", "DISABLE_MLFLOW_INTEGRATION", "MLFLOW_TRACKING_URI", "SWANLAB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_every_documented_tracker_has_its_name() -> None:
+    assert set(loggers.names()) == NAMES_4_53 | {"trackio"}
+    for name in loggers.names():
+        assert loggers.resolve(name)[0].name == name
+        assert loggers.summary(name)
+
+
+def test_unknown_name_is_refused_with_close_matches() -> None:
+    with pytest.raises(ConfigError, match=r"tracker='wand' was asked for.*Did you mean 'wandb'"):
+        create_logger("wand")
+
+
+def test_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "dagshub")
+    with pytest.raises(MissingDependencyError, match=r"It needs mlflow, .*pip install 'hftrain\[dagshub\]'"):
+        create_logger("dagshub")
+
+
+def test_available_are_those_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    assert available_loggers() == []
+    pretend(monkeypatch, "tensorboard", "wandb", "mlflow", "azureml.core", "dagshub", "flytekit", "codecarbon")
+    # Azure ML is reported to through MLflow; DagsHub and Flyte are not set up.
+    assert available_loggers() == ["codecarbon", "mlflow", "tensorboard", "wandb"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://dagshub.com/me/mine.mlflow")
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "1")
+    assert available_loggers() == ["codecarbon", "dagshub", "flyte", "tensorboard", "wandb"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "package", "name"),
+    [
+        ("WANDB_DISABLED", "true", "wandb", "wandb"),
+        ("DISABLE_MLFLOW_INTEGRATION", "TRUE", "mlflow", "mlflow"),
+        ("COMET_MODE", "disabled", "comet_ml", "comet_ml"),
+        ("SWANLAB_MODE", "disabled", "swanlab", "swanlab"),
+    ],
+)
+def test_variable_switches_a_tracker_off(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, package: str, name: str
+) -> None:
+    pretend(monkeypatch, package)
+    assert available_loggers() == [name]
+    monkeypatch.setenv(variable, value)
+    assert available_loggers() == []
+    assert variable in str(loggers.resolve(name)[0].why_off())
+
+
+def test_codecarbon_is_off_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "codecarbon")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert available_loggers() == []
+    assert "ROCm" in loggers.resolve("codecarbon")[0].why_off()
+
+
+def test_looking_for_packages_imports_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "wandb.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    assert "wandb" in available_loggers()
+    assert "wandb" not in sys.modules
+
+
+def test_entry_points_add_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint(name="theirs", value="hftrain.loggers.base:Logger", group="hftrain.loggers")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "hftrain.loggers" else [])
+    monkeypatch.setattr(loggers, "_entries", dict(loggers._entries))
+    monkeypatch.setattr(loggers, "_has_entry_points", False)
+    assert "theirs" in loggers.names()
+    assert type(create_logger("theirs")) is Logger
+    assert "theirs" in available_loggers()

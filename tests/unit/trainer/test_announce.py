@@ -1,0 +1,75 @@
+"""The lines a run and an evaluation begin with."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import Net, Stream, make_arguments, make_rows
+
+from hftrain import Trainer
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage().strip() for record in caplog.records if record.levelno == logging.INFO]
+
+
+def make_trainer(folder: Path, **options: Any) -> Trainer:
+    arguments = make_arguments(folder, log_level="info", **options)
+    return Trainer(Net(), arguments, train_dataset=make_rows(22), eval_dataset=make_rows(7))
+
+
+@pytest.fixture(autouse=True)
+def _level(caplog: pytest.LogCaptureFixture) -> None:
+    # The police want the level back that log_level sets.
+    caplog.set_level(logging.INFO, "hftrain")
+
+
+def test_run_says_what_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_trainer(tmp_path, gradient_accumulation_steps=2).train()
+    said = lines(caplog)
+    begin = said.index("***** Running training *****")
+    assert said[begin : begin + 8] == [
+        "***** Running training *****",
+        "Num examples = 22",
+        "Num Epochs = 2",
+        "Instantaneous batch size per device = 4",
+        "Total train batch size (w. parallel, distributed & accumulation) = 8",
+        "Gradient Accumulation steps = 2",
+        "Total optimization steps = 6",
+        "Number of trainable parameters = 83",
+    ]
+    assert said[-1] == "Training completed."
+
+
+def test_stream_says_what_it_cannot_know(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    arguments = make_arguments(tmp_path, log_level="info", max_steps=3)
+    Trainer(Net(), arguments, train_dataset=Stream(make_rows(22))).train()
+    assert {"Num examples = 12", "Num Epochs = as many as the steps need"} <= set(lines(caplog))
+
+
+def test_resumed_run_says_where_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 8, "max_steps": 8}
+    make_trainer(tmp_path, **options).train()
+    assert not any("Continuing" in line for line in lines(caplog))
+    make_trainer(tmp_path, **{**options, "max_steps": 10}).train(resume_from_checkpoint=True)
+    assert "Continuing from the checkpoint: from epoch 1, global step 8" in lines(caplog)
+    assert "Passing over the first 2 batches of that epoch" in lines(caplog)
+
+
+def test_evaluation_says_how_much_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(tmp_path, per_device_eval_batch_size=3)
+    trainer.evaluate()
+    trainer.predict(Stream(make_rows(5)))
+    assert lines(caplog) == [
+        "***** Running Evaluation *****", "Num examples = 7", "Batch size = 3",
+        "***** Running Prediction *****", "Num examples = unknown", "Batch size = 3",
+    ]  # fmt: skip
+
+
+def test_nothing_is_said_at_the_level_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "hftrain")
+    Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(22), eval_dataset=make_rows(7)).train()
+    assert lines(caplog) == []

@@ -1,0 +1,205 @@
+"""Tokens and floating-point operations: what is counted, when it is read, and what a resume goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, make_arguments
+from torch import nn
+
+from hftrain import Trainer, TrainerCallback
+from hftrain.trainer.counting import RunCounts, TokenCounter, count_tokens
+
+PAD = 0
+
+
+class Words(nn.Module):
+    """A classifier of token sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, labels: Any = None) -> tuple[Any, ...]:
+        logits = self.head(self.table(input_ids).mean(1))
+        return (nn.functional.cross_entropy(logits, labels), logits)
+
+
+class Measured(Words):
+    """Knows what it costs."""
+
+    def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> int:
+        return 10 * inputs["input_ids"].numel()
+
+
+class Pixels(Words):
+    main_input_name = "pixels"
+
+    def forward(self, pixels: torch.Tensor, labels: Any = None) -> tuple[Any, ...]:  # type: ignore[override]
+        return super().forward(pixels, labels=labels)
+
+
+def make_words(num: int = 10, width: int = 5) -> list[dict[str, torch.Tensor]]:
+    """Return samples of which the i-th has i modulo `width` tokens of padding."""
+    rows = []
+    for index in range(num):
+        ids = torch.randint(1, 9, (width,), generator=torch.Generator().manual_seed(index))
+        ids[width - index % width :] = PAD
+        rows.append({"input_ids": ids, "attention_mask": (ids != PAD).long(), "labels": torch.tensor(index % 3)})
+    return rows
+
+
+def make_trainer(folder: Path, model: nn.Module | None = None, rows: Any = None, **options: Any) -> Trainer:
+    callbacks = options.pop("callbacks", None)
+    return Trainer(
+        Words() if model is None else model,
+        make_arguments(folder, **options),
+        train_dataset=make_words() if rows is None else rows,
+        eval_dataset=make_words(4),
+        callbacks=callbacks,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "per_epoch"), [(True, 50), ("all", 50), ("non_padding", 30), (False, None), ("no", None)]
+)
+def test_tokens_seen_are_logged_and_kept(tmp_path: Path, asked: Any, per_epoch: int | None) -> None:
+    trainer = make_trainer(tmp_path, include_num_input_tokens_seen=asked, eval_strategy="epoch")
+    trainer.train()
+    logged = [entry.get("num_input_tokens_seen") for entry in trainer.state.log_history if "loss" in entry]
+    if per_epoch is None:
+        assert set(logged) == {None}
+        assert trainer.state.num_input_tokens_seen == 0
+    else:
+        assert logged[2::3] == [per_epoch, 2 * per_epoch]
+        assert logged == sorted(set(logged))
+        evaluated = [e["num_input_tokens_seen"] for e in trainer.state.log_history if "eval_loss" in e]
+        assert evaluated == [per_epoch, 2 * per_epoch]
+        assert trainer.state.num_input_tokens_seen == 2 * per_epoch
+
+
+def test_padding_is_told_by_the_mask_else_by_the_padding_token() -> None:
+    ids = torch.tensor([[1, 2, PAD], [3, PAD, PAD]])
+    mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
+    assert TokenCounter("input_ids").count({"input_ids": ids}) == 6
+    counter = TokenCounter("input_ids", skips_padding=True, padding_id=PAD)
+    assert int(counter.count({"input_ids": ids, "attention_mask": mask})) == 3
+    assert int(counter.count({"input_ids": ids})) == 3
+    with pytest.warns(UserWarning, match="neither an attention_mask"):
+        assert TokenCounter("input_ids", skips_padding=True).count({"input_ids": ids}) == 6
+
+
+@pytest.mark.parametrize("batch", [{"x": torch.ones(2)}, (torch.ones(2),), {"input_ids": [1, 2]}])
+def test_batch_without_the_main_input_warns_once(batch: Any) -> None:
+    counter = TokenCounter("input_ids")
+    with pytest.warns(UserWarning, match="main_input_name") as caught:
+        assert counter.count(batch) == counter.count(batch) == 0
+    assert len(caught) == 1
+
+
+def test_main_input_is_the_models(tmp_path: Path) -> None:
+    rows = [{"pixels": row["input_ids"], "labels": row["labels"]} for row in make_words()]
+    options = {"include_num_input_tokens_seen": True, "num_train_epochs": 1}
+    trainer = Trainer(Pixels(), make_arguments(tmp_path, **options), train_dataset=rows)
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == 50
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def test_counts_go_on_after_a_resume(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"include_num_input_tokens_seen": "non_padding", "logging_steps": 4}
+    whole = make_trainer(tmp_path / "whole", Measured(), **options)
+    whole.train()
+    stopped = make_trainer(
+        tmp_path / "parts", Measured(), callbacks=[StopAt(3)], save_strategy="steps", save_steps=100, **options
+    )
+    stopped.train()
+    assert stopped.state.num_input_tokens_seen == 30
+    assert stopped.state.total_flos == 500
+    resumed = make_trainer(tmp_path / "parts", Measured(), save_strategy="steps", save_steps=100, **options)
+    output = resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.num_input_tokens_seen == whole.state.num_input_tokens_seen == 60
+    assert resumed.state.total_flos == whole.state.total_flos == output.metrics["total_flos"] == 1000
+
+
+def test_tokens_per_second_are_those_of_this_session(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, include_tokens_per_second=True)
+    metrics = trainer.train().metrics
+    rate = metrics["train_tokens_per_second"]
+    assert rate * metrics["train_runtime"] == pytest.approx(100, rel=0.02)
+    assert "num_input_tokens_seen" not in trainer.state.log_history[0]
+    assert "train_tokens_per_second" not in make_trainer(tmp_path).train().metrics
+
+
+def test_num_tokens_walks_the_loader_once(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    before = torch.get_rng_state()
+    loader = trainer.get_train_dataloader()
+    assert trainer.num_tokens(loader) == 50
+    assert trainer.num_tokens(loader, max_steps=2) == 40
+    assert trainer.num_tokens(loader, max_steps=7) == 50 + 50 + 20
+    assert trainer.num_tokens(loader, 0) == 0
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_walk_ends_where_it_was_told() -> None:
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            yield {"input_ids": torch.ones(2, 3)}
+
+    assert count_tokens(batches(), TokenCounter("input_ids"), max_batches=4) == 24
+    assert count_tokens([], TokenCounter("input_ids"), max_batches=4) == 0
+
+
+def test_operations_are_the_models_own_or_none(tmp_path: Path) -> None:
+    batch = {"input_ids": torch.ones(2, 3)}
+    assert make_trainer(tmp_path, Measured()).floating_point_ops(batch) == 60
+    assert make_trainer(tmp_path).floating_point_ops(batch) == 0
+    assert make_trainer(tmp_path).train().metrics["total_flos"] == 0
+
+
+def test_operations_of_an_override_are_counted_per_micro_batch(tmp_path: Path) -> None:
+    class Counting(Trainer):
+        def floating_point_ops(self, inputs: Any) -> int:
+            return 7
+
+    arguments = make_arguments(tmp_path, gradient_accumulation_steps=2, num_train_epochs=1)
+    trainer = Counting(Words(), arguments, train_dataset=make_words(10))
+    assert trainer.train().metrics["total_flos"] == 3 * 7
+    assert trainer.current_flos == 0
+    assert trainer.train().metrics["total_flos"] == 3 * 7
+
+
+def test_stored_operations_move_into_the_state(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.current_flos = 5
+    trainer.store_flos()
+    assert (trainer.state.total_flos, trainer.current_flos) == (5, 0)
+
+
+def test_nothing_stands_in_the_way_where_nothing_is_counted(tmp_path: Path) -> None:
+    def take(*args: Any) -> Any:
+        return [], None
+
+    assert RunCounts(Trainer(Net(), make_arguments(tmp_path))).watching(take) is take
+    assert RunCounts(make_trainer(tmp_path, include_tokens_per_second=True)).watching(take) is not take
+
+
+def test_counting_reads_nothing_from_the_device() -> None:
+    """A meta tensor cannot be read, as one on a busy device should not be."""
+    ids = torch.ones(2, 3, device="meta")
+    counted = TokenCounter("input_ids", skips_padding=True).count({"input_ids": ids, "attention_mask": ids})
+    assert isinstance(counted + counted, torch.Tensor)

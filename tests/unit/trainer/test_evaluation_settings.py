@@ -1,0 +1,621 @@
+"""Each documented setting of evaluation and prediction, by a test that fails where the setting is ignored."""
+
+from __future__ import annotations
+
+import io
+import logging
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from support.tiny import Net, Noisy, Rows, Stream, Task, make_arguments, make_rows
+from torch import nn
+
+from hftrain import (
+    ConfigError,
+    EvalLoopOutput,
+    EvalPrediction,
+    PredictionOutput,
+    ProgressCallback,
+    TaskError,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
+from hftrain.adapter.evaluate import full_eval_dtype
+from hftrain.trainer.evaluating import cast_weights
+
+
+def share(prediction: EvalPrediction) -> dict[str, float]:
+    return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is a time."""
+    return {name: value for name, value in metrics.items() if not name.endswith(("runtime", "second", "time"))}
+
+
+# -- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_prediction_loss_only_keeps_no_predictions(tmp_path: Path) -> None:
+    for loss_only in (False, True):
+        trainer = Trainer(Net(), make_arguments(tmp_path, prediction_loss_only=loss_only))
+        output = trainer.predict(make_rows(5))
+        assert (output.predictions is None) == (output.label_ids is None) == loss_only
+        assert "test_loss" in output.metrics
+
+
+def test_evaluation_without_metrics_keeps_no_predictions_unless_asked(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path))
+    seen = []
+    step = trainer.prediction_step
+
+    def look(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        seen.append(prediction_loss_only)
+        return step(model, inputs, prediction_loss_only, ignore_keys)
+
+    trainer.prediction_step = look  # type: ignore[method-assign]
+    trainer.evaluate(make_rows(2))
+    loader = trainer.get_eval_dataloader(make_rows(5))
+    assert trainer.evaluation_loop(loader, "mine", prediction_loss_only=False).predictions.shape == (5, 3)
+    assert trainer.evaluation_loop(loader, "mine", prediction_loss_only=True).predictions is None
+    assert seen == [True, False, False, True, True]
+
+
+@pytest.mark.parametrize("is_labelled", [True, False])
+def test_evaluation_loop_serves_data_with_and_without_labels(tmp_path: Path, is_labelled: bool) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path))
+    rows = make_rows(5) if is_labelled else [{"x": row["x"]} for row in make_rows(5)]
+    output = trainer.evaluation_loop(trainer.get_test_dataloader(rows), "mine", metric_key_prefix="own")
+    assert isinstance(output, EvalLoopOutput)
+    assert output.num_samples == 5
+    assert ("own_loss" in output.metrics) == (output.label_ids is not None) == is_labelled
+
+
+def test_prediction_step_gives_loss_logits_and_labels(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path))
+    trainer.evaluate(make_rows(1))
+    batch = {"x": torch.ones(2, 4), "labels": torch.tensor([0, 1])}
+    loss, logits, labels = trainer.prediction_step(trainer.model, dict(batch), False)
+    assert loss is not None
+    assert not loss.requires_grad
+    assert (logits.shape, labels.tolist()) == ((2, 3), [0, 1])
+    assert trainer.prediction_step(trainer.model, dict(batch), True)[1:] == (None, None)
+    assert trainer.prediction_step(trainer.model, {"x": torch.ones(2, 4)}, False)[0] is None
+
+
+class Config:
+    keys_to_ignore_at_inference = ("memory",)
+
+
+class Remembers(nn.Module):
+    """Return a memory beside the logits, by a config that says that it is no prediction."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        self.net = Net()
+        self.config = config
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        outputs = self.net(x, labels)
+        named = {"logits": outputs[-1], "memory": x}
+        return named if labels is None else {"loss": outputs[0], **named}
+
+
+def test_ignored_outputs_default_to_the_configs(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path)
+    assert isinstance(Trainer(Remembers(), arguments).predict(make_rows(5)).predictions, tuple)
+    trainer = Trainer(Remembers(Config()), arguments)
+    assert trainer.predict(make_rows(5)).predictions.shape == (5, 3)
+    assert isinstance(trainer.predict(make_rows(5), ignore_keys=[]).predictions, tuple)
+    assert trainer.predict(make_rows(5), ignore_keys=["logits"]).predictions.shape == (5, 4)
+
+
+def test_ignored_outputs_reach_evaluations_of_a_training(tmp_path: Path) -> None:
+    shapes = []
+
+    def look(prediction: EvalPrediction) -> dict[str, float]:
+        shapes.append(getattr(prediction.predictions, "shape", None))
+        return {}
+
+    trainer = Trainer(
+        Remembers(), make_arguments(tmp_path, eval_strategy="epoch", num_train_epochs=1), train_dataset=make_rows(4),
+        eval_dataset=make_rows(5), compute_metrics=look,
+    )  # fmt: skip
+    trainer.train(ignore_keys_for_eval=["memory"])
+    trainer.train()
+    assert shapes == [(5, 3), None]
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it lives on an accelerator, for machines without one; `.cpu()` notes the move."""
+
+    moves: list[int] = []  # noqa: RUF012
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("meta")
+
+    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        OnDevice.moves.append(len(self))
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize(("every", "after_each"), [(2, [0, 2, 2, 4, 4]), (None, [0, 0, 0, 0, 0])])
+def test_predictions_move_to_the_host_every_so_many_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int | None, after_each: list[int]
+) -> None:
+    OnDevice.moves = []
+    monkeypatch.setattr(torch.Tensor, "cpu", OnDevice.cpu)
+    counts = []
+
+    class Count(TrainerCallback):
+        def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+            counts.append(len(OnDevice.moves))
+
+    trainer = Trainer(
+        Net(), make_arguments(tmp_path, eval_accumulation_steps=every, per_device_eval_batch_size=1),
+        callbacks=[Count()], preprocess_logits_for_metrics=lambda logits, labels: logits.as_subclass(OnDevice),
+    )  # fmt: skip
+    # Without labels: the logits alone are kept.
+    output = trainer.predict([{"x": torch.ones(4)}] * 5)
+    assert counts == after_each
+    assert output.predictions.shape == (5, 3)
+
+
+def test_labels_are_padded_like_predictions_and_the_hook_sees_both(tmp_path: Path) -> None:
+    seen = []
+
+    class Tags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            logits = torch.stack([x, -x], -1) * self.scale
+            return {"logits": logits} if labels is None else {"loss": logits.mean(), "logits": logits}
+
+    def preprocess(logits: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+        seen.append(None if labels is None else (tuple(logits.shape), tuple(labels.shape)))
+        return logits.argmax(-1)
+
+    rows = [{"x": torch.ones(n), "labels": torch.ones(n, dtype=torch.int64)} for n in (2, 3)]
+    trainer = Trainer(
+        Tags(), make_arguments(tmp_path, per_device_eval_batch_size=1), preprocess_logits_for_metrics=preprocess,
+        compute_metrics=lambda p: {"wide": float(p.predictions.shape[1] + p.label_ids.shape[1])},
+    )  # fmt: skip
+    output = trainer.predict(rows)
+    assert output.predictions.tolist() == [[0, 0, -100], [0, 0, 0]]
+    assert output.label_ids.tolist() == [[1, 1, -100], [1, 1, 1]]
+    assert output.label_ids.dtype == numpy.int64
+    assert trainer.evaluate(rows)["eval_wide"] == 6
+    trainer.predict([{"x": torch.ones(2)}])
+    assert seen == [((1, 2, 2), (1, 2)), ((1, 3, 2), (1, 3))] * 2 + [None]
+
+
+@pytest.mark.parametrize("outputs", ["rank", "keys"])
+def test_outputs_that_cannot_be_joined_are_named(tmp_path: Path, outputs: str) -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.scale = 0, nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            self.calls += 1
+            if self.calls == 1:
+                return {"a": x, "b": x}
+            return {"a": x[:, 0], "b": x} if outputs == "rank" else {"a": x, "c": x, "d": x}
+
+    arguments = make_arguments(tmp_path, per_device_eval_batch_size=1)
+    with pytest.raises(TaskError, match="were to be joined"):
+        Trainer(Changes(), arguments).predict([{"x": torch.ones(4)}] * 2)
+
+
+def test_model_without_labels_may_give_a_loss(tmp_path: Path) -> None:
+    class Contrasts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
+            return {"loss": x.mean() * self.scale, "logits": x}
+
+    trainer = Trainer(Contrasts(), make_arguments(tmp_path))
+    assert trainer.evaluate([{"x": torch.ones(4)}] * 5)["eval_loss"] == 1.0
+
+
+def test_evaluation_shows_a_bar(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    shown.isatty = lambda: True  # type: ignore[method-assign]
+    trainer = Trainer(Net(), make_arguments(tmp_path), callbacks=[ProgressCallback(file=shown)])
+    trainer.evaluate(make_rows(9))
+    assert "inference: 100%" in shown.getvalue()
+    assert "3/3" in shown.getvalue()
+
+
+def test_metrics_of_an_evaluation_are_the_documented_ones(tmp_path: Path) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path), compute_metrics=share, train_dataset=make_rows(4))
+    documented = {"eval_loss", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_share"}
+    prepared = documented | {"eval_model_preparation_time"}
+    assert trainer.evaluate(make_rows(9)).keys() == prepared
+    trainer.train()
+    assert trainer.evaluate(make_rows(9)).keys() == prepared | {"epoch"}
+
+
+# -- use_legacy_prediction_loop --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_legacy_loop_gives_the_same_numbers(tmp_path: Path, is_stream: bool) -> None:
+    model = Net()
+    rows: Any = Stream(make_rows(9)) if is_stream else make_rows(9)
+    answers = []
+    for legacy in (False, True):
+        trainer = Trainer(model, make_arguments(tmp_path, use_legacy_prediction_loop=legacy), compute_metrics=share)
+        output = trainer.predict(rows)
+        answers.append([numbers(trainer.evaluate(rows)), output.predictions.tolist(), numbers(output.metrics)])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_override_of_the_legacy_loop_is_called_where_it_is_asked_for(tmp_path: Path, legacy: bool) -> None:
+    class Old(Trainer):
+        def prediction_loop(
+            self, dataloader: Any, description: str, prediction_loss_only: Any = None, ignore_keys: Any = None,
+            metric_key_prefix: str = "eval",
+        ) -> Any:  # fmt: skip
+            return PredictionOutput("mine", None, {f"{metric_key_prefix}_own": 1.0})
+
+    arguments = make_arguments(tmp_path, use_legacy_prediction_loop=legacy)
+    with nullcontext() if legacy else pytest.warns(UserWarning, match=r"Old\.prediction_loop is not called"):
+        trainer = Old(Net(), arguments, eval_dataset=make_rows(4))
+    assert ("eval_own" in trainer.evaluate()) == legacy
+    assert isinstance(trainer.predict(make_rows(4)).predictions, str) == legacy
+
+
+def test_legacy_loop_may_call_the_newer_one_that_a_subclass_overrides(tmp_path: Path) -> None:
+    calls = []
+
+    class Own(Trainer):
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append("evaluation_loop")
+            return super().evaluation_loop(*args, **kwargs)
+
+        def prediction_loop(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append("prediction_loop")
+            return self.evaluation_loop(*args, **kwargs)
+
+    Own(Net(), make_arguments(tmp_path, use_legacy_prediction_loop=True)).evaluate(make_rows(2))
+    assert calls == ["prediction_loop", "evaluation_loop"]
+
+
+# -- past_index ------------------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """Count in a memory how many batches it has seen since the memory began."""
+
+    def __init__(self, kind: str = "tuple") -> None:
+        super().__init__()
+        self.kind, self.scale = kind, nn.Parameter(torch.ones(()))
+        self.seen: list[Any] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, mems: Any = None) -> Any:
+        self.seen.append((self.training, 0.0 if mems is None else float(mems[0].mean())))
+        assert mems is None or not mems[0].requires_grad
+        memory = (self.scale * 0 + (torch.zeros(()) if mems is None else mems[0]) + 1,)
+        outputs: dict[str, Any] = {"logits": x[:, :3] * self.scale, "mems": memory}
+        if labels is not None:
+            outputs = {"loss": outputs["logits"].pow(2).mean(), **outputs}
+        return outputs if self.kind == "dict" else tuple(outputs.values())
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict"])
+def test_memory_comes_back_and_begins_anew_with_each_epoch_and_evaluation(tmp_path: Path, kind: str) -> None:
+    model = Recurrent(kind)
+    arguments = make_arguments(tmp_path, past_index=2, eval_strategy="steps", eval_steps=2, num_train_epochs=2)
+    trainer = Trainer(model, arguments, train_dataset=make_rows(12), eval_dataset=make_rows(8))
+    trainer.train()
+    training = [memory for is_training, memory in model.seen if is_training]
+    # The evaluation between two steps leaves the training's memory alone.
+    assert training == [0, 1, 2, 0, 1, 2]
+    assert [memory for is_training, memory in model.seen if not is_training] == [0, 1] * 3
+    assert trainer._past is None
+    model.seen.clear()
+    trainer.predict([{"x": row["x"]} for row in make_rows(12)], ignore_keys=["mems"] if kind == "dict" else None)
+    assert [memory for _, memory in model.seen] == [0, 1, 2]
+
+
+def test_memory_goes_on_after_a_resume(tmp_path: Path) -> None:
+    class StopAt(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                control.should_save = control.should_training_stop = True
+
+    model = Recurrent()
+    options: dict[str, Any] = {"past_index": 2, "num_train_epochs": 1, "save_strategy": "steps", "save_steps": 50}
+    for callbacks, resume in (([StopAt()], False), ([], True)):
+        trainer = Trainer(model, make_arguments(tmp_path, **options), train_dataset=make_rows(16), callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
+    assert [memory for _, memory in model.seen] == [0, 1, 2, 3]
+
+
+def test_no_memory_is_kept_where_none_is_asked_for(tmp_path: Path) -> None:
+    model = Recurrent()
+    Trainer(model, make_arguments(tmp_path, num_train_epochs=1), train_dataset=make_rows(12)).train()
+    assert [memory for _, memory in model.seen] == [0, 0, 0]
+
+
+def test_memory_that_cannot_work_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="takes no argument called mems"):
+        Trainer(Net(), make_arguments(tmp_path, past_index=2))
+    with pytest.raises(ConfigError, match="past_index=2 was given together with Task"):
+        Trainer(Task(), make_arguments(tmp_path, past_index=2))
+    with pytest.raises(ConfigError, match="jit_mode_eval=True"):
+        Trainer(Recurrent(), make_arguments(tmp_path, past_index=2, jit_mode_eval=True))
+    trainer = Trainer(Recurrent(), make_arguments(tmp_path, past_index=7), train_dataset=make_rows(4))
+    with pytest.raises(TaskError, match="returned 3 outputs, and none at place 7"):
+        trainer.train()
+
+    class Pairs(Recurrent):
+        def forward(self, x: Any, labels: Any = None, mems: Any = None) -> Any:
+            return super().forward(x, labels, mems)
+
+    data = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8))
+    with pytest.raises(TaskError, match=r"The batch is a (list|tuple), to which no 'mems' can be added"):
+        Trainer(
+            Pairs(), make_arguments(tmp_path, past_index=2), train_dataset=data,
+            data_collator=torch.utils.data.default_collate,
+        ).train()  # fmt: skip
+
+
+# -- bf16_full_eval, fp16_full_eval ----------------------------------------------------------------------------------
+
+
+class Dtypes(Net):
+    """Note the dtype it runs in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[Any] = set()
+        self.register_buffer("table", torch.randn(3))
+        self.tied = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = self.layers(x)
+        self.seen.add((self.training, x.dtype, self.table.dtype, self.tied.dtype, logits.dtype))
+        return (logits,) if labels is None else (nn.functional.cross_entropy(logits, labels), logits)
+
+
+def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+@pytest.mark.parametrize(("setting", "dtype"), [("bf16_full_eval", torch.bfloat16), ("fp16_full_eval", torch.float16)])
+def test_full_evaluation_runs_in_that_dtype_and_puts_the_model_back(
+    tmp_path: Path, setting: str, dtype: torch.dtype
+) -> None:
+    model = Dtypes()
+    arguments = make_arguments(tmp_path, **{setting: True}, bf16=True)
+    assert full_eval_dtype(arguments) is dtype
+    trainer = Trainer(model, arguments, eval_dataset=make_rows(9))
+    before = {name: (p, p.clone()) for name, p in model.named_parameters()}
+    exact = Trainer(model, make_arguments(tmp_path)).evaluate(make_rows(9))["eval_loss"]
+    model.seen.clear()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(exact, rel=0.05)
+    output = trainer.predict(make_rows(9))
+    assert model.seen == {(False, *[dtype] * 4)}
+    assert output.predictions.dtype == (numpy.float32 if dtype is torch.bfloat16 else numpy.float16)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype is torch.float32
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
+    assert model.table.dtype is torch.float32
+    assert model.tied is model.layers[0].weight
+
+
+@pytest.mark.parametrize("setting", ["bf16_full_eval", "fp16_full_eval"])
+def test_full_evaluations_change_no_bit_of_a_training(tmp_path: Path, setting: str) -> None:
+    answers, seen = [], []
+    for options in ({}, {"eval_strategy": "steps", "eval_steps": 1, setting: True}):
+        set_seed(0)
+        model = Dtypes()
+        trainer = Trainer(
+            model, make_arguments(tmp_path, gradient_accumulation_steps=2, **options), train_dataset=make_rows(22),
+            eval_dataset=make_rows(5),
+        )  # fmt: skip
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        answers.append((losses, [parameter.tolist() for parameter in model.parameters()]))
+        seen.append({entry[1] for entry in model.seen if entry[0]})
+    assert answers[0] == answers[1]
+    assert seen == [{torch.float32}, {torch.float32}]
+
+
+def test_full_evaluation_keeps_what_hangs_on_gradients(tmp_path: Path) -> None:
+    model, heard = nn.LSTM(4, 3), []
+    model.weight_ih_l0.register_post_accumulate_grad_hook(lambda parameter: heard.append(parameter.dtype))
+    loss = model(torch.ones(2, 4))[0].sum()
+    with cast_weights(model, torch.bfloat16):
+        assert model(torch.ones(2, 4).bfloat16())[0].dtype is torch.bfloat16
+    loss.backward()
+    model(torch.ones(2, 4))[0].sum().backward()
+    assert heard == [torch.float32] * 2
+
+
+def test_full_evaluation_puts_the_model_back_after_an_error(tmp_path: Path) -> None:
+    class Fails(Dtypes):
+        def forward(self, x: torch.Tensor, labels: Any = None) -> Any:
+            raise RuntimeError("broken")
+
+    model = Fails()
+    before = snapshot(model)
+    trainer = Trainer(model, make_arguments(tmp_path, bf16_full_eval=True))
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.evaluate(make_rows(4))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_full_evaluation_leaves_labels_exact(tmp_path: Path) -> None:
+    class Regression(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            values = self.layer(x)[:, 0]
+            return {"loss": nn.functional.mse_loss(values, labels), "values": values}
+
+    rows = [{"x": torch.ones(4), "labels": torch.tensor(1.2345678)}] * 3
+    output = Trainer(Regression(), make_arguments(tmp_path, bf16_full_eval=True)).predict(rows)
+    assert output.label_ids.tolist() == [torch.tensor(1.2345678).item()] * 3
+
+
+def test_full_evaluation_is_refused_where_an_engine_holds_the_weights(tmp_path: Path) -> None:
+    from hftrain.core.types import Owns
+    from hftrain.strategies.single import SingleDeviceStrategy
+
+    class Engine(SingleDeviceStrategy):
+        """Stands in for a strategy that casts; those need packages or devices that may be absent."""
+
+        owns = Owns.CASTING
+
+    with pytest.raises(ConfigError, match="entirely in half precision"):
+        Trainer(Net(), make_arguments(tmp_path, bf16_full_eval=True), strategy=Engine(use_cpu=True))
+
+
+# -- jit_mode_eval ---------------------------------------------------------------------------------------------------
+
+
+def test_jit_traces_once_per_evaluation_and_says_how_long_it_took(tmp_path: Path) -> None:
+    model, calls = Net(), []
+
+    class Own(Trainer):
+        def torch_jit_model_eval(self, model: nn.Module, dataloader: Any, training: bool = False) -> nn.Module:
+            traced = super().torch_jit_model_eval(model, dataloader, training)
+            calls.append(type(traced))
+            return traced
+
+    trainer = Own(model, make_arguments(tmp_path, jit_mode_eval=True), compute_metrics=share)
+    plain = Trainer(model, make_arguments(tmp_path), compute_metrics=share)
+    rows = make_rows(9)
+    metrics = trainer.evaluate(rows)
+    assert metrics.pop("eval_jit_compilation_time") > 0
+    assert numbers(metrics) == pytest.approx(numbers(plain.evaluate(rows)))
+    output = trainer.predict(rows, metric_key_prefix="p")
+    assert output.metrics["p_jit_compilation_time"] > 0
+    numpy.testing.assert_allclose(output.predictions, plain.predict(rows).predictions, rtol=1e-6)
+    assert len(calls) == 2
+    assert all(issubclass(kind, torch.jit.ScriptModule) for kind in calls)
+    assert trainer.model is model
+    assert trainer.model.training
+
+
+def test_model_that_cannot_be_traced_runs_as_it_is_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Untraceable(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            if torch.jit.is_tracing():
+                raise RuntimeError("cannot be traced")
+            return super().forward(x, labels)
+
+    trainer = Trainer(Untraceable(), make_arguments(tmp_path, jit_mode_eval=True))
+    with caplog.at_level(logging.WARNING, logger="hftrain"):
+        assert "eval_loss" in trainer.evaluate(make_rows(9))
+    assert "could not be traced and runs as it is" in caplog.text
+
+
+def test_trace_method_follows_its_arguments(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path))
+    trainer.evaluate(make_rows(1))
+    model = trainer.model.eval()
+    batch = {"x": torch.ones(2, 4)}
+    assert trainer.torch_jit_model_eval(model, [batch], training=True) is model
+    assert isinstance(trainer.torch_jit_model_eval(model, [batch]), torch.jit.ScriptModule)
+    assert isinstance(trainer.torch_jit_model_eval(model, [(torch.ones(2, 4),)]), torch.jit.ScriptModule)
+    assert trainer.torch_jit_model_eval(model, []) is model
+    assert "could not be traced" in caplog.text
+    model.train()
+
+
+def test_jit_is_refused_for_a_task(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="jit_mode_eval=True was given together with Task"):
+        Trainer(Task(), make_arguments(tmp_path, jit_mode_eval=True))
+
+
+# -- eval_use_gather_object, spill_dir -------------------------------------------------------------------------------
+
+
+class Detector(nn.Module):
+    """Return objects: one per sample, one of them text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        boxes = [{"boxes": torch.ones(int(row[0]), 4), "name": f"n{int(row[0])}"} for row in x]
+        return {"scores": x * self.scale, "found": boxes}
+
+
+def test_objects_are_kept_on_request_only(tmp_path: Path) -> None:
+    rows = [{"x": torch.tensor([float(n)])} for n in range(6)]
+    with pytest.raises(TaskError, match=r"They hold a str.*eval_use_gather_object=True"):
+        Trainer(Detector(), make_arguments(tmp_path)).predict(rows)
+    output = Trainer(Detector(), make_arguments(tmp_path, eval_use_gather_object=True)).predict(rows)
+    scores, found = output.predictions
+    assert scores[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert [(entry["boxes"].shape, entry["name"]) for entry in found] == [((n, 4), f"n{n}") for n in range(6)]
+
+
+def test_predictions_are_mapped_to_files_on_request(tmp_path: Path) -> None:
+    model, folder = Net(), tmp_path / "spilled"
+    wanted = Trainer(model, make_arguments(tmp_path)).predict(make_rows(9))
+    seen: list[type] = []
+
+    def look(prediction: EvalPrediction) -> dict[str, float]:
+        seen.append(type(prediction.predictions))
+        return {}
+
+    trainer = Trainer(model, make_arguments(tmp_path), spill_dir=folder, compute_metrics=look)
+    for data in (make_rows(9), Stream(make_rows(9))):
+        output = trainer.predict(data)
+        assert isinstance(output.predictions, numpy.memmap)
+        assert output.predictions.tolist() == wanted.predictions.tolist()
+        assert output.label_ids.tolist() == wanted.label_ids.tolist()
+    trainer.evaluate(make_rows(9))
+    assert seen == [numpy.memmap] * 3
+    assert list(folder.iterdir()) == []
+    with pytest.raises(ConfigError, match="eval_do_concat_batches=False"):
+        Trainer(model, make_arguments(tmp_path, eval_do_concat_batches=False), spill_dir=folder)
+
+
+# -- evaluation inside training --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_evaluation_changes_no_bit_of_what_follows(tmp_path: Path, num_workers: int, is_persistent: bool) -> None:
+    if is_persistent and not num_workers:
+        return
+    answers = []
+    rows: Rows = make_rows(22)
+    for options in ({}, {"eval_strategy": "steps", "eval_steps": 1}):
+        set_seed(0)
+        trainer = Trainer(
+            Net(dropout=0.3),
+            make_arguments(
+                tmp_path, dataloader_num_workers=num_workers, dataloader_persistent_workers=is_persistent,
+                max_steps=8, gradient_accumulation_steps=2, **options,
+            ),
+            train_dataset=Noisy(rows), eval_dataset=Noisy(make_rows(5)), compute_metrics=share,
+        )  # fmt: skip
+        trainer.train()
+        losses = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+        answers.append((losses, [parameter.tolist() for parameter in trainer.model.parameters()]))
+    assert answers[0] == answers[1]

@@ -1,0 +1,201 @@
+"""`auto_find_batch_size`: memory runs out, and the mathematics stay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, Task, make_arguments, make_rows
+from torch import nn
+
+from hftrain import ConfigError, StepOutput, TaskError, Trainer, TrainerCallback, TrainingArguments, set_seed
+from hftrain.core.types import Owns
+from hftrain.trainer.fitting import split_batch
+
+
+class Limited(Net):
+    """A network in double precision with dropout-free layers and memory for `limit` samples."""
+
+    def __init__(self, limit: int = 1000, limit_later: int | None = None) -> None:
+        super().__init__()
+        self.limit, self.limit_later = limit, limit_later
+        self.sizes: list[int] = []
+        self.double()
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> Any:
+        if self.training:
+            self.sizes.append(len(x))
+        if len(x) > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        if self.limit_later is not None and len(self.sizes) > 8:
+            self.limit = self.limit_later
+        return super().forward(x.double(), labels)
+
+
+class LimitedTask(Task):
+    """The same as a task that reports numbers of its own."""
+
+    def __init__(self, limit: int = 1000) -> None:
+        super().__init__()
+        self.model = Limited(limit)
+
+    def training_step(self, batch: Any) -> StepOutput:
+        loss, _ = self.model(**batch)
+        return StepOutput(loss=loss, logs={"one": 1.0})
+
+
+def train(folder: Path, model: Any, *, resume: bool = False, callbacks: Any = (), **options: Any) -> Trainer:
+    """Train two epochs of 22 samples in batches of 8, the last of them short."""
+    given = {"per_device_train_batch_size": 8, "lr_scheduler_type": "cosine", "warmup_steps": 2, **options}
+    trainer = Trainer(model, make_arguments(folder, **given), train_dataset=make_rows(), callbacks=list(callbacks))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def logged(trainer: Trainer) -> list[dict[str, float]]:
+    return [
+        {name: entry[name] for name in ("loss", "grad_norm", "learning_rate", "epoch", "one") if name in entry}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+
+
+def assert_equal(ours: Trainer, theirs: Trainer) -> None:
+    assert ours.state.global_step == theirs.state.global_step
+    for one, other in zip(logged(ours), logged(theirs), strict=True):
+        assert one == pytest.approx(other, rel=1e-10, abs=1e-12)
+    for name, value in ours.model.state_dict().items():
+        torch.testing.assert_close(value, theirs.model.state_dict()[name], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [Limited, LimitedTask])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("limit", "found"), [(8, 8), (5, 4), (3, 2), (1, 1)])
+def test_gradients_schedule_and_steps_stay(
+    tmp_path: Path, kind: Any, accumulation: int, limit: int, found: int
+) -> None:
+    options = {"gradient_accumulation_steps": accumulation}
+    set_seed(1)
+    undisturbed = train(tmp_path, kind(), **options)
+    set_seed(1)
+    fitted = train(tmp_path, kind(limit), auto_find_batch_size=True, **options)
+    assert_equal(fitted, undisturbed)
+    assert fitted.state.train_batch_size == found
+    assert max(fitted.model.sizes[-3:]) <= limit
+
+
+def test_random_numbers_stay_where_nothing_is_cut(tmp_path: Path) -> None:
+    set_seed(1)
+    undisturbed = train(tmp_path, Net(dropout=0.5))
+    set_seed(1)
+    fitted = train(tmp_path, Net(dropout=0.5), auto_find_batch_size=True)
+    for one, other in zip(logged(fitted), logged(undisturbed), strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+def test_running_statistics_do_not_see_the_rehearsal(tmp_path: Path) -> None:
+    def make() -> Net:
+        set_seed(1)
+        model = Net()
+        model.layers[1] = nn.BatchNorm1d(8)
+        return model
+
+    undisturbed, fitted = train(tmp_path, make()), train(tmp_path, make(), auto_find_batch_size=True)
+    ours, theirs = fitted.model.layers[1], undisturbed.model.layers[1]
+    assert ours.num_batches_tracked == theirs.num_batches_tracked
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_memory_that_runs_out_later_cuts_further(tmp_path: Path, accumulation: int) -> None:
+    options = {"gradient_accumulation_steps": accumulation}
+    set_seed(1)
+    undisturbed = train(tmp_path, Limited(), **options)
+    set_seed(1)
+    fitted = train(tmp_path, Limited(4, limit_later=2), auto_find_batch_size=True, **options)
+    assert_equal(fitted, undisturbed)
+    assert fitted.state.train_batch_size == 2
+
+
+class StopAt(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4:
+            control.should_save = control.should_training_stop = True
+
+
+def test_found_size_is_recorded_and_reused(tmp_path: Path) -> None:
+    set_seed(1)
+    undisturbed = train(tmp_path / "a", Limited())
+    set_seed(1)
+    train(tmp_path / "b", Limited(3), callbacks=[StopAt()], auto_find_batch_size=True)
+    state = json.loads((tmp_path / "b" / "checkpoint-4" / "trainer_state.json").read_text("utf-8"))
+    assert state["train_batch_size"] == 2
+    model = Limited(3)
+    resumed = train(tmp_path / "b", model, resume=True, auto_find_batch_size=True)
+    assert_equal(resumed, undisturbed)
+    assert resumed.state.train_batch_size == 2
+    assert max(model.sizes) == 2  # nothing was tried that does not fit
+
+
+def test_single_sample_that_does_not_fit_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="single sample per micro-batch"):
+        train(tmp_path, Limited(0), auto_find_batch_size=True)
+
+
+@pytest.mark.parametrize("setting", [True, "smaller_batch"])
+def test_other_errors_pass(tmp_path: Path, setting: Any) -> None:
+    class Broken(Net):
+        def forward(self, x: torch.Tensor, labels: Any = None) -> Any:
+            raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        train(tmp_path, Broken(), auto_find_batch_size=setting)
+
+
+def test_batch_that_cannot_be_cut_is_named() -> None:
+    with pytest.raises(TaskError, match="cannot be cut"):
+        split_batch(object(), 2)
+
+
+def test_parts_share_what_has_no_batch_dimension() -> None:
+    batch = {"x": torch.arange(5), "nested": (torch.ones(5, 2), [torch.tensor(3.0)]), "mask": torch.ones(7), "n": 4}
+    parts = split_batch(batch, 2)
+    assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
+    assert [len(part["nested"][0]) for part in parts] == [2, 2, 1]
+    assert all(part["mask"] is batch["mask"] and part["n"] == 4 for part in parts)
+    assert split_batch(batch, 5)[0] is batch
+
+
+def test_smaller_batch_starts_again_with_half_the_size(tmp_path: Path) -> None:
+    trainer = train(tmp_path, Limited(3), auto_find_batch_size="smaller_batch", save_strategy="epoch")
+    assert trainer.state.global_step == 22  # 11 batches of 2 in each of two epochs
+    assert trainer.state.train_batch_size == 2
+    assert trainer.args.per_device_train_batch_size == 8
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == list(range(1, 23))
+    model = Limited(3)
+    resumed = train(
+        tmp_path, model, resume=True, auto_find_batch_size="smaller_batch", save_strategy="epoch", num_train_epochs=3
+    )
+    assert resumed.state.global_step == 33
+    assert max(model.sizes) == 2
+
+
+def test_smaller_batch_gives_up_at_none(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="No executable batch size found"):
+        train(tmp_path, Limited(0), auto_find_batch_size="smaller_batch")
+
+
+def test_engine_that_counts_micro_batches_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hftrain.strategies.single import SingleDeviceStrategy
+
+    monkeypatch.setattr(SingleDeviceStrategy, "owns", Owns.ACCUMULATION)
+    with pytest.raises(ConfigError, match=r"auto_find_batch_size=True.*counts the micro-batches"):
+        Trainer(Net(), make_arguments(tmp_path, auto_find_batch_size=True))
+
+
+def test_unknown_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match="smaller_batch"):
+        TrainingArguments("out", auto_find_batch_size="smaller")

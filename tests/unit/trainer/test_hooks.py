@@ -1,0 +1,104 @@
+"""Hooks that nothing calls, and names that are taken, are refused when a subclass is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import Net, make_arguments, make_rows
+
+from hftrain import ConfigError, Trainer
+from hftrain.trainer.hooks import DOCUMENTED, call_with
+
+UNCALLED = [name for name in DOCUMENTED if not hasattr(Trainer, name)]
+
+
+@pytest.mark.parametrize("name", UNCALLED)
+def test_documented_hook_that_nothing_calls_is_refused(tmp_path: Path, name: str) -> None:
+    kind = type("Mine", (Trainer,), {name: lambda self, *args, **kwargs: None})
+    with pytest.raises(ConfigError, match=f"Mine defines {name}") as caught:
+        kind(Net(), make_arguments(tmp_path))
+    assert DOCUMENTED[name] in str(caught.value)
+
+
+def test_inner_loop_is_among_them() -> None:
+    assert "_inner_training_loop" in UNCALLED
+
+
+def test_mixin_behind_the_trainer_is_looked_at_too(tmp_path: Path) -> None:
+    class Mixin:
+        def _inner_training_loop(self) -> None: ...
+
+    class Mine(Trainer, Mixin): ...
+
+    with pytest.raises(ConfigError, match="override training_step"):
+        Mine(Net(), make_arguments(tmp_path))
+
+
+class TakesMethod(Trainer):
+    def _sharded(self, loader: Any, *, is_training: bool) -> Any:
+        return loader
+
+
+class TakesAttribute(Trainer):
+    def _session(self) -> None: ...
+
+
+class SetsBefore(Trainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._stage = "sft"
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [TakesMethod, TakesAttribute, SetsBefore])
+def test_names_that_are_taken_are_refused(tmp_path: Path, kind: type[Trainer]) -> None:
+    with pytest.raises(ConfigError, match="Choose another name"):
+        kind(Net(), make_arguments(tmp_path))
+
+
+class Free(Trainer):
+    _tag_names = ("mine",)
+    _signature_columns = ["x", "labels"]  # noqa: RUF012
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._metrics: dict[str, float] = {}
+        super().__init__(*args, **kwargs)
+        self._tag_names = ("mine", "too")
+
+    def _prepare_dataset(self) -> None: ...
+
+
+def test_names_of_a_subclass_of_its_own_pass(tmp_path: Path) -> None:
+    trainer = Free(Net(), make_arguments(tmp_path))
+    assert trainer._signature_columns == ["x", "labels"]
+
+
+VALUES = {"loss": 1, "norm": 2, "epoch": 3}
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        (lambda loss, norm, epoch: (loss, norm, epoch), (1, 2, 3)),
+        (lambda loss, epoch: (loss, epoch), (1, 3)),
+        (lambda loss, epoch=None: (loss, epoch), (1, 3)),
+        (lambda *args: args, (1, 2, 3)),
+        (lambda loss, **rest: (loss, rest), (1, {"norm": 2, "epoch": 3})),
+        (lambda a, b: (a, b), (1, 2)),
+        (lambda: (), ()),
+    ],
+)
+def test_hook_of_any_generation_gets_what_it_names(hook: Any, expected: Any) -> None:
+    assert call_with(hook, VALUES) == expected
+
+
+@pytest.mark.parametrize(
+    "hook",
+    ["_running_session", "_save_checkpoint", "_rotate_checkpoints", "_load_best_model", "_maybe_log_save_evaluate"],
+)
+def test_hook_of_a_running_training_is_refused_outside_of_one(tmp_path: Path, hook: str) -> None:
+    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows())
+    arguments = {"_running_session": ["it"], "_save_checkpoint": [trainer.model]}
+    with pytest.raises(ConfigError, match="while train"):
+        getattr(trainer, hook)(*arguments.get(hook, []))
