@@ -187,6 +187,7 @@ def test_model_without_a_hidden_size_or_parameters_is_refused_before_launch(tmp_
 
 def test_device_that_deepspeed_did_not_choose_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # A stand-in for a machine with a GPU, on which use_cpu=True was asked for.
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the import sets it, and leaves it
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(type(get_accelerator()), "device_name", lambda self, index=None: "cuda")
