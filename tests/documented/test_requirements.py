@@ -35,7 +35,6 @@ OPEN_SECTIONS: dict[str, str] = {
     "Q": "not mapped yet",
     "R": "memory metrics",
     "S": "search",
-    "T": "DeepSpeed",
     "U": "FSDP",
     "V": "launchers",
     "W": "FairScale's successors",

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from hftrain.adapter import deepspeed
 from hftrain.adapter.fsdp import fsdp_options, launcher_asks
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger
@@ -39,7 +40,7 @@ def strategy_request(
     chosen = _name_of(strategy)
     for field in _STRATEGY_FIELDS:
         value = getattr(args, field, None)
-        if chosen is not None and value and not (field == "fsdp" and _is_fsdp(strategy)):
+        if chosen is not None and value and not _takes(strategy, field):
             raise ConfigError(
                 explain(
                     f"strategy={chosen!r} was asked for together with {field}={value!r}.",
@@ -49,8 +50,10 @@ def strategy_request(
                     **{field: value},
                 )
             )
-    _check_launcher(may_be_fsdp=chosen is None or _is_fsdp(strategy))
-    name = chosen or ("fsdp" if args.fsdp or launcher_asks() else "ddp" if args.world_size > 1 else "single")
+    _check_launcher(
+        may_be=[field for field in _LAUNCHER_ENGINES.values() if chosen is None or _is_engine_of(strategy, field)]
+    )
+    name = chosen or _name_by_arguments(args)
     wanted: dict[str, Any] = {
         "backend": args.ddp_backend,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
@@ -61,6 +64,9 @@ def strategy_request(
     wanted = {option: value for option, value in wanted.items() if value is not None}
     if name == "fsdp" or _is_fsdp(strategy):
         wanted.update(fsdp_options(args, is_named=chosen is not None))
+    if not is_object and _is_engine_of(name, "deepspeed"):
+        wanted.update(deepspeed.deepspeed_options(args))
+        wanted = {option: value for option, value in wanted.items() if value is not None}
     if not is_object:
         _check_preset(name, wanted)
     accepts = _accepted_options(None if is_object else name)
@@ -79,6 +85,28 @@ def strategy_request(
     if is_checkpointing:
         defaults["broadcast_buffers"] = False
     return name, {option: value for option, value in {**defaults, **wanted}.items() if accepts(option)}
+
+
+def _name_by_arguments(args: Any) -> str:
+    """Return the strategy that the arguments mean, else the launcher."""
+    if args.deepspeed or deepspeed.launcher_asks():
+        return "deepspeed"
+    return "fsdp" if args.fsdp or launcher_asks() else "ddp" if args.world_size > 1 else "single"
+
+
+def _is_engine_of(strategy: str | Strategy | None, field: str) -> bool:
+    """Tell whether a strategy takes what a field of the arguments says."""
+    if field == "deepspeed":
+        name = _name_of(strategy) or ""
+        return name.startswith("deepspeed") or any(
+            vars(kind).get("name") == "deepspeed" for kind in type(strategy).__mro__
+        )
+    return field == "fsdp" and _is_fsdp(strategy)
+
+
+def _takes(strategy: str | Strategy | None, field: str) -> bool:
+    """Tell whether what a field says goes into a strategy; a DeepSpeed object has a config of its own."""
+    return _is_engine_of(strategy, field) and not (field == "deepspeed" and isinstance(strategy, Strategy))
 
 
 def _is_fsdp(strategy: str | Strategy | None) -> bool:
@@ -117,16 +145,16 @@ def _accepted_options(name: str | None) -> Callable[[str], bool]:
     return lambda option: takes_any or option in accepted
 
 
-def _check_launcher(*, may_be_fsdp: bool) -> None:
+def _check_launcher(*, may_be: list[str]) -> None:
     """Raise where `accelerate launch` was told to use an engine that is not here: plain DDP would train instead."""
     for variable, engine in _LAUNCHER_ENGINES.items():
-        if engine == "fsdp" and may_be_fsdp:
+        if engine in may_be:
             continue
         if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
             raise ConfigError(
                 explain(
                     f"The launcher asked for {engine} ({variable}={os.environ[variable]}).",
-                    f"strategy={engine!r} is not the one that was chosen, or not wired in this version.",
+                    f"strategy={engine!r} is not the one that was chosen.",
                     "Launch with torchrun, or without that option of accelerate launch.",
                 )
             )

@@ -13,7 +13,6 @@ UNWIRED: dict[str, str] = {
     "save_on_each_node": "saving on every node",
     "tpu_num_cores": "TPUs",
     "mp_parameters": "SageMaker model parallelism",
-    "deepspeed": "DeepSpeed",
     "parallelism_config": "device meshes",
     "predict_with_generate": "generation",
     "generation_max_length": "generation",

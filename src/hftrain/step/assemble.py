@@ -46,9 +46,11 @@ def assemble_stepper(
     return Stepper(
         autocast=nullcontext if Owns.CASTING in owns else precision.autocast,
         backward=engine.backward if Owns.BACKWARD in owns else precision.backward,
-        clip=_make_clip(strategy, precision, optimizer, max_grad_norm or 0.0, unscales) if clips else _clip_nothing,
+        clip=_make_clip(strategy, precision, optimizer, max_grad_norm or 0.0, unscales)
+        if clips
+        else _read_norm(getattr(strategy, "last_norm", None) if max_grad_norm else None),
         step=engine.step if Owns.STEP in owns else partial(precision.step, optimizer),
-        zero_grad=optimizer.zero_grad,
+        zero_grad=getattr(strategy, "zero_grad", optimizer.zero_grad) if Owns.STEP in owns else optimizer.zero_grad,
     )
 
 
@@ -80,8 +82,9 @@ def _make_clip(
     return clip
 
 
-def _clip_nothing() -> None:
-    return None
+def _read_norm(norm: Any) -> Callable[[], Any]:
+    """Return what stands in for clipping where the engine clips, or nobody."""
+    return lambda: norm
 
 
 def _check_owns(strategy: Strategy, *, scales: bool) -> None:

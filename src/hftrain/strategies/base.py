@@ -24,8 +24,9 @@ class Strategy:
     A strategy whose engine takes over part of the step says so in `owns`, and provides for
 
     - `Owns.BACKWARD`: ``backward(loss) -> None``;
-    - `Owns.STEP`: ``step() -> bool``, False if the step was skipped;
-    - `Owns.CLIP`: nothing: its ``step`` clips, and `clip_grad_norm` is not called;
+    - `Owns.STEP`: ``step() -> bool``, False if the step was skipped; and ``zero_grad()``, if it drops gradients itself;
+    - `Owns.CLIP`: nothing: its ``step`` clips, and `clip_grad_norm` is not called; it may have a ``last_norm``, which
+      turns into the norm (`float`) when it is logged;
     - `Owns.SCALING`: ``backward`` and ``step``, which scale the loss themselves;
     - `Owns.CASTING`: nothing: the forward pass is then run without autocast;
     - `Owns.ACCUMULATION`: nothing: its ``backward`` counts micro-steps, and `no_sync` does nothing.
@@ -33,6 +34,8 @@ class Strategy:
     Attributes:
         name: The registry name.
         owns: What the strategy's own engine takes over from the step.
+        makes: What of ``"optimizer"`` and ``"scheduler"`` the strategy makes itself, in `setup`.
+        schedule: The schedule that it made there.
         shards_model: Whether each process holds a part of the model, in parameters that `setup` makes.
         rank: This process among all; as the launcher said until `launch`, then as the process group says.
         local_rank: This process among those of its machine, likewise.
@@ -48,6 +51,8 @@ class Strategy:
     name = ""
     owns = Owns.NOTHING
     shards_model = False
+    makes: frozenset[str] = frozenset()
+    schedule: Any = None
 
     def __init__(self, planned_device: torch.device, *, place_model: bool = True) -> None:
         self.rank, self.local_rank, self.world_size = 0, 0, 1
@@ -100,6 +105,13 @@ class Strategy:
 
     def check_model(self, model: nn.Module) -> None:
         """Raise `ConfigError` unless the strategy can train a model; asked before `launch`, touches no device."""
+
+    def plan(self, *, num_steps: int, num_warmup_steps: int) -> None:
+        """Hear how long a run is, in optimizer updates, before `setup`; for strategies that make the schedule."""
+
+    def building(self) -> AbstractContextManager[Any]:
+        """Return the context to build a model in that is to be trained."""
+        return nullcontext()
 
     def launch(self) -> None:
         """Take the device, and meet the other processes; doing so again changes nothing. Collective."""

@@ -33,6 +33,17 @@ strategies.register(
     summary="like fsdp within a machine, copies between machines",
     sharding="hybrid_shard",
 )
+strategies.register(
+    "deepspeed", "hftrain.strategies.deepspeed.strategy:DeepSpeedStrategy", summary="DeepSpeed, as its config says"
+)
+for _name, _summary, _preset in (
+    ("deepspeed_stage_1", "DeepSpeed, the optimizer's state split", {"stage": 1}),
+    ("deepspeed_stage_2", "like deepspeed_stage_1, gradients split too", {"stage": 2}),
+    ("deepspeed_stage_2_offload", "like deepspeed_stage_2, the state in host memory", {"stage": 2, "offload": True}),
+    ("deepspeed_stage_3", "like deepspeed_stage_2, parameters split too", {"stage": 3}),
+    ("deepspeed_stage_3_offload", "like deepspeed_stage_3, all in host memory", {"stage": 3, "offload": True}),
+):
+    strategies.register(_name, "hftrain.strategies.deepspeed.strategy:DeepSpeedStrategy", summary=_summary, **_preset)
 
 
 def create_strategy(name: str = "auto", **options: Any) -> Strategy:

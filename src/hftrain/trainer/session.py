@@ -35,6 +35,7 @@ from hftrain.trainer.announce import announce_training
 from hftrain.trainer.checks import best_metric_key, check_optimizer
 from hftrain.trainer.counting import RunCounts
 from hftrain.trainer.debugging import watch_overflow
+from hftrain.trainer.engines import forget_taken
 from hftrain.trainer.eval_sets import check_cadences, is_due, own_metrics
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
@@ -105,7 +106,8 @@ class TrainSession:
         self.resume = None if resume is None else Path(resume)
         if trainer.model_init is not None:
             set_seed(args.seed)
-            trainer._adopt_model(trainer.call_model_init(trainer._trial))
+            with trainer.strategy.building():
+                trainer._adopt_model(trainer.call_model_init(trainer._trial))
             trainer.optimizer = trainer.lr_scheduler = None
         loader = self._loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
         batch_size = trainer.get_total_train_batch_size(args)
@@ -195,16 +197,27 @@ class TrainSession:
         place_task(trainer.task, strategy, is_model_placed=True)
         self.changes.apply(trainer.model)
         trainer._forget_schedule()
+        forget_taken(trainer)
+
+        strategy.plan(num_steps=max_steps, num_warmup_steps=trainer.args.get_warmup_steps(max_steps))
 
         def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-            trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
+            if "scheduler" in strategy.makes:
+                trainer.create_optimizer()
+            else:
+                trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
             assert trainer.optimizer is not None
             trainer.model = trainer.ipex_optimize_model(trainer.model, training=True)
+            # Here, for a strategy may put parameters of its own into the groups.
+            check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
             return precision.attach(trainer.model, trainer.optimizer)
 
         wrapped, optimizer = self._wrap(make_optimizer)
         trainer.compiler.compile(trainer.model)
-        check_optimizer(optimizer, trainer.lr_scheduler, trainer.model)
+        if "scheduler" in strategy.makes:
+            trainer.lr_scheduler = strategy.schedule
+        elif "optimizer" in strategy.makes:
+            trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
         trainer._check_in_backward(optimizer)
         # An interrupted run, or the user, may have left gradients.
         trainer.model.zero_grad()

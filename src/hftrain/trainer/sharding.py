@@ -26,9 +26,9 @@ def shard_writers(trainer: Trainer, optimizer: torch.optim.Optimizer) -> list[Ca
     strategy = trainer.strategy
     place = {"rank": strategy.rank, "world_size": strategy.world_size}
     weights = strategy.model_shards(trainer.model_wrapped)
-    if weights is None:
-        return []
-    writers: list[Callable[[Path], None]] = [lambda folder: save_shards(weights, folder, stem=WEIGHT_SHARDS, **place)]
+    writers: list[Callable[[Path], None]] = []
+    if weights is not None:
+        writers.append(lambda folder: save_shards(weights, folder, stem=WEIGHT_SHARDS, **place))
     split = None if trainer.args.save_only_model else strategy.optimizer_shards(trainer.model_wrapped, optimizer)
     if split is not None:
         writers.append(lambda folder: save_shards(split[1], folder, stem=OPTIMIZER_SHARDS, **place))

@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset, SequentialSampler
 
 from hftrain.adapter.compilation import compile_config
 from hftrain.adapter.data import eval_loader_config, length_config, total_batch_size, train_loader_config
+from hftrain.adapter.deepspeed import settle_deepspeed
 from hftrain.adapter.evaluate import evaluate_config, full_eval_dtype
 from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
 from hftrain.adapter.optim import optimizer_config, schedule_config
@@ -86,6 +87,7 @@ from hftrain.trainer.checks import (
 )
 from hftrain.trainer.counting import count_tokens, token_counter
 from hftrain.trainer.debugging import debug_callbacks
+from hftrain.trainer.engines import check_made
 from hftrain.trainer.eval_sets import check_cadences, evaluate_sets, own_metrics, split_eval_sets
 from hftrain.trainer.evaluating import (
     JitModel,
@@ -247,6 +249,7 @@ class Trainer:
             precision if isinstance(precision, Precision) else precisions.create(precision_name, **precision_options)
         )
         check_strategy(self.args, self.strategy)
+        settle_deepspeed(self.args, self.strategy, self.precision)
         check_legal(self.strategy, self.precision)
         check_configured_state(self.args, self.strategy.planned_device)
         self.strategy.non_blocking = non_blocking_copies(self.args)
@@ -1394,9 +1397,11 @@ class Trainer:
 
     def _check_optimizer(self) -> None:
         """Refuse, before anything is launched, an optimizer that cannot be made."""
+        check_made(self)
         is_own = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         makes_own = type(self.task).configure_optimizers is not TaskModule.configure_optimizers
-        if not (is_own or makes_own or self._is_overridden("create_optimizer")):
+        is_made = "optimizer" in self.strategy.makes
+        if not (is_own or makes_own or is_made or self._is_overridden("create_optimizer")):
             self._check_in_backward(self.get_optimizer_cls_and_kwargs(self.args, self.model)[0])
 
     def _check_in_backward(self, optimizer: Any) -> None:

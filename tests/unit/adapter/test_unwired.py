@@ -13,7 +13,6 @@ CHANGED = {
     "save_on_each_node": True,
     "tpu_num_cores": 8,
     "mp_parameters": "{}",
-    "deepspeed": "ds.json",
     "parallelism_config": object(),
     "predict_with_generate": True,
     "generation_max_length": 5,

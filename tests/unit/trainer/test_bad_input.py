@@ -48,7 +48,6 @@ def train(
         ({"strategy": "single"}, {"fsdp": "full_shard"}, "strategy='single'.*fsdp"),
         ({"precision": "bf16"}, {"fp16": True}, "precision='bf16'.*fp16=True"),
         ({"precision": "tf32"}, {}, "TF32"),
-        ({}, {"deepspeed": {"zero": 3}}, "Not wired in this version: deepspeed"),
         ({}, {"neftune_noise_alpha": 5.0}, "get_input_embeddings"),
         ({}, {"eval_strategy": "epoch"}, "no eval_dataset"),
         ({"data_collator": 3}, {}, "data_collator"),

@@ -1,0 +1,180 @@
+"""What the arguments and the launcher say for a DeepSpeed config."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hftrain.adapter import fsdp
+from hftrain.adapter.data import read_accelerator_config, total_batch_size
+from hftrain.adapter.sharing import syncs_each_batch
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.types import PrecisionPolicy
+from hftrain.precision.base import Precision
+from hftrain.strategies.base import Strategy
+from hftrain.strategies.deepspeed.config import Fill, find
+from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
+
+_YES = ("1", "true", "yes")
+_HALVES = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
+
+
+def launcher_asks() -> bool:
+    """Tell whether `accelerate launch` was told to use DeepSpeed."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in _YES
+
+
+def deepspeed_options(args: Any) -> dict[str, Any]:
+    """Return the options of a strategy chosen by name: the config of the arguments, else of the launcher.
+
+    Raises:
+        ConfigError: DeepSpeed cannot do what other arguments ask for.
+    """
+    other = f"fsdp={args.fsdp!r}" if args.fsdp else "the launcher's FSDP" if fsdp.launcher_asks() else None
+    if other is not None:
+        raise ConfigError(
+            explain(
+                f"DeepSpeed was asked for together with {other}.",
+                "Both choose how processes share the model.",
+                "Keep one of the two.",
+            )
+        )
+    config = args.deepspeed or (_from_launcher() if launcher_asks() else None)
+    return {"config": config}
+
+
+def settle_deepspeed(args: Any, strategy: Strategy, precision: Precision) -> None:
+    """Fill a DeepSpeed strategy's config from the arguments; other strategies are left alone. Mutates the strategy.
+
+    Raises:
+        ConfigError: The config contradicts the arguments, or DeepSpeed cannot do what they ask for.
+    """
+    if not isinstance(strategy, DeepSpeedStrategy):
+        return
+    # What `Trainer.propagate_args_to_deepspeed` calls, when arguments have changed since.
+    strategy.propagate_args = partial(_propagate, strategy, precision.policy)  # type: ignore[attr-defined]
+    _propagate(strategy, precision.policy, args)
+    _check_arguments(args, strategy)
+
+
+def _propagate(
+    strategy: DeepSpeedStrategy, policy: PrecisionPolicy, args: Any, *, auto_find_batch_size: bool = False
+) -> None:
+    half = _HALVES.get(str(policy.compute_dtype))
+    values = run_values(args, world_size=strategy.world_size, has_found_batch_size=auto_find_batch_size)
+    strategy.fill_config(values, half=half)
+
+
+def run_values(args: Any, *, world_size: int, has_found_batch_size: bool = False) -> list[Fill]:
+    """Return what the arguments say for the config's keys.
+
+    Args:
+        args: The training arguments.
+        world_size: The number of processes.
+        has_found_batch_size: Whether the batch size was searched for, and wins over the config's.
+
+    Source: the documented "auto" values.
+    """
+    total = total_batch_size(args, world_size=world_size)
+    micro = total // (args.gradient_accumulation_steps * world_size)
+    batch: dict[str, Any] = {"creates": True, "must_match": not has_found_batch_size}
+    values = [
+        Fill(
+            key="train_micro_batch_size_per_gpu",
+            value=micro,
+            name=f"per_device_train_batch_size={args.per_device_train_batch_size}",
+            **batch,
+        ),
+        Fill(
+            key="gradient_accumulation_steps",
+            value=args.gradient_accumulation_steps,
+            name="gradient_accumulation_steps",
+            creates=True,
+        ),
+        Fill(key="train_batch_size", value=total, name="all processes' samples per update", **batch),
+        Fill(key="gradient_clipping", value=args.max_grad_norm or 0.0, name="max_grad_norm", creates=True),
+        Fill(key="amp.enabled", value=False, name="half_precision_backend"),
+        Fill(key="amp.opt_level", value=args.fp16_opt_level, name="fp16_opt_level"),
+        Fill(key="scheduler.params.warmup_min_lr", value=0, name="warm-up", must_match=False),
+        Fill(key="scheduler.params.warmup_max_lr", value=args.learning_rate, name="learning_rate"),
+        Fill(key="zero_optimization.stage3_gather_16bit_weights_on_model_save", value=False, name="", must_match=False),
+    ]
+    optimizer = {
+        "lr": (args.learning_rate, "learning_rate"),
+        "betas": ([args.adam_beta1, args.adam_beta2], "adam_beta1 and adam_beta2"),
+        "eps": (args.adam_epsilon, "adam_epsilon"),
+        "weight_decay": (args.weight_decay, "weight_decay"),
+    }
+    return [
+        *values,
+        *(Fill(key=f"optimizer.params.{key}", value=value, name=name) for key, (value, name) in optimizer.items()),
+    ]
+
+
+def _check_arguments(args: Any, strategy: DeepSpeedStrategy) -> None:
+    """Raise where DeepSpeed cannot do what the arguments ask for."""
+    offload = find(strategy.config, "zero_optimization.offload_optimizer.device")
+    saves = args.save_strategy != "no" and not args.save_only_model
+    conflicts = [
+        (
+            args.auto_find_batch_size and strategy.stage == 3,
+            "auto_find_batch_size=True",
+            "With ZeRO-3 a process that runs out of memory leaves the others waiting for its parameters.",
+            "Set the batch size, or use stage 2.",
+        ),
+        (
+            args.save_only_model and args.load_best_model_at_end,
+            "save_only_model=True with load_best_model_at_end=True",
+            "DeepSpeed's best model is loaded from a complete checkpoint.",
+            "Drop one of the two.",
+        ),
+        (
+            syncs_each_batch(args),
+            "accelerator_config's sync_each_batch=True",
+            "The engine decides when processes exchange gradients: with stage 2 and 3 after each micro-batch anyway.",
+            "Leave it out.",
+        ),
+        (
+            offload == "nvme" and saves,
+            "Offload of the optimizer to NVMe",
+            "Its state is in files of DeepSpeed's own, which a checkpoint here does not hold.",
+            "Set save_only_model=True or save_strategy='no', or offload to the CPU.",
+        ),
+        (
+            read_accelerator_config(args).get("use_configured_state", False),
+            "accelerator_config's use_configured_state=True",
+            "An accelerate state that was made before knows nothing of this DeepSpeed config.",
+            "Leave it out.",
+        ),
+    ]
+    for is_asked, asked, reason, remedy in conflicts:
+        if is_asked:
+            raise ConfigError(explain(f"{asked} was asked for with strategy={strategy.name!r}.", reason, remedy))
+
+
+def _from_launcher() -> dict[str, Any] | str:
+    """Return the config that `accelerate launch` tells in the environment: a file, or single settings."""
+    said = {
+        name.removeprefix("ACCELERATE_").removeprefix("DEEPSPEED_").lower(): value
+        for name, value in os.environ.items()
+        if name.startswith(("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_")) and value.lower() not in ("", "none")
+    }
+    if "config_file" in said:
+        return str(Path(said["config_file"]))
+    zero: dict[str, Any] = {"stage": int(said.get("zero_stage", 2))}
+    for part in ("optimizer", "param"):
+        device = said.get(f"offload_{part}_device")
+        if device is not None:
+            path = said.get(f"offload_{part}_nvme_path")
+            zero[f"offload_{part}"] = {"device": device, **({"nvme_path": path} if path and device == "nvme" else {})}
+    if said.get("zero3_save_16bit_model", "false").lower() in _YES:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    config: dict[str, Any] = {"zero_optimization": zero}
+    clipping = said.get("gradient_clipping", "auto")
+    config["gradient_clipping"] = clipping if clipping == "auto" else float(clipping)
+    # 1 is what the launcher sets unasked.
+    steps = said.get("gradient_accumulation_steps", "1")
+    config["gradient_accumulation_steps"] = "auto" if steps in ("1", "auto") else int(steps)
+    return config

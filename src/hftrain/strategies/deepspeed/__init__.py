@@ -1,0 +1,1 @@
+"""DeepSpeed: its engine runs backward, clipping, scaling and the update; the config says how much is split."""

@@ -1,0 +1,199 @@
+"""A DeepSpeed config: read, checked, and its "auto" values filled, with every contradiction in one error."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.core.errors import ConfigError, explain
+
+AUTO = "auto"
+STAGES = (0, 1, 2, 3)
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# Of these the engine splits the work in ways that the loaders do not follow.
+_PARALLEL = (("tensor_parallel", "autotp_size"), ("sequence_parallel_size",))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fill:
+    """One value that the run has for a key of the config.
+
+    Args:
+        key: The key, nested ones joined by dots (``"optimizer.params.lr"``).
+        value: What it is in this run.
+        name: The argument that says so, for the error.
+        must_match: Whether another value in the config is an error; else the config's stands.
+        creates: Whether the key is added where the config does not have it.
+    """
+
+    key: str
+    value: Any
+    name: str
+    must_match: bool = True
+    creates: bool = False
+
+
+def read_config(given: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """Return a copy of a config, from a dict or the path of a JSON file.
+
+    Raises:
+        ConfigError: The file cannot be read, or it holds no settings, or settings that cannot work here.
+    """
+    if isinstance(given, (str, Path)):
+        try:
+            given = json.loads(Path(given).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                explain(
+                    f"The DeepSpeed config {str(given)!r} was given.",
+                    f"It cannot be read as a JSON file: {error}.",
+                    "Give the path of a JSON file, or a dict.",
+                )
+            ) from error
+    if not isinstance(given, Mapping):
+        raise _refused(f"It is a {type(given).__name__} and holds no settings.", "Give a JSON object, or a dict.")
+    config: dict[str, Any] = copy.deepcopy(dict(given))
+    zero = config.setdefault("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise _refused("zero_optimization holds no settings.", "Give a dict such as {'stage': 2}.")
+    if zero.get("stage", 0) not in (*STAGES, AUTO) or isinstance(zero.get("stage"), bool):
+        raise _refused("There is no such stage of ZeRO.", f"Use one of {STAGES}.", stage=zero["stage"])
+    for path in _PARALLEL:
+        size = find(config, ".".join(path)) or 1
+        if size not in (1, AUTO):
+            key = ".".join(path)
+            reason = f"{key} splits each sample's work over processes, which hftrain's loaders do not follow."
+            raise _refused(reason, "Leave it out, or set it to 1.", **{path[-1]: size})
+    return config
+
+
+def with_preset(config: dict[str, Any] | None, *, stage: int | None, offload: bool) -> dict[str, Any]:
+    """Return a config that does what a strategy's name says.
+
+    Raises:
+        ConfigError: The config says another stage.
+    """
+    is_own = config is None
+    config = {"zero_optimization": {}} if config is None else config
+    zero = config["zero_optimization"]
+    if stage is not None and zero.get("stage", AUTO) not in (AUTO, stage):
+        raise _refused(
+            f"The strategy's name means stage {stage}, and the config says {zero['stage']}.",
+            "Use strategy='deepspeed' with a config, or a name and no config.",
+            stage=zero["stage"],
+        )
+    if stage is not None or is_own or zero.get("stage") == AUTO:
+        zero["stage"] = 2 if stage is None else stage
+    if offload:
+        for part in ("offload_optimizer", "offload_param")[: 2 if zero["stage"] == 3 else 1]:
+            zero.setdefault(part, {"device": "cpu"})
+    if is_own and zero["stage"] == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    return config
+
+
+def fill(config: dict[str, Any], values: Iterable[Fill]) -> None:
+    """Put the run's values where the config says "auto"; mutates the config.
+
+    Raises:
+        ConfigError: Values of the config contradict the run; all of them are listed.
+    """
+    mismatches = []
+    for each in values:
+        *path, last = each.key.split(".")
+        node: Any = config
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            continue
+        present = node.get(last)
+        if present == AUTO or (present is None and each.creates):
+            node[last] = each.value
+        elif present is not None and each.must_match and not _same(present, each.value):
+            mismatches.append(f"{each.key}={present!r} ({each.name} means {each.value!r})")
+    if mismatches:
+        raise ConfigError(
+            explain(
+                f"A DeepSpeed config was given with {len(mismatches)} values that contradict the arguments.",
+                f"{'; '.join(mismatches)}.",
+                'Write "auto" for each in the config, which takes the argument\'s value, or make them agree.',
+            )
+        )
+
+
+def model_values(model: nn.Module) -> list[Fill]:
+    """Return the bucket sizes that DeepSpeed recommends for a model's hidden size; none if it has no such size.
+
+    Source: the documented ZeRO-3 config.
+    """
+    size = hidden_size(model)
+    if size is None:
+        return []
+    sizes = {
+        "reduce_bucket_size": size * size,
+        "stage3_prefetch_bucket_size": int(0.9 * size * size),
+        "stage3_param_persistence_threshold": 10 * size,
+    }
+    return [
+        Fill(key=f"zero_optimization.{key}", value=value, name="hidden size", must_match=False)
+        for key, value in sizes.items()
+    ]
+
+
+def precision_values(config: dict[str, Any], half: str | None) -> list[Fill]:
+    """Return what the precision says of the config's sections; adds the one that is at work if there is none."""
+    autocast = config.get("torch_autocast") or {}
+    if half is not None and autocast.get("enabled"):
+        wanted = str(HALVES[half]).removeprefix("torch.")
+        return [Fill(key="torch_autocast.dtype", value=wanted, name="precision", creates=True)]
+    if half is not None:
+        config.setdefault(half, {"enabled": True})
+    values = [Fill(key=f"{name}.enabled", value=name == half, name="precision") for name in HALVES]
+    return [*values, Fill(key="torch_autocast.enabled", value=False, name="precision")]
+
+
+def hidden_size(model: nn.Module) -> int | None:
+    """Return the width of a model as its config tells it, the largest where it tells several."""
+    config = getattr(model, "config", None)
+    for each in (config, getattr(config, "text_config", None)):
+        size = getattr(each, "hidden_size", None)
+        sizes = getattr(each, "hidden_sizes", None)
+        if isinstance(size, int):
+            return size
+        if sizes:
+            return int(max(sizes))
+    return None
+
+
+def find(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a nested key, None where there is none."""
+    node: Any = config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def find_auto(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the keys that still say "auto"."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from find_auto(value, f"{prefix}{key}.")
+        elif value == AUTO:
+            yield f"{prefix}{key}"
+
+
+def _same(present: Any, value: Any) -> bool:
+    if isinstance(present, (list, tuple)) and isinstance(value, (list, tuple)):
+        return list(present) == list(value)
+    return bool(present == value)
+
+
+def _refused(reason: str, remedy: str, **received: Any) -> ConfigError:
+    return ConfigError(explain("A DeepSpeed config was given.", reason, remedy, **received))

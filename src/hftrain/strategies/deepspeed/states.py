@@ -1,0 +1,130 @@
+"""The optimizer's state inside a DeepSpeed engine, as plain tensors: taken out for a checkpoint, and put back.
+
+DeepSpeed writes and reads its own checkpoints as pickles, and reading one runs what is in it. A checkpoint here holds
+tensors and numbers only, so the state is read from the engine's parts instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hftrain.core.errors import CheckpointError, StrategyError, explain
+from hftrain.core.types import Shard
+
+# Where DeepSpeed's optimizers keep the float32 tensors they update: of ZeRO-3, ZeRO-1/2, and those for 16-bit models.
+_MASTERS = (
+    "fp32_partitioned_groups_flat",
+    "single_partition_of_fp32_groups",
+    "fp32_groups_flat_partition",
+    "fp32_groups_flat",
+    "fp32_groups",
+)
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_MASTER = "master"
+
+
+def is_plain(engine: Any) -> bool:
+    """Tell whether an engine updates the model's own parameters with an unwrapped optimizer."""
+    return engine.optimizer is engine.basic_optimizer
+
+
+def take_state(engine: Any) -> dict[str, Any]:
+    """Return this process's part of the optimizer's state, without copying.
+
+    Raises:
+        StrategyError: DeepSpeed keeps it in a form that is not known here.
+    """
+    base = engine.basic_optimizer
+    state = {
+        index: {_MASTER: master.detach(), **base.state.get(master, {})} for index, master in enumerate(_masters(engine))
+    }
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups]
+    scale = {name: getattr(part, name) for part in _scalers(engine) for name in _SCALE if hasattr(part, name)}
+    counters = {name: getattr(engine, name) for name in _COUNTERS}
+    return {"state": state, "param_groups": groups, "deepspeed": {"scale": scale, "counters": counters}}
+
+
+def split_off(state: dict[str, Any], *, rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Shard]]:
+    """Part a state into what is the same in every process, and this process's pieces of the rest."""
+    plain: dict[int, dict[str, Any]] = {}
+    pieces = {}
+    for index, entry in state["state"].items():
+        plain[index] = {}
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                flat = value.detach().reshape(-1)
+                pieces[f"{index}.{key}"] = Shard(flat, rank * len(flat), world_size * len(flat))
+            else:
+                plain[index][key] = value
+    return {**state, "state": plain}, pieces
+
+
+def put_state(engine: Any, state: dict[str, Any], *, rank: int, world_size: int) -> None:
+    """Restore what `take_state` returned, or all processes' pieces of it put together; mutates the engine.
+
+    Raises:
+        CheckpointError: It is not from DeepSpeed, or from another stage, precision or number of processes.
+    """
+    base, masters = engine.basic_optimizer, _masters(engine)
+    if "deepspeed" not in state or len(state["state"]) != len(masters):
+        raise _unfit("It was not saved by DeepSpeed with this ZeRO stage and this precision.")
+    for index, master in enumerate(masters):
+        entry = {
+            key: _own(value, master, rank=rank, world_size=world_size) for key, value in state["state"][index].items()
+        }
+        master.data.copy_(entry.pop(_MASTER))
+        own = base.state[master]
+        for key, value in entry.items():
+            if isinstance(own.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                # In place, because DeepSpeed may hold the tensor elsewhere too.
+                own[key].copy_(value.view_as(own[key]))
+            else:
+                own[key] = value.to(master.device) if isinstance(value, torch.Tensor) and value.dim() else value
+    for group, saved in zip(base.param_groups, state["param_groups"], strict=True):
+        group.update(saved)
+    for part in _scalers(engine):
+        vars(part).update({name: value for name, value in state["deepspeed"]["scale"].items() if name in vars(part)})
+    for name, value in state["deepspeed"]["counters"].items():
+        setattr(engine, name, value)
+
+
+def _masters(engine: Any) -> list[torch.Tensor]:
+    for name in _MASTERS:
+        found = getattr(engine.optimizer, name, None)
+        if found:
+            return [each for group in found for each in (group if isinstance(group, (list, tuple)) else [group])]
+    raise StrategyError(
+        explain(
+            f"The state of DeepSpeed's {type(engine.optimizer).__name__} should be saved or restored.",
+            "This version does not know where it keeps its float32 parameters.",
+            "Use ZeRO stage 1, 2 or 3, or save_only_model=True.",
+        )
+    )
+
+
+def _scalers(engine: Any) -> list[Any]:
+    """Return the objects that may hold the scale of the loss: the optimizer itself, or one that it has."""
+    found = (getattr(engine.optimizer, name, None) for name in ("loss_scaler", "loss_scale_config"))
+    return [engine.optimizer, *(part for part in found if hasattr(part, "__dict__"))]
+
+
+def _own(value: Any, master: torch.Tensor, *, rank: int, world_size: int) -> Any:
+    """Return this process's piece of a tensor that all processes share."""
+    if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() == master.numel():
+        return value
+    if value.numel() != world_size * master.numel():
+        raise _unfit("It was split among another number of processes, and DeepSpeed's parts are not split anew.")
+    return value[rank * master.numel() : (rank + 1) * master.numel()]
+
+
+def _unfit(reason: str) -> CheckpointError:
+    return CheckpointError(
+        explain(
+            "The optimizer's state of a checkpoint should be restored with strategy='deepspeed'.",
+            reason,
+            "Resume as the run was started, or start a new run from the checkpoint's weights.",
+        )
+    )

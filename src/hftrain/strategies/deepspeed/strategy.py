@@ -1,0 +1,399 @@
+"""Train with DeepSpeed's engine, which splits optimizer state, gradients and parameters by the stage of ZeRO."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.core.log import warn_once
+from hftrain.core.optional import require
+from hftrain.core.types import Owns, PrecisionPolicy, Shard
+from hftrain.strategies.deepspeed.config import (
+    HALVES,
+    Fill,
+    fill,
+    find,
+    find_auto,
+    hidden_size,
+    model_values,
+    precision_values,
+    read_config,
+    with_preset,
+)
+from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_processes
+from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
+from hftrain.strategies.deepspeed.zero3 import is_partitioned, load_whole, rows_of
+from hftrain.strategies.distributed import DistributedStrategy
+from hftrain.strategies.fsdp.lockstep import Lockstep
+
+_GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+
+
+class DeepSpeedStrategy(DistributedStrategy):
+    """Train with DeepSpeed; its engine runs backward, clipping, loss scaling and the update.
+
+    ZeRO stage 0 splits nothing, 1 the optimizer's state, 2 the gradients too, 3 the parameters too. A Trainer fills
+    the config's "auto" values from the arguments; without a Trainer, write every value.
+
+    Args:
+        use_cpu: See `DistributedStrategy`.
+        backend: Likewise.
+        timeout_s: Likewise.
+        place_model: Not used: DeepSpeed's engine places the model.
+        config: A DeepSpeed config, or the path of one; None makes one of `stage` and `offload` alone.
+        stage: The stage of ZeRO; None takes the config's, or 2 without one.
+        offload: Keep optimizer state, and with stage 3 parameters, in host memory.
+
+    Attributes:
+        config: The config as it stands, filled as far as is known.
+        makes: What the config makes instead of the Trainer: ``"optimizer"``, ``"scheduler"``.
+        schedule: The schedule the config made; None before `setup`, or where it makes none.
+
+    Units:
+        timeout_s: seconds.
+
+    Raises:
+        ConfigError: The config cannot be read, or contradicts `stage`.
+        MissingDependencyError: DeepSpeed is not installed.
+
+    Source: the documented `deepspeed`; Rajbhandari et al., ZeRO, 2020.
+    """
+
+    name = "deepspeed"
+    owns = Owns.BACKWARD | Owns.STEP | Owns.CLIP | Owns.SCALING | Owns.ACCUMULATION | Owns.CASTING
+
+    def __init__(
+        self,
+        *,
+        use_cpu: bool = False,
+        backend: str | None = None,
+        timeout_s: float = 1800,
+        place_model: bool = True,
+        config: Mapping[str, Any] | str | Path | None = None,
+        stage: int | None = None,
+        offload: bool = False,
+    ) -> None:
+        require("deepspeed>=0.16", feature="strategy='deepspeed'", extra="deepspeed")
+        super().__init__(use_cpu=use_cpu, backend=backend, timeout_s=timeout_s, place_model=place_model)
+        read = None if config is None else read_config(config)
+        self._given = with_preset(read, stage=stage, offload=offload)
+        self.config = read_config(self._given)
+        self.makes = frozenset({"optimizer", "scheduler"} & {key for key in self._given if self._given[key]})
+        self.schedule: Any = None
+        self._engine: Any = None
+        self._lockstep: Lockstep | None = None
+        self._plugin: Any = None
+        self._sets_local_rank = False
+
+    @classmethod
+    def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
+        if device_type == "mps":
+            return "torch has no process group that serves MPS"
+        if policy.compute_dtype == torch.float16 and device_type == "cpu":
+            return "DeepSpeed has no float16 on most CPUs; 'bf16' works"
+        return None
+
+    @property
+    def stage(self) -> int:
+        """The stage of ZeRO."""
+        return int(self.config["zero_optimization"].get("stage", 0))
+
+    # -- the config ----------------------------------------------------------------------------------------------
+
+    def fill_config(self, values: Iterable[Fill], *, half: str | None = None) -> None:
+        """Fill the config as it was given with a run's values; mutates `config`.
+
+        Args:
+            values: What the run says.
+            half: ``"bf16"`` or ``"fp16"`` where the run computes in it.
+
+        Raises:
+            ConfigError: The config contradicts the run; all contradictions are listed.
+        """
+        config = read_config(self._given)
+        fill(config, [*values, *precision_values(config, half)])
+        self.config = config
+
+    def plan(self, *, num_steps: int, num_warmup_steps: int) -> None:
+        values = {"total_num_steps": num_steps, "warmup_num_steps": num_warmup_steps}
+        fill(
+            self.config,
+            [Fill(key=f"scheduler.params.{key}", value=value, name=key) for key, value in values.items()],
+        )
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise unless the config can be completed for a model; touches no device.
+
+        Raises:
+            ConfigError: A value says "auto" and nothing is known that it could be, or nothing is to be trained.
+        """
+        config = read_config(self.config)
+        fill(config, model_values(model))
+        left = [key for key in find_auto(config) if not key.startswith("scheduler.params.")]
+        if left:
+            reason = f'Nothing says what "auto" means for {", ".join(left)}.'
+            if hidden_size(model) is None:
+                reason += f" {type(model).__name__} has no config with a hidden_size."
+            raise ConfigError(
+                explain("A DeepSpeed config was given.", reason, "Write numbers in the config, or leave the keys out.")
+            )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(
+                explain(
+                    f"strategy={self.name!r} was to train {type(model).__name__}.",
+                    "None of its parameters requires a gradient.",
+                    "Unfreeze some, or use strategy='single'.",
+                )
+            )
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        if self._device is not None:
+            return
+        super().launch()
+        if "LOCAL_RANK" not in os.environ:
+            # DeepSpeed reads it, even where no launcher set it.
+            os.environ["LOCAL_RANK"], self._sets_local_rank = str(self.local_rank), True
+        try:
+            join_processes(device_type=self.device_type, backend=self.backend)
+        except StrategyError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._release()
+        is_over = self._owns_group
+        super().close()
+        if is_over and "deepspeed" in sys.modules:
+            forget_groups()
+        if self._sets_local_rank:
+            os.environ.pop("LOCAL_RANK", None)
+            self._sets_local_rank = False
+
+    def scaler_factory(self, device: torch.device) -> GradScaler:
+        """Make one that does nothing: the engine scales."""
+        return GradScaler(device.type, enabled=False)
+
+    def accelerator_options(self) -> dict[str, Any]:
+        """Return the documented plugin, always the same."""
+        if self._plugin is None:
+            from accelerate import DeepSpeedPlugin
+
+            self._plugin = DeepSpeedPlugin(hf_ds_config=read_config(self.config))
+        return {**super().accelerator_options(), "deepspeed_plugin": self._plugin}
+
+    # -- the model -----------------------------------------------------------------------------------------------
+
+    def building(self) -> AbstractContextManager[Any]:
+        """Return the context to build a model in: with stage 3, each layer is split as soon as it is made."""
+        if self.stage != 3 or self._device is None:
+            return nullcontext()
+        import deepspeed
+
+        context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=self._for_inference())
+        return context
+
+    def setup(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[nn.Module], Optimizer] | None,
+        policy: PrecisionPolicy,
+    ) -> tuple[nn.Module, Optimizer | None]:
+        """Give a model to a new engine, with the optimizer or the one of the config. Collective; mutates the model.
+
+        Returns:
+            The engine, and the optimizer inside: its groups hold the learning rates. The parameters in them may be
+            DeepSpeed's own.
+        """
+        if make_optimizer is None:
+            return super().setup(model, None, policy)
+        model = self.unwrap(model)
+        self.check_model(model)
+        self._release()
+        config = read_config(self.config)
+        half = next((name for name, dtype in HALVES.items() if dtype == policy.compute_dtype), None)
+        fill(config, [*model_values(model), *precision_values(config, half)])
+        if "train_batch_size" not in config:
+            config.setdefault("train_micro_batch_size_per_gpu", 1)  # without a Trainer; nothing but its timers read it
+        optimizer = None
+        if "optimizer" not in self.makes:
+            optimizer = make_optimizer(model)
+            # Neither is what people choose one by one: they chose the optimizer.
+            config.setdefault("zero_allow_untested_optimizer", True)
+            config.setdefault("zero_force_ds_cpu_optimizer", False)
+        engine = self._engine = self._initialize(model, optimizer, config)
+        # Else it counts micro-steps, and the last update of an epoch may have fewer.
+        engine.set_gradient_accumulation_boundary(True)
+        # The loop steps it, at the end of each update, as it does with others.
+        self.schedule, engine.lr_scheduler = engine.lr_scheduler, None
+        return engine, engine.basic_optimizer
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move a model to the device; with stage 3, split it instead. Collective; mutates the model."""
+        if is_partitioned(model):
+            return model
+        if self.stage != 3:
+            return model.to(self.device)
+        self._release()
+        self._engine = self._initialize(model, None, self._for_inference())
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        model = super().unwrap(model)
+        deepspeed = sys.modules.get("deepspeed")
+        if deepspeed is not None and isinstance(model, deepspeed.DeepSpeedEngine):
+            return self.unwrap(model.module)
+        return model
+
+    def for_evaluation(self, model: nn.Module) -> nn.Module:
+        """Return the model without its engine, with rank 0's buffers. Collective; mutates the buffers.
+
+        With stage 3 its forward passes talk to the other processes: call `finish_forwards` after the last batch.
+        """
+        bare = self.unwrap(model)
+        if self._engine is not None and self.world_size > 1:
+            for buffer in bare.buffers():
+                dist.broadcast(buffer, src=0)
+            if is_partitioned(bare):
+                self.after_evaluation(bare)
+                self._lockstep = Lockstep(bare, self, nullcontext)
+        return bare
+
+    def finish_forwards(self) -> None:
+        if self._lockstep is not None:
+            self._lockstep.finish()
+
+    def after_evaluation(self, model: nn.Module) -> None:
+        if self._lockstep is not None:
+            self._lockstep.close()
+            self._lockstep = None
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Tell the engine that more micro-steps of the same update follow."""
+        self._engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self._engine.set_gradient_accumulation_boundary(True)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradients of a loss, which is weighed already. Collective."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self) -> bool:
+        """Clip, update the parameters and drop the gradients; False if an overflow made it skip. Collective."""
+        self._engine.step()
+        return bool(self._engine.was_step_applied())
+
+    def zero_grad(self) -> None:
+        """Do nothing: `step` dropped the gradients, and the buffers they lay in are the engine's."""
+
+    @property
+    def last_norm(self) -> Any:
+        """What turns, when it is read, into the norm of the last update's gradients; None where nobody knows it."""
+        # Stage 0 in float32 clips the gradients without telling.
+        return None if is_plain(self._engine) else LastNorm(self._engine)
+
+    # -- states --------------------------------------------------------------------------------------------------
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the whole model's state in the dtype the engine computes in. Collective.
+
+        With stage 3 the main process gets it, gathered, if the config's `stage3_gather_16bit_weights_on_model_save`
+        says so; else it is empty.
+        """
+        bare = self.unwrap(model)
+        if not is_partitioned(bare):
+            return bare.state_dict()
+        if not find(self.config, _GATHERS):
+            warn_once(
+                "ZeRO-3 splits the model, and the config's stage3_gather_16bit_weights_on_model_save is not true: "
+                "each process writes its rows to model_shard-*.safetensors, and no model.safetensors is written."
+            )
+            return {}
+        return self._engine._zero3_consolidated_16bit_state_dict() or {}
+
+    def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
+        bare = self.unwrap(model)
+        if not is_partitioned(bare) or find(self.config, _GATHERS):
+            return None
+        return rows_of(bare, rank=self.rank, world_size=self.world_size)
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        bare = self.unwrap(model)
+        if is_partitioned(bare):
+            return load_whole(bare, state, is_main=self.is_main)
+        return bare.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        return optimizer.state_dict() if is_plain(self._engine) else take_state(self._engine)
+
+    def optimizer_shards(
+        self, model: nn.Module, optimizer: Optimizer
+    ) -> tuple[dict[str, Any], dict[str, Shard]] | None:
+        if self.stage == 0:
+            return None
+        return split_off(take_state(self._engine), rank=self.rank, world_size=self.world_size)
+
+    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Restore a whole state, the same in every process. Collective; mutates the optimizer.
+
+        Raises:
+            CheckpointError: It was saved otherwise than DeepSpeed runs now.
+        """
+        if is_plain(self._engine):
+            optimizer.load_state_dict(state)
+        else:
+            put_state(self._engine, state, rank=self.rank, world_size=self.world_size)
+
+    # -- how it is done ------------------------------------------------------------------------------------------
+
+    def _initialize(self, model: nn.Module, optimizer: Optimizer | None, config: dict[str, Any]) -> Any:
+        import deepspeed
+
+        trained = None
+        if optimizer is None and "optimizer" in config:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trained, config=config)
+        half = next((name for name in HALVES if find(config, f"{name}.enabled")), None)
+        if half is not None:
+            self._cast_floats_to(HALVES[half])
+        return engine
+
+    def _cast_floats_to(self, dtype: torch.dtype) -> None:
+        """Let batches come in the dtype of the engine's parameters."""
+        move = self._move
+
+        def move_and_cast(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = move(tensor)
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        self._move = move_and_cast
+
+    def _for_inference(self) -> dict[str, Any]:
+        config = read_config(self.config)
+        config["zero_optimization"] = {k: v for k, v in config["zero_optimization"].items() if v != "auto"}
+        return {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+
+    def _release(self) -> None:
+        """Let go of an engine, and of the hooks that it put into the model."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+                hook.remove()
+            engine.destroy()

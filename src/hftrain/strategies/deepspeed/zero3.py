@@ -1,0 +1,60 @@
+"""Models whose parameters ZeRO-3 split: each process holds a flat piece of every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.core.types import Shard
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """Tell whether a model's parameters are split."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def rows_of(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Shard]:
+    """Return this process's rows of every tensor in a model's state; one parameter at a time is whole. Collective.
+
+    Rows, and not the flat pieces as they lie, so that any number of processes can put them together.
+    """
+    import deepspeed
+
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        with deepspeed.zero.GatheredParameters([tensor] if hasattr(tensor, "ds_id") else []):
+            whole = tensor.detach()
+            if not whole.dim():
+                if rank == 0:
+                    found[name] = Shard(whole.cpu().clone())
+                continue
+            per_process = -(-len(whole) // world_size)
+            rows = whole[rank * per_process : (rank + 1) * per_process]
+            if len(rows):
+                found[name] = Shard(rows.cpu().clone(), rank * per_process, len(whole))
+    return found
+
+
+def load_whole(model: nn.Module, state: Mapping[str, Any], *, is_main: bool) -> None:
+    """Put a whole state into a split model, one parameter at a time; what is split already stays. Collective.
+
+    Raises:
+        RuntimeError: Shapes do not fit; as torch says it.
+    """
+    import deepspeed
+
+    own = model.state_dict(keep_vars=True)
+    for name, value in state.items():
+        target = own[name]
+        if hasattr(value, "ds_id") or target is value:
+            continue
+        shape = tuple(getattr(target, "ds_shape", target.shape))
+        if shape != tuple(value.shape):
+            raise RuntimeError(f"size mismatch for {name}: {tuple(value.shape)} in the checkpoint, {shape} here")
+        is_split = hasattr(target, "ds_id")
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([target] if is_split else [], modifier_rank=0):
+            if is_main or not is_split:
+                target.copy_(value)

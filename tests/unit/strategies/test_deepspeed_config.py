@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from hftrain.core.errors import ConfigError
+from hftrain.strategies.deepspeed.config import Fill, fill, find_auto, model_values, read_config, with_preset
+
+
+def test_config_is_read_from_a_dict_or_a_file_and_left_alone(tmp_path: Path) -> None:
+    given = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}}
+    (tmp_path / "ds.json").write_text(json.dumps(given))
+    for config in (read_config(given), read_config(str(tmp_path / "ds.json")), read_config(tmp_path / "ds.json")):
+        assert config == given
+        config["zero_optimization"]["stage"] = 3
+    assert given["zero_optimization"]["stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("absent.json", "cannot be read as a JSON file"),
+        ([1], "holds no settings"),
+        ({"zero_optimization": 2}, "zero_optimization holds no settings"),
+        ({"zero_optimization": {"stage": 4}}, "no such stage"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size splits each sample's work"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size splits"),
+    ],
+)
+def test_config_that_cannot_work_is_refused(given: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config(given)
+
+
+def test_file_of_a_list_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="a list and holds no settings"):
+        read_config(tmp_path / "ds.json")
+
+
+def test_name_of_a_strategy_stands_for_a_config() -> None:
+    assert with_preset(None, stage=None, offload=False) == {"zero_optimization": {"stage": 2}}
+    assert with_preset(None, stage=2, offload=True)["zero_optimization"] == {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+    }
+    assert with_preset(None, stage=3, offload=True)["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    assert with_preset({"zero_optimization": {"stage": "auto"}}, stage=3, offload=False)["zero_optimization"] == {
+        "stage": 3
+    }
+    # No stage is stage 0, as DeepSpeed takes it.
+    assert with_preset({"zero_optimization": {}}, stage=None, offload=False) == {"zero_optimization": {}}
+    with pytest.raises(ConfigError, match="means stage 3, and the config says 2"):
+        with_preset({"zero_optimization": {"stage": 2}}, stage=3, offload=False)
+
+
+def test_auto_values_are_filled_and_absent_ones_only_where_asked_for() -> None:
+    config = {"a": "auto", "deep": {"b": "auto", "same": [0.9, 0.999]}}
+    fill(
+        config,
+        [
+            Fill(key="a", value=1, name="x"),
+            Fill(key="deep.b", value=2, name="x"),
+            Fill(key="deep.same", value=(0.9, 0.999), name="x"),
+            Fill(key="deep.absent", value=3, name="x"),
+            Fill(key="absent.c", value=4, name="x", creates=True),
+            Fill(key="made", value=5, name="x", creates=True),
+        ],
+    )
+    assert config == {"a": 1, "deep": {"b": 2, "same": [0.9, 0.999]}, "made": 5}
+
+
+def test_contradictions_are_listed_in_one_error() -> None:
+    config = {"a": 1, "deep": {"b": 2}, "free": 3}
+    values = [Fill(key="a", value=2, name="alpha"), Fill(key="deep.b", value=3, name="beta")]
+    with pytest.raises(ConfigError, match=r"2 values.*a=1 \(alpha means 2\); deep.b=2 \(beta means 3\)") as caught:
+        fill(config, [*values, Fill(key="free", value=4, name="gamma", must_match=False)])
+    assert "gamma" not in str(caught.value)
+
+
+def test_buckets_follow_the_hidden_size() -> None:
+    def sized(**sizes: object) -> nn.Module:
+        model = nn.Linear(1, 1)
+        model.config = SimpleNamespace(**sizes)
+        return model
+
+    keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    for model, size in (
+        (sized(hidden_size=16), 16),
+        (sized(hidden_sizes=[4, 32]), 32),
+        (sized(text_config=SimpleNamespace(hidden_size=8)), 8),
+    ):
+        config = {"zero_optimization": dict.fromkeys(keys, "auto")}
+        fill(config, model_values(model))
+        assert list(config["zero_optimization"].values()) == [size * size, int(0.9 * size * size), 10 * size]
+    assert model_values(nn.Linear(1, 1)) == []
+
+
+def test_what_is_left_auto_is_found() -> None:
+    assert list(find_auto({"a": "auto", "b": {"c": "auto", "d": 1}})) == ["a", "b.c"]
