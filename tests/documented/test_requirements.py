@@ -36,7 +36,6 @@ OPEN_SECTIONS: dict[str, str] = {
     "P": "not mapped yet",
     "Q": "not mapped yet",
     "R": "memory metrics",
-    "S": "search",
     "T": "DeepSpeed",
     "U": "FSDP",
     "V": "launchers",
