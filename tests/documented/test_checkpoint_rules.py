@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.source import ROOT
 from support.tiny import Net, make_arguments, make_rows
 from torch import nn
 
@@ -320,6 +321,12 @@ def test_state_that_was_loaded_is_not_kept(tmp_path: Path, monkeypatch: pytest.M
     trainer.train(resume_from_checkpoint=True)
     assert read
     assert kept == [0]
+
+
+def test_docs_name_the_slow_way_to_reproducible_kernels() -> None:
+    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    assert "`torch.backends.cudnn.deterministic = True`" in text
+    assert "`full_determinism=True`" in text
 
 
 def test_optimizers_state_goes_where_the_parameters_are(tmp_path: Path) -> None:

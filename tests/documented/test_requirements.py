@@ -34,7 +34,6 @@ OPEN_SECTIONS: dict[str, str] = {
     "N": "the Hub",
     "O": "not mapped yet",
     "P": "not mapped yet",
-    "Q": "not mapped yet",
     "R": "memory metrics",
     "S": "search",
     "T": "DeepSpeed",

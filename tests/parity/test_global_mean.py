@@ -1,4 +1,4 @@
-"""However a step's samples are split, its gradient is that of their mean over all items: in float64, whoever divides."""
+"""However a step's samples are split, its gradient is that of their mean over all items: in float64, to 1e-6."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ def without_count(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
 class OwnLoss(Trainer):
     """A subclass whose loss takes the count and leaves it unused."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         loss = mean_of(outputs["logits"], labels)

@@ -234,9 +234,7 @@ class RunCheckpoints:
                 if name in saved and saved[name] != current.get(name)
             ]
             if changed:
-                logger.warning(
-                    "These arguments changed since the checkpoint, %s: %s.", consequence, ", ".join(changed)
-                )
+                logger.warning("These arguments changed since the checkpoint, %s: %s.", consequence, ", ".join(changed))
 
 
 def make_manager(trainer: Trainer) -> CheckpointManager:
