@@ -32,7 +32,6 @@ OPEN_SECTIONS: dict[str, str] = {
     "M": "not mapped yet",
     "O": "not mapped yet",
     "P": "not mapped yet",
-    "Q": "not mapped yet",
     "R": "memory metrics",
     "S": "search",
     "U": "FSDP",

@@ -91,6 +91,55 @@ def test_several_adapters_and_both_formats_come_back(tmp_path: Path, safe: bool)
     assert same_weights(twin, model)
 
 
+def make_named() -> Any:
+    """Return a model of two adapters, neither called "default", of which the second is the active one."""
+    model = make_adapted(adapter_name="first")
+    model.add_adapter(
+        "mine", peft.LoraConfig(r=2, task_type="SEQ_CLS", target_modules=["value"], init_lora_weights=False)
+    )
+    model.set_adapter("mine")
+    return model
+
+
+def test_active_adapter_of_another_name_resumes_and_comes_back_as_the_best(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True, "learning_rate": 0.1
+    }  # fmt: skip
+    whole = make_trainer(tmp_path, make_named(), **options)
+    whole.train()
+    for name in ("first", "mine"):
+        assert (tmp_path / "checkpoint-6" / name / "adapter_model.safetensors").is_file()
+    other = make_named()
+    for key, parameter in other.named_parameters():
+        if "lora_" in key or "modules_to_save" in key:
+            parameter.data.zero_()
+    resumed = make_trainer(tmp_path, other, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert resumed.model.active_adapter == "mine"
+    assert same_weights(resumed.model, whole.model)
+    losses = [entry["eval_loss"] for entry in whole.state.log_history if "eval_loss" in entry]
+    assert resumed.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+
+
+def test_older_peft_is_tolerated_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Older versions, which cannot run here, return no result: a stand-in drops it."""
+    model = make_adapted()
+    make_trainer(tmp_path, model).save_model()
+    current = peft.set_peft_model_state_dict
+
+    def older(*args: Any, **kwargs: Any) -> None:
+        current(*args, **kwargs)
+
+    twin = make_adapted(seed=1)
+    monkeypatch.setattr(peft, "set_peft_model_state_dict", older)
+    load_weights(twin, tmp_path)
+    assert "install peft>=0.14" in caplog.text
+    saved, loaded = model.state_dict(), twin.state_dict()
+    assert all(torch.equal(loaded[key], saved[key]) for key in saved if "lora_" in key)
+
+
 def test_adapter_of_another_shape_is_refused(tmp_path: Path) -> None:
     make_trainer(tmp_path, make_adapted()).save_model()
     config = peft.LoraConfig(r=3, task_type="SEQ_CLS", target_modules=["query"])

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.log import get_logger
 from hftrain.storage.tensors import load_containers, load_tensors
+
+logger = get_logger(__name__)
 
 _WEIGHTS, _BIN_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 
@@ -43,10 +46,13 @@ def load_adapters(model: Any, folder: Path) -> None:
         path = where / (_WEIGHTS if (where / _WEIGHTS).is_file() else _BIN_WEIGHTS)
         state = load_tensors(path) if path.name == _WEIGHTS else load_containers(path)
         try:
-            unexpected = set_peft_model_state_dict(model, state, adapter_name=name).unexpected_keys
+            result = set_peft_model_state_dict(model, state, adapter_name=name)
         except RuntimeError as error:
             raise _unfit(path, name, str(error)) from error
-        if unexpected:
+        unexpected = getattr(result, "unexpected_keys", None)
+        if unexpected is None:
+            logger.warning("This version of peft does not tell whether adapters fit; install peft>=0.14.")
+        elif unexpected:
             raise _unfit(path, name, f"unexpected: {', '.join(unexpected)}")
 
 

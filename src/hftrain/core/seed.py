@@ -54,8 +54,9 @@ def capture_rng() -> dict[str, Any]:
         "numpy": (kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)),
         "cpu": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    for name, device in _devices():
+        if device.is_initialized():
+            state[name] = _generators(device).get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     return state
@@ -68,11 +69,25 @@ def restore_rng(state: dict[str, Any]) -> None:
     kind, keys, position, has_gauss, cached = state["numpy"]
     numpy.random.set_state((kind, numpy.asarray(keys, dtype=numpy.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        per_device = state["cuda"] if isinstance(state["cuda"], (list, tuple)) else [state["cuda"]]
-        torch.cuda.set_rng_state_all(list(per_device)[: torch.cuda.device_count()])
+    for name, device in _devices():
+        if name in state:
+            per_device = state[name] if isinstance(state[name], (list, tuple)) else [state[name]]
+            _generators(device).set_rng_state_all(list(per_device)[: device.device_count()])
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
+
+
+def _devices() -> Iterator[tuple[str, Any]]:
+    """Yield name and module of each kind of accelerator that is there; each has one generator for each device."""
+    for name in ("cuda", "xpu", "npu", "hpu", "mlu", "musa"):
+        device: Any = getattr(torch, name, None)
+        if device is not None and device.is_available():
+            yield name, device
+
+
+def _generators(device: Any) -> Any:
+    """Return where a kind of accelerator has its generators: some have them in a module below only."""
+    return device if hasattr(device, "get_rng_state_all") else device.random
 
 
 @contextmanager

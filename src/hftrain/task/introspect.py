@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -62,6 +62,14 @@ def accepts_item_count(model: nn.Module) -> bool:
         return True
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return takes_any and is_transformers_like(base)
+
+
+def takes_item_count(function: Callable[..., Any]) -> bool:
+    """Tell whether a `compute_loss_func` can be handed `num_items_in_batch`: by name, or with any keyword."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    parameters = inspect.signature(called).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return takes_any or "num_items_in_batch" in parameters
 
 
 def is_causal(model: nn.Module) -> bool:

@@ -90,7 +90,7 @@ def smoothed_loss(
     if shift:
         logits_BxC, labels_Bx = logits_BxC[..., :-1, :], labels_Bx[..., 1:]
     total = torch.nn.functional.cross_entropy(
-        logits_BxC.reshape(-1, logits_BxC.shape[-1]).float(),
+        logits_BxC.reshape(-1, logits_BxC.shape[-1]).to(torch.promote_types(logits_BxC.dtype, torch.float32)),
         labels_Bx.reshape(-1),
         ignore_index=IGNORED_LABEL,
         label_smoothing=smoothing,

@@ -17,6 +17,7 @@ from hftrain.task.introspect import (
     find_label_names,
     is_causal,
     keys_to_ignore,
+    takes_item_count,
 )
 from hftrain.task.loss import IGNORED_LABEL, read_loss, smoothed_loss
 from hftrain.task.module import TaskModule
@@ -31,7 +32,8 @@ class ModelTask(TaskModule):
         model: Takes the batch's columns as keyword arguments.
         label_names: Keys of the batch that are labels; None finds them in the signature of `forward`.
         label_smoothing: Share of the target spread over all classes; 0 leaves the loss to the model.
-        compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` in place of the model's own loss.
+        compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` in place of the model's own loss. One that
+            does not take the count returns a mean.
 
     Source: the documented `Trainer` (`model`, `compute_loss_func`, `label_names`, `label_smoothing_factor`).
     """
@@ -48,6 +50,7 @@ class ModelTask(TaskModule):
         self.label_names = list(find_label_names(model) or ["labels"] if label_names is None else label_names)
         self.label_smoothing = label_smoothing
         self.compute_loss_func = compute_loss_func
+        self._function_takes_count = compute_loss_func is not None and takes_item_count(compute_loss_func)
         self.can_return_loss = can_return_loss(model)
         self.accepts_item_count = accepts_item_count(model)
         self.is_causal = is_causal(model)
@@ -87,7 +90,8 @@ class ModelTask(TaskModule):
         features = inputs if takes_labels else {name: value for name, value in inputs.items() if name != key}
         outputs = self._call(model, features, None)
         if self.compute_loss_func is not None:
-            return self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch), outputs
+            count = {"num_items_in_batch": num_items_in_batch} if self._function_takes_count else {}
+            return self.compute_loss_func(outputs, labels, **count), outputs
         if isinstance(outputs, Mapping):
             logits = outputs["logits"]
         elif isinstance(outputs, torch.Tensor):

@@ -51,6 +51,8 @@ Writer = Callable[[Path], None]
 
 # What the optimizer's and the schedule's state carry on, whatever the arguments say now.
 _OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+# When things happen follows the present arguments, and so is no longer what it was before the resume.
+_INTERVALS = ("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps")
 
 
 class RunCheckpoints:
@@ -218,16 +220,21 @@ class RunCheckpoints:
         return geometry if optimizer is None else {**geometry, "optimizer": type(optimizer).__name__}
 
     def _report_changed_arguments(self, folder: Path) -> None:
-        """Name the arguments whose values the checkpoint's state overrides."""
+        """Name the arguments whose values the checkpoint's state overrides, and those that change the rhythm."""
         if not (folder / ARGUMENTS).exists():
             return
         saved, current = load_arguments(folder), self.trainer.args.to_dict()
-        changed = [name for name in _OVERRIDDEN if name in saved and saved[name] != current.get(name)]
-        if changed:
-            logger.warning(
-                "These arguments changed since the checkpoint, whose optimizer and schedule go on with theirs: %s.",
-                ", ".join(f"{name} (was {saved[name]!r}, now {current.get(name)!r})" for name in changed),
-            )
+        for names, consequence in (
+            (_OVERRIDDEN, "whose optimizer and schedule go on with theirs"),
+            (_INTERVALS, "the run goes on with the present ones"),
+        ):
+            changed = [
+                f"{name} (was {saved[name]!r}, now {current.get(name)!r})"
+                for name in names
+                if name in saved and saved[name] != current.get(name)
+            ]
+            if changed:
+                logger.warning("These arguments changed since the checkpoint, %s: %s.", consequence, ", ".join(changed))
 
 
 def make_manager(trainer: Trainer) -> CheckpointManager:

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrain.core.errors import TaskError, explain
+from hftrain.core.log import get_logger
 from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import batch_size_of
+from hftrain.task.introspect import takes_item_count
 from hftrain.task.model_task import ModelTask
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
 
 Count = int | torch.Tensor
 
@@ -30,10 +34,15 @@ class LossShares:
         args = trainer.args
         self.trainer = trainer
         self.num_ranks = trainer.strategy.world_size if args.average_tokens_across_devices else 1
-        divides = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func or args.label_smoothing_factor
+        function = trainer.compute_loss_func
+        divides = (
+            takes_item_count(function)
+            if function is not None
+            else trainer.model_accepts_loss_kwargs or args.label_smoothing_factor
+        )
         self.may_divide = bool(divides and trainer._loss_takes_count and isinstance(trainer.task, ModelTask))
         self.is_on = args.gradient_accumulation_steps > 1 or self.num_ranks > 1
-        self._does_divide = True if trainer.compute_loss_func is not None else None
+        self._does_divide: bool | None = None
         self._window_samples = 1
         if isinstance(trainer.task, ModelTask):
             trainer.task.accepts_item_count = trainer.model_accepts_loss_kwargs
@@ -89,7 +98,8 @@ class LossShares:
     def _divides(self, inputs: Any, num_items: Count) -> bool:
         """Find out, once per run, whether the loss divides by the item count it is given; collective until known.
 
-        Many transformers models take any keyword and ignore the count: only the loss itself tells.
+        Many transformers models, and many functions, take the count and ignore it: only the loss itself tells. While
+        it does not (every rank's is 0 or NaN), it is taken for a mean, as one over no item has to be.
         """
         trainer = self.trainer
         if self._does_divide is None:
@@ -106,4 +116,9 @@ class LossShares:
             device = trainer.strategy.device
             verdict = int(trainer.strategy.reduce(torch.tensor(verdict, device=device), op="max"))
             self._does_divide = None if verdict == 0 else verdict == 2
-        return self._does_divide is not False
+            if verdict == 1 and trainer.compute_loss_func is not None:
+                logger.warning(
+                    "compute_loss_func takes num_items_in_batch, but its loss does not change with it: it is taken for "
+                    "the mean over a micro-batch's items. A sum must be divided by num_items_in_batch."
+                )
+        return bool(self._does_divide)

@@ -118,3 +118,66 @@ def test_full_determinism_sets_flags_and_variables(determinism_put_back: None, w
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     set_seed(4)
     assert draw() == first
+
+
+class Accelerators:
+    """A stand-in for the module of an accelerator that cannot be here: two devices, each with its own generator."""
+
+    def __init__(self) -> None:
+        self.generators = [torch.Generator().manual_seed(index) for index in range(2)]
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return len(self.generators)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self.generators]
+
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
+
+    def draw(self) -> list[list[float]]:
+        return [torch.rand(2, generator=generator).tolist() for generator in self.generators]
+
+
+class Below(Accelerators):
+    """The same with its functions in a module below, as some have them."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("get_rng_state_all", "set_rng_state_all"):
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+    @property
+    def random(self) -> Any:
+        outer = self
+
+        class Module:
+            get_rng_state_all = staticmethod(lambda: Accelerators.get_rng_state_all(outer))
+            set_rng_state_all = staticmethod(lambda states: Accelerators.set_rng_state_all(outer, states))
+
+        return Module
+
+
+@pytest.mark.parametrize("kind", [Accelerators, Below])
+@pytest.mark.parametrize("name", ["xpu", "npu", "hpu", "mlu", "musa"])
+def test_state_of_every_device_of_every_accelerator_comes_back(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Accelerators]
+) -> None:
+    devices = kind()
+    monkeypatch.setattr(torch, name, devices, raising=False)
+    state = saved_and_loaded(capture_rng())
+    expected = devices.draw()
+    assert devices.draw() != expected
+    restore_rng(state)
+    assert devices.draw() == expected
+    # A machine with fewer devices takes those it has.
+    del devices.generators[1]
+    restore_rng(state)
+    assert devices.draw() == expected[:1]
