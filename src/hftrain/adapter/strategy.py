@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hftrain.adapter.fsdp import fsdp_options, launcher_asks
+from hftrain.adapter.mesh import mesh_request
+from hftrain.adapter.sagemaker import check_sagemaker
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
@@ -35,6 +37,7 @@ def strategy_request(
     Raises:
         ConfigError: The keyword contradicts an argument; both are named.
     """
+    check_sagemaker(args)
     is_object = isinstance(strategy, Strategy)
     chosen = _name_of(strategy)
     for field in _STRATEGY_FIELDS:
@@ -50,7 +53,16 @@ def strategy_request(
                 )
             )
     _check_launcher(may_be_fsdp=chosen is None or _is_fsdp(strategy))
-    name = chosen or ("fsdp" if args.fsdp or launcher_asks() else "ddp" if args.world_size > 1 else "single")
+    mesh = mesh_request(args)
+    if mesh is not None and chosen not in (None, mesh[0]) and not (mesh[0] == "fsdp" and _is_fsdp(strategy)):
+        raise ConfigError(
+            explain(
+                f"strategy={chosen!r} was asked for together with parallelism_config.",
+                f"Its sizes mean strategy={mesh[0]!r}.",
+                "Keep one of the two.",
+            )
+        )
+    name = chosen or (mesh[0] if mesh else None) or _automatic(args)
     wanted: dict[str, Any] = {
         "backend": args.ddp_backend,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
@@ -61,6 +73,7 @@ def strategy_request(
     wanted = {option: value for option, value in wanted.items() if value is not None}
     if name == "fsdp" or _is_fsdp(strategy):
         wanted.update(fsdp_options(args, is_named=chosen is not None))
+        wanted.update(mesh[1] if mesh else {})
     if not is_object:
         _check_preset(name, wanted)
     accepts = _accepted_options(None if is_object else name)
@@ -79,6 +92,13 @@ def strategy_request(
     if is_checkpointing:
         defaults["broadcast_buffers"] = False
     return name, {option: value for option, value in {**defaults, **wanted}.items() if accepts(option)}
+
+
+def _automatic(args: Any) -> str:
+    """Return the strategy of a run for which nobody named one."""
+    if args.fsdp or launcher_asks():
+        return "fsdp"
+    return "ddp" if args.world_size > 1 else "data_parallel" if args.n_gpu > 1 else "single"
 
 
 def _is_fsdp(strategy: str | Strategy | None) -> bool:
