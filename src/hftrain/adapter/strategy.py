@@ -20,6 +20,7 @@ logger = get_logger(__name__)
 _DEFAULT_TIMEOUT_S = 1800
 # What `accelerate launch` sets for the engines it can configure.
 _LAUNCHER_ENGINES = {"ACCELERATE_USE_FSDP": "fsdp", "ACCELERATE_USE_DEEPSPEED": "deepspeed"}
+_LAUNCHER_ENGINES["ACCELERATE_USE_MEGATRON_LM"] = "megatron_lm"
 _STRATEGY_FIELDS = ("deepspeed", "fsdp", "sharded_ddp")
 
 

@@ -89,15 +89,15 @@ class DataParallelStrategy(Strategy):
             reason = f"It copies the model to CUDA devices, and torch sees {0 if kind != 'cuda' else num_seen} of them."
             remedy = "Use strategy='single', or make the devices visible (CUDA_VISIBLE_DEVICES)."
         if reason:
-            raise ConfigError(
-                explain("strategy='data_parallel' was asked for.", reason, remedy, device_ids=device_ids, use_cpu=use_cpu)
-            )
+            received = {"device_ids": device_ids, "use_cpu": use_cpu}
+            raise ConfigError(explain("strategy='data_parallel' was asked for.", reason, remedy, **received))
         super().__init__(torch.device("cuda", self.device_ids[0]), place_model=place_model)
-        warn_once(
-            f"One process trains on {self.num_devices} GPUs (strategy='data_parallel'), which copies the model for every "
-            f"batch. One process for each is faster: `torchrun --nproc_per_node={self.num_devices} script.py`; "
-            "CUDA_VISIBLE_DEVICES=0 keeps to one."
-        )
+        if self.num_devices > 1:
+            warn_once(
+                f"One process trains on {self.num_devices} GPUs (strategy='data_parallel'), which copies the model for "
+                f"every batch. One process for each is faster: `torchrun --nproc_per_node={self.num_devices} "
+                "script.py`; CUDA_VISIBLE_DEVICES=0 keeps to one."
+            )
 
     @classmethod
     def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:

@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from hftrain import ConfigError, StrategyError, Trainer, TrainingArguments, set_seed
-from hftrain.strategies import data_parallel
+from hftrain.strategies import data_parallel, single
 from hftrain.strategies.data_parallel import DataParallelStrategy, Replicas, join
+
+pytestmark = pytest.mark.filterwarnings("ignore:One process trains on 2 GPUs")
 
 CPU = torch.device("cpu")
 # The package has a function of the same name.
@@ -89,9 +91,7 @@ class Counting(nn.Module):
 def run(folder: Path, strategy: Any, model: Any, **options: Any) -> tuple[list[Any], Any]:
     set_seed(3)
     args = make_arguments(folder, use_cpu=strategy is None, **options)
-    trainer = Trainer(
-        model(), args, train_dataset=make_rows(21), eval_dataset=make_rows(7, seed=2), strategy=strategy
-    )
+    trainer = Trainer(model(), args, train_dataset=make_rows(21), eval_dataset=make_rows(7, seed=2), strategy=strategy)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return [*losses, trainer.evaluate()["eval_loss"]], trainer
@@ -132,24 +132,27 @@ def test_checkpoint_is_that_of_the_bare_model_and_resumes(tmp_path: Path, two_gp
 
 
 def test_several_visible_gpus_are_taken_by_one_process(
-    tmp_path: Path, two_gpus: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, two_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrainingArguments, "device", property(lambda self: torch.device("cuda", 0)))
     monkeypatch.setattr("hftrain.trainer.trainer.check_legal", lambda *_: None)
     monkeypatch.setattr("hftrain.trainer.trainer.check_half_precision_backend", lambda *_: None)
-    for _ in range(2):
-        trainer = Trainer(Net(), make_arguments(tmp_path, use_cpu=False))
+    with pytest.warns(UserWarning, match="torchrun --nproc_per_node=2") as caught:
+        for _ in range(2):
+            trainer = Trainer(Net(), make_arguments(tmp_path, use_cpu=False))
+    assert len(caught) == 1
     assert trainer.strategy.name == "data_parallel"
     assert (trainer.args.n_gpu, trainer.strategy.planned_device) == (2, torch.device("cuda", 0))
-    assert caplog.text.count("torchrun --nproc_per_node=2") == 1
     # A model that is spread over the devices already is on one, as far as batches go.
     spread = Net()
     spread.hf_device_map = {"a": 0, "b": 1}  # type: ignore[assignment]
-    monkeypatch.setattr("hftrain.strategies.single.find_device_type", lambda use_cpu: "cpu")
+    monkeypatch.setattr(single, "find_device_type", lambda use_cpu: "cpu")
     trainer = Trainer(spread, make_arguments(tmp_path, use_cpu=False))
     assert (trainer.strategy.name, trainer.args.n_gpu, trainer.args.train_batch_size) == ("single", 1, 4)
     # One that only its maker knows is refused when it trains.
-    trainer = Trainer(model_init=lambda: spread, args=make_arguments(tmp_path, use_cpu=False), train_dataset=make_rows())
+    trainer = Trainer(
+        model_init=lambda: spread, args=make_arguments(tmp_path, use_cpu=False), train_dataset=make_rows()
+    )
     with pytest.raises(ConfigError, match="Its layers are on several devices already"):
         trainer.train()
 
