@@ -83,7 +83,8 @@ num_processes: 4
 """,
 }
 FLAGS = """--num_processes=2 --use_fsdp --mixed_precision=bf16 --fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP
-    --fsdp_transformer_layer_cls_to_wrap="BertLayer" --fsdp_sharding_strategy=1 --fsdp_state_dict_type=FULL_STATE_DICT"""
+    --fsdp_transformer_layer_cls_to_wrap="BertLayer" --fsdp_sharding_strategy=1
+    --fsdp_state_dict_type=FULL_STATE_DICT"""
 SCRIPT_LINE = """./examples/pytorch/text-classification/run_glue.py --model_name_or_path google-bert/bert-base-cased
     --task_name mrpc --do_train --do_eval --max_seq_length 128 --per_device_train_batch_size 16 --learning_rate 5e-5
     --num_train_epochs 3 --output_dir out/mrpc/ --overwrite_output_dir"""
@@ -119,7 +120,8 @@ def test_several_gpus_on_two_machines(tmp_path: Path, monkeypatch: pytest.Monkey
 
     args = parsed(f"--config_file {write(tmp_path, 'multi_gpu')} {SCRIPT_LINE}")
     environment = prepare_multi_gpu_env(args)
-    assert (args.nproc_per_node, args.nnodes, args.master_addr, args.master_port) == ("4", "2", "192.168.20.1", "9898")
+    meets_at = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+    assert (args.nproc_per_node, args.nnodes, meets_at) == ("4", "2", "192.168.20.1:9898")
     enter(monkeypatch, environment, world_size=8)
     assert strategy_request(make_arguments(tmp_path), None, is_checkpointing=False)[0] == "ddp"
     assert precision_request(make_arguments(tmp_path), None)[0] == "fp16"
