@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from hftrain.core.errors import HFTrainError
 from hftrain.precision.base import Precision
@@ -12,6 +14,8 @@ from hftrain.precision.registry import precisions
 from hftrain.step.legality import check_legal
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy, strategies
+
+T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,7 +39,7 @@ def show_strategies(*, use_cpu: bool = False) -> list[str]:
     """Return a line for each strategy: what it is, and the precisions it takes here or why it cannot run here."""
     lines = []
     for name in strategies.names():
-        made = _make(lambda name=name: _strategy(name, use_cpu=use_cpu))  # type: ignore[misc]
+        made = _make(functools.partial(_strategy, name, use_cpu=use_cpu))
         if isinstance(made, str):
             verdict = f"not here: {made}"
         else:
@@ -74,7 +78,7 @@ def _refusal(strategy: Strategy, precision: str) -> str | None:
     return made if isinstance(made, str) else None
 
 
-def _make(build: Callable[[], Strategy | Precision]) -> Strategy | Precision | str:
+def _make(build: Callable[[], T]) -> T | str:
     """Build a part, or return the reason in its refusal."""
     try:
         return build()

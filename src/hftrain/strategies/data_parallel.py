@@ -54,7 +54,7 @@ class Replicas(DataParallel):  # type: ignore[type-arg]
 
             return call
 
-        return super().parallel_apply([within(replica) for replica in replicas], inputs, kwargs)  # type: ignore[misc]
+        return super().parallel_apply([within(replica) for replica in replicas], inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         return join(outputs, self._shares, device=self.src_device_obj)
