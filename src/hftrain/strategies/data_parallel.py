@@ -28,6 +28,7 @@ class Replicas(DataParallel):  # type: ignore[type-arg]
     """
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        """Return each copy's inputs, and remember its share of the rows."""
         count = kwargs.pop(_COUNT, None)
         inputs, kwargs = super().scatter(inputs, kwargs, device_ids)
         rows = [batch_size_of(named) or batch_size_of(given) or 1 for given, named in zip(inputs, kwargs, strict=True)]
@@ -43,6 +44,7 @@ class Replicas(DataParallel):  # type: ignore[type-arg]
         return torch.device(self.src_device_obj.type, index)
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
+        """Call the copies in threads, in the dtype of this thread's autocast."""
         # torch's threads take over whether autocast is on, and not to which dtype: bfloat16 would become float16.
         kind = self.src_device_obj.type
         dtype = torch.get_autocast_dtype(kind)
@@ -57,6 +59,7 @@ class Replicas(DataParallel):  # type: ignore[type-arg]
         return super().parallel_apply([within(replica) for replica in replicas], inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Return the copies' outputs as one."""
         return join(outputs, self._shares, device=self.src_device_obj)
 
 
