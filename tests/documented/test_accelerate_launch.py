@@ -6,16 +6,11 @@ processes' environment is made by its own functions, and read by ours.
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.tiny import make_arguments
 
 from hftrain.adapter.compilation import compile_config
@@ -178,33 +173,3 @@ def test_deepspeed_files_say_what_they_say(tmp_path: Path, name: str, expected: 
     assert args.num_processes == 4
     assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
     assert {key: environment.get(key) for key in expected} == expected
-
-
-TRAINING = """
-import json, os, sys
-from pathlib import Path
-sys.path[:0] = [os.environ["TESTS"]]
-from support.tiny import Net, make_arguments, make_rows
-from hftrain import Trainer
-trainer = Trainer(Net(), make_arguments(Path("out"), max_steps=2), train_dataset=make_rows())
-trainer.train()
-Path(f"{trainer.strategy.rank}.json").write_text(
-    json.dumps([trainer.strategy.name, trainer.strategy.world_size, trainer.precision.policy.name])
-)
-"""
-
-
-@pytest.mark.distributed
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the processes would share GPUs")
-def test_launched_processes_train_as_the_file_says(tmp_path: Path) -> None:
-    # The file's processes really start; the script keeps to the CPU by itself, because `--cpu` would start just one.
-    (tmp_path / "script.py").write_text(TRAINING)
-    module = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(write(tmp_path, "fsdp"))]
-    command = [*module, "--fsdp_transformer_layer_cls_to_wrap", "Linear", "--main_process_port", "0", "script.py"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TESTS": str(Path(__file__).parents[1])}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, timeout=200, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    for rank in range(2):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == ["fsdp", 2, "bf16"]
