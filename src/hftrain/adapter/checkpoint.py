@@ -15,4 +15,5 @@ def checkpoint_config(args: Any, *, output_dir: Path) -> CheckpointConfig:
         save_total_limit=args.save_total_limit,
         only_model=bool(args.save_only_model),
         safe_weights=bool(args.save_safetensors),
+        on_each_node=bool(args.save_on_each_node),
     )

@@ -141,6 +141,15 @@ def _from_launcher() -> tuple[list[str], dict[str, Any]]:
                 suggest(words[0], _SHARDINGS),
             )
         )
+    for name in ("ACTIVATION_CHECKPOINTING_OFFLOAD", "IGNORED_MODULES"):
+        if said.get(name, "false").lower() not in ("", "false", "none"):
+            raise ConfigError(
+                explain(
+                    f"The launcher asked for FSDP_{name}={said[name]!r}.",
+                    "The strategy has no such option.",
+                    f"Leave fsdp_{name.lower()} out of accelerate's configuration.",
+                )
+            )
     if said.get("OFFLOAD_PARAMS", "false").lower() == "true":
         words.append("offload")
     names = {

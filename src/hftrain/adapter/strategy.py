@@ -9,6 +9,8 @@ from typing import Any
 
 from hftrain.adapter import deepspeed
 from hftrain.adapter.fsdp import fsdp_options, launcher_asks
+from hftrain.adapter.mesh import mesh_request
+from hftrain.adapter.sagemaker import check_sagemaker
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
@@ -19,6 +21,7 @@ logger = get_logger(__name__)
 _DEFAULT_TIMEOUT_S = 1800
 # What `accelerate launch` sets for the engines it can configure.
 _LAUNCHER_ENGINES = {"ACCELERATE_USE_FSDP": "fsdp", "ACCELERATE_USE_DEEPSPEED": "deepspeed"}
+_LAUNCHER_ENGINES["ACCELERATE_USE_MEGATRON_LM"] = "megatron_lm"
 _STRATEGY_FIELDS = ("deepspeed", "fsdp", "sharded_ddp")
 
 
@@ -36,6 +39,7 @@ def strategy_request(
     Raises:
         ConfigError: The keyword contradicts an argument; both are named.
     """
+    check_sagemaker(args)
     is_object = isinstance(strategy, Strategy)
     chosen = _name_of(strategy)
     for field in _STRATEGY_FIELDS:
@@ -53,7 +57,16 @@ def strategy_request(
     _check_launcher(
         may_be=[field for field in _LAUNCHER_ENGINES.values() if chosen is None or _is_engine_of(strategy, field)]
     )
-    name = chosen or _name_by_arguments(args)
+    mesh = mesh_request(args)
+    if mesh is not None and chosen not in (None, mesh[0]) and not (mesh[0] == "fsdp" and _is_fsdp(strategy)):
+        raise ConfigError(
+            explain(
+                f"strategy={chosen!r} was asked for together with parallelism_config.",
+                f"Its sizes mean strategy={mesh[0]!r}.",
+                "Keep one of the two.",
+            )
+        )
+    name = chosen or (mesh[0] if mesh else None) or _automatic(args)
     wanted: dict[str, Any] = {
         "backend": args.ddp_backend,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
@@ -64,6 +77,7 @@ def strategy_request(
     wanted = {option: value for option, value in wanted.items() if value is not None}
     if name == "fsdp" or _is_fsdp(strategy):
         wanted.update(fsdp_options(args, is_named=chosen is not None))
+    wanted.update(mesh[1] if mesh else {})
     if not is_object and _is_engine_of(name, "deepspeed"):
         wanted.update(deepspeed.deepspeed_options(args))
         wanted = {option: value for option, value in wanted.items() if value is not None}
@@ -87,11 +101,13 @@ def strategy_request(
     return name, {option: value for option, value in {**defaults, **wanted}.items() if accepts(option)}
 
 
-def _name_by_arguments(args: Any) -> str:
-    """Return the strategy that the arguments mean, else the launcher."""
+def _automatic(args: Any) -> str:
+    """Return the strategy of a run for which nobody named one."""
     if args.deepspeed or deepspeed.launcher_asks():
         return "deepspeed"
-    return "fsdp" if args.fsdp or launcher_asks() else "ddp" if args.world_size > 1 else "single"
+    if args.fsdp or launcher_asks():
+        return "fsdp"
+    return "ddp" if args.world_size > 1 else "data_parallel" if args.n_gpu > 1 else "single"
 
 
 def _is_engine_of(strategy: str | Strategy | None, field: str) -> bool:

@@ -10,10 +10,7 @@ from hftrain.arguments import Seq2SeqTrainingArguments
 from hftrain.core.errors import ConfigError, explain
 
 UNWIRED: dict[str, str] = {
-    "save_on_each_node": "saving on every node",
     "tpu_num_cores": "TPUs",
-    "mp_parameters": "SageMaker model parallelism",
-    "parallelism_config": "device meshes",
     "predict_with_generate": "generation",
     "generation_max_length": "generation",
     "generation_num_beams": "generation",

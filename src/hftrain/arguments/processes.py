@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -51,23 +52,43 @@ class ArgumentProcesses(ArgumentFields):
 
     @property
     def n_gpu(self) -> int:
-        """Accelerators that this process computes on: 1, or 0 on the CPU; imports torch."""
-        return 0 if self.device.type == "cpu" else 1
+        """Accelerators that this process computes on; imports torch.
+
+        0 on the CPU. All visible CUDA devices where no launcher started the process (`DataParallel`); a Trainer whose
+        strategy takes another number sets it.
+        """
+        if "_n_gpu" in vars(self):
+            return int(vars(self)["_n_gpu"])
+        device = self.device
+        if device.type == "cuda" and "WORLD_SIZE" not in os.environ:
+            import torch
+
+            return max(torch.cuda.device_count(), 1)
+        return 0 if device.type == "cpu" else 1
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """Whether the launcher started one process or several."""
-        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+        """Whether the launcher started one process or several, or one uses several devices.
+
+        Source: the documented `TrainingArguments.parallel_mode`.
+        """
+        if os.environ.get("SM_HP_MP_PARAMETERS", "{}").strip() not in ("", "{}"):
+            return ParallelMode.SAGEMAKER_MODEL_PARALLEL
+        if _asks_for_smddp():
+            return ParallelMode.SAGEMAKER_DATA_PARALLEL
+        if self.world_size > 1:
+            return ParallelMode.DISTRIBUTED
+        return ParallelMode.NOT_DISTRIBUTED if self.n_gpu > 1 else ParallelMode.NOT_PARALLEL
 
     @property
     def train_batch_size(self) -> int:
         """Training samples per process and micro-step."""
-        return self.per_device_train_batch_size
+        return self.per_device_train_batch_size * max(self.n_gpu, 1)
 
     @property
     def eval_batch_size(self) -> int:
         """Evaluation samples per process and batch."""
-        return self.per_device_eval_batch_size
+        return self.per_device_eval_batch_size * max(self.n_gpu, 1)
 
     @property
     def place_model_on_device(self) -> bool:
@@ -129,3 +150,12 @@ class ArgumentProcesses(ArgumentFields):
         with state.local_main_process_first() if local else state.main_process_first():
             yield
         logger.debug("%s: %s is done everywhere it was waited for", who, desc)
+
+
+def _asks_for_smddp() -> bool:
+    """Tell whether SageMaker's launcher was told to use its data-parallel runtime."""
+    try:
+        settings = json.loads(os.environ.get("SM_FRAMEWORK_PARAMS") or "{}")
+    except ValueError:
+        return False
+    return isinstance(settings, dict) and bool(settings.get("sagemaker_distributed_dataparallel_enabled"))

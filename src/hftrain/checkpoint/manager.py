@@ -36,6 +36,10 @@ class Group(Protocol):
     def is_main(self) -> bool:
         """Whether this is the one process that commits."""
 
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the one process of its machine that commits where each machine keeps its own."""
+
     def barrier(self) -> None:
         """Wait for all; collective."""
 
@@ -52,14 +56,17 @@ class CheckpointConfig:
         save_total_limit: How many are kept; None, or a number below 1, keeps all.
         only_model: Whether what only a resume needs is left out.
         safe_weights: Whether weights are written as safetensors.
+        on_each_node: Whether each machine writes to storage of its own.
 
-    Source: the documented `output_dir`, `save_total_limit`, `save_only_model`, `save_safetensors`.
+    Source: the documented `output_dir`, `save_total_limit`, `save_only_model`, `save_safetensors`,
+    `save_on_each_node`.
     """
 
     output_dir: Path
     save_total_limit: int | None = None
     only_model: bool = False
     safe_weights: bool = True
+    on_each_node: bool = False
 
 
 class CheckpointManager:
@@ -76,6 +83,7 @@ class CheckpointManager:
         # A run that is resumed keeps its name; rotation touches no other run's checkpoints.
         self.run_id = uuid.uuid4().hex
         self._committed: Path | None = None
+        self._begun: Path | None = None
 
     def save(self, step: int, *, main: Sequence[Writer], each: Sequence[Writer] = (), facts: Mapping[str, Any]) -> Path:
         """Write the checkpoint of a step; collective, and durable on return.
@@ -98,12 +106,19 @@ class CheckpointManager:
         """
         target = self.config.output_dir / checkpoint_name(step)
         # In this order, for what all write together: no process may wait for one that has failed at its own part.
-        writers = [*each, *main] if self.group.is_main else each
+        writers = [*each, *main] if self.is_committer else each
         self._together(target, self._begin, is_for_main=True)
+        if self.config.on_each_node:
+            self._together(target, self._check_own_storage, is_for_main=True)
         self._together(target, lambda path: self._write(path, writers))
         self._together(target, lambda path: self._commit(path, step, facts), is_for_main=True)
         self._committed = target
         return target
+
+    @property
+    def is_committer(self) -> bool:
+        """Whether this process commits: the main one, or with `on_each_node` each machine's."""
+        return self.group.is_local_main if self.config.on_each_node else self.group.is_main
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint that is whole, or None; those passed over are named in a warning.
@@ -153,7 +168,7 @@ class CheckpointManager:
         """
         limit = self.config.save_total_limit
         known = _by_commit([path for path in list_checkpoints(self.config.output_dir) if self._is_known(path)])
-        if not self.group.is_main or limit is None or limit < 1 or not known:
+        if not self.is_committer or limit is None or limit < 1 or not known:
             return
         protected = {path.resolve() for path in (known[-1], best, self._committed) if path is not None}
         kept = [path for path in known if path.resolve() in protected]
@@ -168,7 +183,7 @@ class CheckpointManager:
         """
         known = [each for each in list_checkpoints(self.config.output_dir) if self._is_known(each)]
         others = [each for each in known if each.resolve() != path.resolve()]
-        if not self.group.is_main or not others:
+        if not self.is_committer or not others:
             return
         try:
             verify(path)
@@ -189,7 +204,19 @@ class CheckpointManager:
 
     def _begin(self, target: Path) -> None:
         files.sweep(target.parent, is_ours=_is_ours)
-        files.begin(target)
+        self._begun = files.begin(target)
+
+    def _check_own_storage(self, target: Path) -> None:
+        """Raise where machines that should each write to their own storage share it: they would destroy each other."""
+        found = sorted(target.parent.glob(f".staging-{target.name}-*"))
+        if found != [self._begun]:
+            raise CheckpointError(
+                explain(
+                    "save_on_each_node=True was asked for.",
+                    f"Another machine writes to {target.parent} as well.",
+                    "On storage that machines share leave save_on_each_node out.",
+                )
+            )
 
     def _write(self, target: Path, writers: Sequence[Writer]) -> None:
         staged = files.find_staging(target)
@@ -207,14 +234,14 @@ class CheckpointManager:
         """Do one stage on every process, and raise on all of them if it failed on one."""
         cause: Exception | None = None
         try:
-            if self.group.is_main or not is_for_main:
+            if self.is_committer or not is_for_main:
                 work(target)
         except Exception as error:
             cause = error
         if self.group.all_true(cause is None):
             return
         try:
-            if self.group.is_main:
+            if self.is_committer:
                 files.sweep(target.parent, is_ours=_is_ours)
         finally:
             self.group.barrier()

@@ -20,6 +20,11 @@ strategies.register(
     summary="like ddp, for models that leave parameters unused in some steps",
     find_unused_parameters=True,
 )
+strategies.register(
+    "data_parallel",
+    "hftrain.strategies.data_parallel:DataParallelStrategy",
+    summary="one process, several GPUs, the model copied to each for every batch",
+)
 strategies.register("fsdp", "hftrain.strategies.fsdp.strategy:FSDPStrategy", summary="a part of the model per process")
 strategies.register(
     "fsdp_offload",

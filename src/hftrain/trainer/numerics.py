@@ -13,6 +13,7 @@ from hftrain.task.noise import find_embeddings
 from hftrain.task.quantized import check_quantized, is_quantized
 from hftrain.task.recompute import recompute_activations, switch_cache_off
 from hftrain.trainer.ipex import check_ipex
+from hftrain.trainer.replicas import check_copies
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -81,4 +82,5 @@ class ModelChanges:
 
 def check_training(trainer: Trainer) -> None:
     """Refuse, before anything is launched, to train a model that cannot be trained so."""
+    check_copies(trainer)
     check_quantized(trainer.model, compiles=trainer.compiler.config is not None)

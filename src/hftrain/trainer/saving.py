@@ -105,7 +105,7 @@ class RunCheckpoints:
     def write_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Write optimizer, schedule and scaler; the main process writes, all take part. Collective."""
         writers = self._resume_writers(optimizer)
-        for write in writers if self.trainer.strategy.is_main else ():
+        for write in writers if self.manager.is_committer else ():
             write(folder)
 
     def _resume_writers(self, optimizer: torch.optim.Optimizer) -> list[Writer]:
@@ -135,7 +135,7 @@ class RunCheckpoints:
     def warn_of_others(self) -> None:
         """Say so if the folder of a run that starts anew holds checkpoints already."""
         found = list_checkpoints(self.manager.config.output_dir)
-        if found and self.manager.group.is_main and not self.trainer.args.overwrite_output_dir:
+        if found and self.manager.is_committer and not self.trainer.args.overwrite_output_dir:
             logger.warning(
                 "%s holds checkpoints of another run (%s). They stay, except that those of the same step are replaced. "
                 "Use another output_dir, or overwrite_output_dir=True to say that this is meant.",

@@ -39,6 +39,7 @@ from hftrain.trainer.engines import forget_taken
 from hftrain.trainer.eval_sets import check_cadences, is_due, own_metrics
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
+from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
@@ -103,7 +104,7 @@ class TrainSession:
         trainer, args = self.trainer, self.trainer.args
         trainer.is_in_train = True
         resume = trainer.strategy.broadcast_object(None if self.resume is None else str(self.resume))
-        self.resume = None if resume is None else Path(resume)
+        self.resume = None if resume is None else own_checkpoint(trainer, Path(resume))
         if trainer.model_init is not None:
             set_seed(args.seed)
             with trainer.strategy.building():

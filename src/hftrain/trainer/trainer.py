@@ -104,8 +104,10 @@ from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.instep import in_step
 from hftrain.trainer.ipex import optimize_with_ipex
 from hftrain.trainer.memory import MemoryTracker, measuring_init
+from hftrain.trainer.nodes import check_nodes
 from hftrain.trainer.numerics import check_training, prepare_model
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
+from hftrain.trainer.replicas import forget_devices, note_devices
 from hftrain.trainer.reports import (
     format_metrics,
     metrics_table,
@@ -241,6 +243,7 @@ class Trainer:
     def _make_parts(self, model: Any, strategy: str | Strategy | None, precision: str | Precision | None) -> None:
         """Choose strategy and precision and refuse what cannot work; nothing is launched."""
         is_checkpointing = self.args.gradient_checkpointing or is_recomputing(model)
+        forget_devices(self.args, model)
         name, options = strategy_request(self.args, strategy, is_checkpointing=bool(is_checkpointing))
         precision_name, precision_options = precision_request(self.args, precision)
         check_wired(self.args)
@@ -248,8 +251,10 @@ class Trainer:
         self.precision = (
             precision if isinstance(precision, Precision) else precisions.create(precision_name, **precision_options)
         )
+        note_devices(self.args, self.strategy)
         check_strategy(self.args, self.strategy)
         settle_deepspeed(self.args, self.strategy, self.precision)
+        check_nodes(self.args, self.strategy)
         check_legal(self.strategy, self.precision)
         check_configured_state(self.args, self.strategy.planned_device)
         self.strategy.non_blocking = non_blocking_copies(self.args)

@@ -1,0 +1,159 @@
+"""Several GPUs in one process: the model is copied to each of them anew for every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel
+from torch.optim import Optimizer
+
+from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.core.log import warn_once
+from hftrain.core.tree import batch_size_of
+from hftrain.core.types import PrecisionPolicy
+from hftrain.strategies.base import Strategy
+from hftrain.strategies.environment import find_device_type, launched_world_size
+
+_COUNT = "num_items_in_batch"
+
+
+class Replicas(DataParallel):  # type: ignore[type-arg]
+    """Share a batch out to the copies, and join what they return: rows in their order, single numbers as their mean.
+
+    A copy's share of a mean is its share of the rows, so that a batch which does not divide evenly has the loss that
+    one device would give. An item count that goes to the model is divided likewise.
+    """
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        """Return each copy's inputs, and remember its share of the rows."""
+        count = kwargs.pop(_COUNT, None)
+        inputs, kwargs = super().scatter(inputs, kwargs, device_ids)
+        rows = [batch_size_of(named) or batch_size_of(given) or 1 for given, named in zip(inputs, kwargs, strict=True)]
+        self._shares = [num / sum(rows) for num in rows]
+        for named, share, index in zip(kwargs, self._shares, device_ids, strict=False):
+            if count is not None:
+                own = count * share
+                named[_COUNT] = own.to(self.device_of(index)) if isinstance(own, torch.Tensor) else own
+        return inputs, kwargs
+
+    def device_of(self, index: int) -> torch.device:
+        """Return the device of a copy."""
+        return torch.device(self.src_device_obj.type, index)
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
+        """Call the copies in threads, in the dtype of this thread's autocast."""
+        # torch's threads take over whether autocast is on, and not to which dtype: bfloat16 would become float16.
+        kind = self.src_device_obj.type
+        dtype = torch.get_autocast_dtype(kind)
+
+        def within(replica: nn.Module) -> Callable[..., Any]:
+            def call(*given: Any, **named: Any) -> Any:
+                torch.set_autocast_dtype(kind, dtype)
+                return replica(*given, **named)
+
+            return call
+
+        return super().parallel_apply([within(replica) for replica in replicas], inputs, kwargs)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Return the copies' outputs as one."""
+        return join(outputs, self._shares, device=self.src_device_obj)
+
+
+class DataParallelStrategy(Strategy):
+    """Train with torch's `DataParallel`: one process, several GPUs. `"ddp"` is faster, and needs a launcher.
+
+    Args:
+        use_cpu: Refused: there is nothing to copy to.
+        place_model: Whether `setup` moves the model to the first device.
+        device_ids: Numbers of the CUDA devices; None takes all that are visible.
+
+    Raises:
+        ConfigError: A launcher started several processes, or there are no such CUDA devices.
+
+    Source: the documented use of several visible GPUs by one process.
+    """
+
+    name = "data_parallel"
+
+    def __init__(
+        self, *, use_cpu: bool = False, place_model: bool = True, device_ids: Sequence[int] | None = None
+    ) -> None:
+        kind, num_seen = find_device_type(use_cpu=use_cpu), torch.cuda.device_count()
+        self.device_ids = list(range(num_seen) if device_ids is None else device_ids)
+        self.num_devices = len(self.device_ids)
+        reason = None
+        if launched_world_size() > 1:
+            reason, remedy = "A launcher started several processes, each with a device of its own.", "Use 'ddp'."
+        elif kind != "cuda" or not self.device_ids or not all(0 <= index < num_seen for index in self.device_ids):
+            reason = f"It copies the model to CUDA devices, and torch sees {0 if kind != 'cuda' else num_seen} of them."
+            remedy = "Use strategy='single', or make the devices visible (CUDA_VISIBLE_DEVICES)."
+        if reason:
+            received = {"device_ids": device_ids, "use_cpu": use_cpu}
+            raise ConfigError(explain("strategy='data_parallel' was asked for.", reason, remedy, **received))
+        super().__init__(torch.device("cuda", self.device_ids[0]), place_model=place_model)
+        if self.num_devices > 1:
+            warn_once(
+                f"One process trains on {self.num_devices} GPUs (strategy='data_parallel'), which copies the model for "
+                f"every batch. One process for each is faster: `torchrun --nproc_per_node={self.num_devices} "
+                "script.py`; CUDA_VISIBLE_DEVICES=0 keeps to one."
+            )
+
+    @classmethod
+    def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
+        return None if device_type == "cuda" else "DataParallel copies the model to several CUDA devices"
+
+    def setup(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[nn.Module], Optimizer] | None,
+        policy: PrecisionPolicy,
+    ) -> tuple[nn.Module, Optimizer | None]:
+        """Place a model on the first device, wrap it, and make its optimizer. Mutates the model."""
+        model, optimizer = super().setup(model, make_optimizer, policy)
+        return (model if make_optimizer is None else self.wrap(model)), optimizer
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model, wrapped once."""
+        return model if isinstance(model, DataParallel) else Replicas(model, device_ids=self.device_ids)
+
+    def for_evaluation(self, model: nn.Module) -> nn.Module:
+        """Return the wrapped model: an evaluation batch is as large as all devices take together."""
+        return self.wrap(model)
+
+
+def join(parts: Sequence[Any], shares: Sequence[float], *, device: torch.device) -> Any:
+    """Return what several copies of a model returned as one output.
+
+    Args:
+        parts: The outputs, of the same structure.
+        shares: Each copy's share of the batch, 1 together.
+        device: Where the result belongs.
+
+    Raises:
+        StrategyError: They hold something that has no rows.
+    """
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        moved = [part.to(device) for part in parts]
+        if first.dim():
+            return torch.cat(moved)
+        return sum(part * share for part, share in zip(moved, shares, strict=True))
+    if isinstance(first, Mapping):
+        joined = {name: join([part[name] for part in parts], shares, device=device) for name in first}
+        return type(first)(joined)  # type: ignore[call-arg]
+    if isinstance(first, (list, tuple)):
+        fields = [join(list(column), shares, device=device) for column in zip(*parts, strict=True)]
+        return first._make(fields) if hasattr(first, "_make") else type(first)(fields)
+    if all(part == first for part in parts):
+        return first
+    raise StrategyError(
+        explain(
+            f"strategy='data_parallel' was to join what {len(parts)} copies of the model returned.",
+            f"A {type(first).__name__} is among it, which has no rows to join.",
+            "Return tensors (for transformers' models: use_cache=False), or use strategy='ddp'.",
+        )
+    )

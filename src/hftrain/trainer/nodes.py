@@ -1,0 +1,57 @@
+"""Runs on several machines, each of which keeps the checkpoints on storage of its own (`save_on_each_node`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hftrain.checkpoint.layout import MANIFEST
+from hftrain.checkpoint.manifest import verify
+from hftrain.core.errors import CheckpointError, ConfigError, explain
+from hftrain.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+
+def check_nodes(args: Any, strategy: Strategy) -> None:
+    """Raise where each machine should keep a whole checkpoint, and no machine has a whole model."""
+    if args.save_on_each_node and strategy.shards_model:
+        raise ConfigError(
+            explain(
+                f"save_on_each_node=True was asked for with strategy={strategy.name!r}.",
+                "Each process holds a part of the model, so no machine has all that a checkpoint needs.",
+                "Put output_dir on storage that all machines share, and leave save_on_each_node out.",
+                save_on_each_node=True,
+                strategy=strategy.name,
+            )
+        )
+
+
+def own_checkpoint(trainer: Trainer, folder: Path) -> Path:
+    """Return where this machine has the checkpoint that the main process goes on from. Collective.
+
+    Raises:
+        CheckpointError: A machine that keeps checkpoints of its own lacks this one, or has it damaged.
+    """
+    strategy = trainer.strategy
+    if not trainer.args.save_on_each_node:
+        return folder
+    inside = trainer.output_dir / folder.name
+    own = inside if (inside / MANIFEST).is_file() else folder
+    cause: CheckpointError | None = None
+    if strategy.is_local_main:
+        try:
+            verify(own)
+        except CheckpointError as error:
+            cause = error
+    if not strategy.all_true(cause is None):
+        reason = "Another machine lacks it, and says why." if cause is None else f"This machine lacks it: {cause}"
+        raise CheckpointError(
+            explain(
+                f"Resuming from {folder.name} was asked for, with save_on_each_node=True.",
+                reason,
+                "Name a checkpoint that all machines hold, or copy it to each of them.",
+            )
+        ) from cause
+    return own

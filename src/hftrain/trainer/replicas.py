@@ -1,0 +1,52 @@
+"""Several GPUs in one process: what the arguments then say, and which models cannot be copied for each batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.strategies.base import Strategy
+from hftrain.task.quantized import is_quantized
+from hftrain.trainer.placement import is_spread
+
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+
+def forget_devices(args: Any, model: Any) -> None:
+    """Let the arguments count the devices anew; a model that is spread over them counts as on one. Mutates `args`."""
+    vars(args).pop("_n_gpu", None)
+    if model is not None and any(map(is_spread, (model, getattr(model, "model", model)))):
+        args._n_gpu = min(args.n_gpu, 1)
+
+
+def note_devices(args: Any, strategy: Strategy) -> None:
+    """Let the arguments say how many devices the strategy takes: batch sizes are per device. Mutates `args`."""
+    num = getattr(strategy, "num_devices", 1)
+    if max(args.n_gpu, 1) != num:
+        args._n_gpu = num
+
+
+def check_copies(trainer: Trainer) -> None:
+    """Raise where one process should copy a model to several GPUs that cannot be copied.
+
+    Raises:
+        ConfigError: It is spread over devices, quantized, or compiled.
+    """
+    if trainer.strategy.name != "data_parallel":
+        return
+    reason = None
+    if trainer.is_model_parallel:
+        reason = "Its layers are on several devices already."
+    elif is_quantized(trainer.model):
+        reason = "Its weights are quantized, and what they are packed in is not copied from device to device."
+    elif trainer.compiler.config is not None:
+        reason = "torch_compile compiles for one device, and every batch would have new copies."
+    if reason:
+        raise ConfigError(
+            explain(
+                f"strategy='data_parallel' was to train {type(trainer.model).__name__}.",
+                reason,
+                "Start one process per GPU with torchrun, or use strategy='single' (CUDA_VISIBLE_DEVICES=0).",
+            )
+        )

@@ -1,0 +1,175 @@
+"""The documented configuration files and commands of `accelerate launch`: what they say arrives.
+
+Files for several GPUs, machines or DeepSpeed cannot be launched here: what accelerate's launcher would put into the
+processes' environment is made by its own functions, and read by ours.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import make_arguments
+
+from hftrain.adapter.compilation import compile_config
+from hftrain.adapter.precision import precision_request
+from hftrain.adapter.strategy import strategy_request
+
+COMMON = """
+compute_environment: LOCAL_MACHINE
+downcast_bf16: 'no'
+machine_rank: 0 #change rank as per the node
+main_training_function: main
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+FILES = {
+    "multi_gpu": """
+distributed_type: MULTI_GPU
+gpu_ids: all
+main_process_ip: 192.168.20.1
+main_process_port: 9898
+mixed_precision: fp16
+num_machines: 2
+num_processes: 8
+""",
+    "fsdp": """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch_policy: BACKWARD_PRE
+  fsdp_forward_prefetch: true
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: 1
+  fsdp_state_dict_type: FULL_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: BertLayer
+  fsdp_use_orig_params: true
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+""",
+    "deepspeed": """
+deepspeed_config:
+  deepspeed_config_file: /home/user/configs/ds_zero3_config.json
+  zero3_init_flag: true
+distributed_type: DEEPSPEED
+num_machines: 1
+num_processes: 4
+""",
+    "deepspeed_plugin": """
+deepspeed_config:
+  gradient_accumulation_steps: 1
+  gradient_clipping: 0.7
+  offload_optimizer_device: cpu
+  offload_param_device: cpu
+  zero3_init_flag: true
+  zero_stage: 2
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_machines: 1
+num_processes: 4
+""",
+}
+FLAGS = """--num_processes=2 --use_fsdp --mixed_precision=bf16 --fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP
+    --fsdp_transformer_layer_cls_to_wrap="BertLayer" --fsdp_sharding_strategy=1
+    --fsdp_state_dict_type=FULL_STATE_DICT"""
+SCRIPT_LINE = """./examples/pytorch/text-classification/run_glue.py --model_name_or_path google-bert/bert-base-cased
+    --task_name mrpc --do_train --do_eval --max_seq_length 128 --per_device_train_batch_size 16 --learning_rate 5e-5
+    --num_train_epochs 3 --output_dir out/mrpc/ --overwrite_output_dir"""
+FSDP = {"sharding": "full_shard", "layer_classes": ["BertLayer"], "state_dict_type": "FULL_STATE_DICT"}
+
+
+def parsed(line: str) -> Any:
+    """Return the launcher's arguments after it has read and checked its configuration file."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    return _validate_launch_command(launch_command_parser().parse_args(shlex.split(line)))[0]
+
+
+def write(folder: Path, name: str) -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(COMMON + FILES[name])
+    return path
+
+
+def enter(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], *, world_size: int) -> None:
+    """Become the first process that the launcher starts."""
+    for name, value in {**environment, "WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(autouse=True)
+def no_port_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.utils.launch.is_port_in_use", lambda port: False)
+
+
+def test_several_gpus_on_two_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    args = parsed(f"--config_file {write(tmp_path, 'multi_gpu')} {SCRIPT_LINE}")
+    environment = prepare_multi_gpu_env(args)
+    meets_at = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+    assert (args.nproc_per_node, args.nnodes, meets_at) == ("4", "2", "192.168.20.1:9898")
+    enter(monkeypatch, environment, world_size=8)
+    assert strategy_request(make_arguments(tmp_path), None, is_checkpointing=False)[0] == "ddp"
+    assert precision_request(make_arguments(tmp_path), None)[0] == "fp16"
+    assert compile_config(make_arguments(tmp_path)) is None
+
+
+@pytest.mark.parametrize("line", ["--config_file {}", FLAGS])
+def test_fsdp_from_a_file_and_from_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    line = line.replace("{}", str(write(tmp_path, "fsdp")))
+    if line == FLAGS:
+        # Flags fill in a file, and by themselves the cache folder's: an empty one stands for "none was made".
+        monkeypatch.setattr("accelerate.commands.launch.default_config_file", str(tmp_path / "none.yaml"))
+    args = parsed(f"{line} {SCRIPT_LINE}")
+    enter(monkeypatch, prepare_multi_gpu_env(args), world_size=2)
+    name, options = strategy_request(make_arguments(tmp_path), None, is_checkpointing=False)
+    assert (name, args.training_script_args[:2]) == ("fsdp", ["--model_name_or_path", "google-bert/bert-base-cased"])
+    assert {key: options[key] for key in FSDP} == FSDP
+    assert (options["offload"], options["auto_wrap"]) == (False, True)
+    assert options["forward_prefetch"] is (line != FLAGS)
+    assert precision_request(make_arguments(tmp_path), None)[0] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "deepspeed",
+            {
+                "ACCELERATE_DEEPSPEED_CONFIG_FILE": "/home/user/configs/ds_zero3_config.json",
+                "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+            },
+        ),
+        (
+            "deepspeed_plugin",
+            {
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+                "ACCELERATE_GRADIENT_CLIPPING": "0.7",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+                "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+                "ACCELERATE_MIXED_PRECISION": "bf16",
+            },
+        ),
+    ],
+)
+def test_deepspeed_files_say_what_they_say(tmp_path: Path, name: str, expected: dict[str, str]) -> None:
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+    args = parsed(f"--config_file {write(tmp_path, name)} {SCRIPT_LINE}")
+    args.deepspeed_fields_from_accelerate_config = ""
+    args.main_process_port = args.main_process_port or 29500
+    _, environment = prepare_deepspeed_cmd_env(args)
+    assert args.num_processes == 4
+    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert {key: environment.get(key) for key in expected} == expected
