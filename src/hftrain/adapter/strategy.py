@@ -77,7 +77,7 @@ def strategy_request(
     wanted = {option: value for option, value in wanted.items() if value is not None}
     if name == "fsdp" or _is_fsdp(strategy):
         wanted.update(fsdp_options(args, is_named=chosen is not None))
-    wanted.update(mesh[1] if mesh else {})
+        wanted.update(mesh[1] if mesh else {})
     if not is_object and _is_engine_of(name, "deepspeed"):
         wanted.update(deepspeed.deepspeed_options(args))
         wanted = {option: value for option, value in wanted.items() if value is not None}
