@@ -20,10 +20,6 @@ UNWIRED: dict[str, str] = {
     "deepspeed": "DeepSpeed",
     "parallelism_config": "device meshes",
     "ray_scope": "hyper-parameter search",
-    "predict_with_generate": "generation",
-    "generation_max_length": "generation",
-    "generation_num_beams": "generation",
-    "generation_config": "generation",
 }
 
 # Settings of which only some values are acted on.

@@ -20,10 +20,6 @@ CHANGED = {
     "deepspeed": "ds.json",
     "parallelism_config": object(),
     "ray_scope": "all",
-    "predict_with_generate": True,
-    "generation_max_length": 5,
-    "generation_num_beams": 2,
-    "generation_config": "folder",
 }
 
 
