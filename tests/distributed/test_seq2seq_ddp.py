@@ -94,29 +94,26 @@ def generate(folder: str, num: int, is_split: bool = False, **options: Any) -> d
     }
 
 
-@pytest.mark.parametrize("num", [1, 2, 7, 8])
-def test_lengths_that_differ_by_process_are_padded_in_order(tmp_path: Path, run_distributed: Any, num: int) -> None:
-    for each in run_distributed(generate, folder=str(tmp_path), num=num):
-        assert each["predictions"] == expected(num)
-        assert each["labels"] == list(range(num))
-        assert each["whole"]
-        assert each["padding"] >= 1
+def generate_all(folder: str) -> dict[str, Any]:
+    # One start of two processes for all of it, because that is what takes the time.
+    answers: dict[str, Any] = {f"plain {num}": generate(folder, num) for num in (1, 2, 7, 8)}
+    answers["per batch"] = generate(folder, 7, batch_eval_metrics=True)
+    answers["split 7"] = generate(folder, 7, is_split=True)
+    answers["split 1"] = generate(folder, 1, is_split=True)
+    return answers
 
 
-def test_metrics_per_batch_get_tokens_alone(tmp_path: Path, run_distributed: Any) -> None:
-    for each in run_distributed(generate, folder=str(tmp_path), num=7, batch_eval_metrics=True):
-        assert each["predictions"] == expected(7)
-        assert each["padding"] == 1
-
-
-def test_split_model_generates_in_step_with_uneven_data(tmp_path: Path, run_distributed: Any) -> None:
-    both = run_distributed(generate, folder=str(tmp_path), num=7, is_split=True)
-    # The process with fewer batches repeats its last one.
-    assert [each["calls"] for each in both] == [4, 4]
+def test_lengths_that_differ_by_process_are_padded_in_order(tmp_path: Path, run_distributed: Any) -> None:
+    both = run_distributed(generate_all, folder=str(tmp_path))
     for each in both:
-        assert each["predictions"] == expected(7)
-
-
-def test_split_model_needs_a_sample_per_process(tmp_path: Path, run_distributed: Any) -> None:
-    for each in run_distributed(generate, folder=str(tmp_path), num=1, is_split=True):
-        assert "a split model that generates" in each["error"]
+        for num in (1, 2, 7, 8):
+            answer = each[f"plain {num}"]
+            assert answer["predictions"] == expected(num)
+            assert answer["labels"] == list(range(num))
+            assert answer["whole"]
+            assert answer["padding"] >= 1
+        assert each["per batch"]["predictions"] == each["split 7"]["predictions"] == expected(7)
+        assert each["per batch"]["padding"] == 1
+        assert "a split model that generates" in each["split 1"]["error"]
+    # The process with fewer batches repeats its last one.
+    assert [each["split 7"]["calls"] for each in both] == [4, 4]

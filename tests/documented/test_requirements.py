@@ -28,7 +28,6 @@ OPEN_SECTIONS: dict[str, str] = {
     "E": "search results",
     "F": "settings that are not wired",
     "H": "legacy methods",
-    "K": "generation",
     "L": "not mapped yet",
     "M": "not mapped yet",
     "N": "the Hub",

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.tree import detach
 from hftrain.core.types import PredictionOutput
 from hftrain.loops.evaluate import EvaluateLoop
 from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule
 from hftrain.trainer.generating import (
     check_taken,
     fill_with,
@@ -32,10 +34,11 @@ from hftrain.trainer.trainer import Trainer
 class Seq2SeqTrainer(Trainer):
     """Train sequence-to-sequence models, and evaluate them by what they generate.
 
-    It takes what `Trainer` takes. With ``predict_with_generate=True`` in `Seq2SeqTrainingArguments`, evaluations that
-    keep predictions call ``model.generate`` on every batch, and `compute_metrics` gets token ids; the loss comes from
-    a forward pass, as ever. Any `nn.Module` that has ``generate(input_ids, ...)`` and returns token ids will do. It is
-    given those columns of a batch that it takes, without the labels and without decoder inputs made of them.
+    It takes what `Trainer` takes, `optimizer_cls_and_kwargs` by name only. With ``predict_with_generate=True`` in
+    `Seq2SeqTrainingArguments`, evaluations that keep predictions call ``model.generate`` on every batch, and
+    `compute_metrics` gets token ids; the loss comes from a forward pass, as ever. Any `nn.Module` that has
+    ``generate(input_ids, ...)`` and returns token ids will do. It is given those columns of a batch that it takes,
+    without the labels and without decoder inputs made of them.
 
     What a call of `evaluate` or `predict` says wins over `generation_max_length` and `generation_num_beams`, and these
     over `generation_config`, which takes the place of the model's own.
@@ -48,6 +51,42 @@ class Seq2SeqTrainer(Trainer):
 
     Source: the documented `Seq2SeqTrainer`.
     """
+
+    def __init__(
+        self,
+        model: TaskModule | nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., torch.Tensor] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        *,
+        tokenizer: Any = None,
+        **others: Any,
+    ) -> None:
+        # In the documented order, which lacks one argument of Trainer's in the middle.
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            model_init,
+            compute_loss_func,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            tokenizer=tokenizer,
+            **others,
+        )
 
     def evaluate(
         self,

@@ -484,3 +484,17 @@ def test_settings_without_effect_are_warned_of(tmp_path: Path) -> None:
         make(tmp_path).evaluate(samples(), top_k=5)
     with pytest.warns(UserWarning, match="no effect in Trainer; use Seq2SeqTrainer"):
         Trainer(Echo(), arguments(tmp_path))
+
+
+def test_it_takes_what_the_trainer_takes(tmp_path: Path) -> None:
+    chosen = (torch.optim.SGD, {"lr": 0.5})
+    rows = samples()
+    trainer = Seq2SeqTrainer(
+        Echo(), arguments(tmp_path, max_steps=1), None, rows, rows, Tool(), None, None, None, None, (None, None), None,
+        optimizer_cls_and_kwargs=chosen, precision="bf16", strategy="single",
+    )  # fmt: skip
+    trainer.train()
+    assert type(trainer.optimizer).__name__ == "SGD"
+    assert (trainer.precision.policy.name, trainer.strategy.name) == ("bf16", "single")
+    with pytest.raises(TypeError, match="unknown"):
+        Seq2SeqTrainer(Echo(), arguments(tmp_path), unknown=1)
