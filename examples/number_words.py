@@ -156,7 +156,7 @@ def main() -> None:
     """Train, evaluate, and read some numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", default="runs/number_words")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
 
     set_seed(0)
