@@ -63,7 +63,7 @@ from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import strategies
 from hftrain.task import ModelTask, TaskModule
 from hftrain.task.overflow import DebugUnderflowOverflow
-from hftrain.trainer import Trainer
+from hftrain.trainer import Seq2SeqTrainer, Trainer
 from hftrain.trainer.eval_sets import EvalSet
 
 __version__ = "0.1.0"
@@ -110,6 +110,7 @@ __all__ = [
     "ProgressCallback",
     "SaveStrategy",
     "SchedulerType",
+    "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "StepOutput",
     "Strategy",

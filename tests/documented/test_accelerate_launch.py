@@ -57,7 +57,7 @@ num_processes: 2
 """,
     "deepspeed": """
 deepspeed_config:
-  deepspeed_config_file: /home/user/configs/ds_zero3_config.json
+  deepspeed_config_file: configs/ds_zero3_config.json
   zero3_init_flag: true
 distributed_type: DEEPSPEED
 num_machines: 1
@@ -147,7 +147,7 @@ def test_fsdp_from_a_file_and_from_flags(tmp_path: Path, monkeypatch: pytest.Mon
         (
             "deepspeed",
             {
-                "ACCELERATE_DEEPSPEED_CONFIG_FILE": "/home/user/configs/ds_zero3_config.json",
+                "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/ds_zero3_config.json",
                 "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
             },
         ),

@@ -23,7 +23,6 @@ REQUIREMENT = re.compile(r"- (R\d{3}) \S")
 OPEN_SECTIONS: dict[str, str] = {
     "B": "the parts that only some engines have",
     "F": "settings that are not wired",
-    "K": "generation",
     "P": "not mapped yet",
     "U": "FSDP",
     "V": "launchers",

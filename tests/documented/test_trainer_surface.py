@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from hftrain import Trainer
+from hftrain import Seq2SeqTrainer, Trainer
 
 SURFACE = json.loads((Path(__file__).parent / "documented_surface.json").read_text(encoding="utf-8"))["versions"]
-METHODS = [(version, method) for version in SURFACE for method in SURFACE[version]["classes"]["Trainer"]]
+CLASSES = {"Trainer": Trainer, "Seq2SeqTrainer": Seq2SeqTrainer}
+METHODS = [
+    (version, kind, method) for version in SURFACE for kind in CLASSES for method in SURFACE[version]["classes"][kind]
+]
 # Methods that this version does not have yet; each is refused or absent by name, none is accepted and ignored.
 ABSENT = {
     "create_model_card": "the Hub is not wired",
@@ -35,12 +38,12 @@ def documented_default(spec: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("version", "method"), [pair for pair in METHODS if pair[1] not in ABSENT or hasattr(Trainer, pair[1])]
+    ("version", "kind", "method"), [each for each in METHODS if each[2] not in ABSENT or hasattr(Trainer, each[2])]
 )
-def test_method_takes_what_is_documented(version: str, method: str) -> None:
+def test_method_takes_what_is_documented(version: str, kind: str, method: str) -> None:
     """Names, order and defaults; a parameter more must have a default, so that documented calls mean the same."""
-    specs = SURFACE[version]["classes"]["Trainer"][method]["parameters"]
-    ours = inspect.signature(getattr(Trainer, method)).parameters
+    specs = SURFACE[version]["classes"][kind][method]["parameters"]
+    ours = inspect.signature(getattr(CLASSES[kind], method)).parameters
     positional = [name for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD and name != "self"]
     names = []
     for spec in specs:
@@ -61,7 +64,7 @@ def test_method_takes_what_is_documented(version: str, method: str) -> None:
 
 
 def test_methods_are_there() -> None:
-    missing = {method for _, method in METHODS if not hasattr(Trainer, method)}
+    missing = {method for _, kind, method in METHODS if not hasattr(CLASSES[kind], method)}
     assert missing <= ABSENT.keys()
 
 

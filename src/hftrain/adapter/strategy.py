@@ -57,16 +57,8 @@ def strategy_request(
     _check_launcher(
         may_be=[field for field in _LAUNCHER_ENGINES.values() if chosen is None or _is_engine_of(strategy, field)]
     )
-    mesh = mesh_request(args)
-    if mesh is not None and chosen not in (None, mesh[0]) and not (mesh[0] == "fsdp" and _is_fsdp(strategy)):
-        raise ConfigError(
-            explain(
-                f"strategy={chosen!r} was asked for together with parallelism_config.",
-                f"Its sizes mean strategy={mesh[0]!r}.",
-                "Keep one of the two.",
-            )
-        )
-    name = chosen or (mesh[0] if mesh else None) or _automatic(args)
+    meshed, sizes = _mesh(args, strategy)
+    name = chosen or meshed or _automatic(args)
     wanted: dict[str, Any] = {
         "backend": args.ddp_backend,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
@@ -77,7 +69,7 @@ def strategy_request(
     wanted = {option: value for option, value in wanted.items() if value is not None}
     if name == "fsdp" or _is_fsdp(strategy):
         wanted.update(fsdp_options(args, is_named=chosen is not None))
-        wanted.update(mesh[1] if mesh else {})
+        wanted.update(sizes)
     if not is_object and _is_engine_of(name, "deepspeed"):
         wanted.update(deepspeed.deepspeed_options(args))
         wanted = {option: value for option, value in wanted.items() if value is not None}
@@ -99,6 +91,22 @@ def strategy_request(
     if is_checkpointing:
         defaults["broadcast_buffers"] = False
     return name, {option: value for option, value in {**defaults, **wanted}.items() if accepts(option)}
+
+
+def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[str, Any]]:
+    """Return the strategy and the options that `parallelism_config` means; None and nothing without it."""
+    found, chosen = mesh_request(args), _name_of(strategy)
+    if found is None:
+        return None, {}
+    if chosen not in (None, found[0]) and not (found[0] == "fsdp" and _is_fsdp(strategy)):
+        raise ConfigError(
+            explain(
+                f"strategy={chosen!r} was asked for together with parallelism_config.",
+                f"Its sizes mean strategy={found[0]!r}.",
+                "Keep one of the two.",
+            )
+        )
+    return found
 
 
 def _automatic(args: Any) -> str:

@@ -11,10 +11,6 @@ from hftrain.core.errors import ConfigError, explain
 
 UNWIRED: dict[str, str] = {
     "tpu_num_cores": "TPUs",
-    "predict_with_generate": "generation",
-    "generation_max_length": "generation",
-    "generation_num_beams": "generation",
-    "generation_config": "generation",
 }
 
 

@@ -19,12 +19,19 @@ class BatchMetrics:
         compute: ``f(EvalPrediction, compute_result=...)``.
         group: The ranks.
         takes_objects: Hand on what is no tensor, too.
+        finish_outputs: Runs on a turn's outputs, joined.
     """
 
     def __init__(
-        self, compute: Callable[..., Mapping[str, Any] | None], *, group: Group, takes_objects: bool = False
+        self,
+        compute: Callable[..., Mapping[str, Any] | None],
+        *,
+        group: Group,
+        takes_objects: bool = False,
+        finish_outputs: Callable[[Any], Any] | None = None,
     ) -> None:
         self._compute = compute
+        self._finish_outputs = finish_outputs
         self._group = group
         self._join = partial(concatenate, takes_objects=takes_objects)
         self._is_done = False
@@ -49,6 +56,8 @@ class BatchMetrics:
         batches = [batch for batch, _ in turn if batch is not None]
         if batches:
             joined = {name: self._join([batch.get(name) for batch in batches]) for name in batches[0]}
+            if self._finish_outputs is not None:
+                joined["outputs"] = self._finish_outputs(joined["outputs"])
             prediction = EvalPrediction(joined.pop("outputs"), joined.pop("labels"), **joined)
             self._metrics = checked_metrics(self._compute(prediction, compute_result=self._is_done))
 

@@ -59,6 +59,7 @@ class EvaluateSlots:
         needs_labels: Whether `compute_metrics` must run: a batch without labels or predictions is then an error.
         finish: Called after the last batch; collective.
         read_metrics: Compute and reset the task's own metrics; collective.
+        finish_outputs: Runs on what was kept of the outputs, joined, before anybody sees it.
     """
 
     evaluate_batch: Callable[[Any], StepOutput]
@@ -68,6 +69,7 @@ class EvaluateSlots:
     needs_labels: bool = False
     finish: Callable[[], None] | None = None
     read_metrics: Callable[[], Mapping[str, Any]] | None = None
+    finish_outputs: Callable[[Any], Any] | None = None
 
 
 class EvaluateLoop:
@@ -114,7 +116,12 @@ class EvaluateLoop:
         compute = self.slots.compute_metrics
         batch_metrics: BatchMetrics | None = None
         if self.config.computes_per_batch and compute is not None:
-            batch_metrics = BatchMetrics(compute, group=self.group, takes_objects=self.config.takes_objects)
+            batch_metrics = BatchMetrics(
+                compute,
+                group=self.group,
+                takes_objects=self.config.takes_objects,
+                finish_outputs=self.slots.finish_outputs,
+            )
         batches = iter(loader)
         batch = next(batches, _END)
         while batch is not _END:
@@ -187,6 +194,8 @@ class EvaluateLoop:
         if kept is None:
             return None
         joined = kept.joined(self.group, is_interleaved=is_interleaved)
+        if name == "outputs" and self.slots.finish_outputs is not None:
+            joined = self.slots.finish_outputs(joined)
         return put_back(joined, self._order) if self._order is not None and self.config.joins_batches else joined
 
     def _add_loss(self, loss: torch.Tensor, count: int | torch.Tensor) -> None:

@@ -1,5 +1,6 @@
-"""The one public Trainer: the documented verbs, each a few lines that delegate."""
+"""The public Trainer and its documented subclass: the documented verbs, each a few lines that delegate."""
 
+from hftrain.trainer.seq2seq import Seq2SeqTrainer
 from hftrain.trainer.trainer import Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["Seq2SeqTrainer", "Trainer"]

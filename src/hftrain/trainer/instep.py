@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrain.core.errors import ConfigError, explain
 from hftrain.task.model_task import ModelTask
+from hftrain.trainer.generating import generates
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -59,7 +60,7 @@ class InStep:
         if not self._all_true(has_batch):
             raise ConfigError(
                 explain(
-                    "An evaluation was asked for, by a Trainer whose accelerator is in use.",
+                    "An evaluation was asked for: with an accelerator in use, or of a split model that generates.",
                     "Its steps may talk to other processes, and one of them has no batch to take part with.",
                     "Evaluate on at least one sample per process.",
                 )
@@ -69,6 +70,8 @@ class InStep:
 def in_step(trainer: Trainer, loader: Any, *, loss_only: bool, ignore_keys: list[str] | None) -> Any:
     """Return the loader, made to keep the ranks in step where the steps may talk to each other."""
     talks = trainer._accelerator is not None and isinstance(trainer.task, ModelTask)
+    # A split model generates in step (`synced_gpus`).
+    talks = talks or (trainer.strategy.shards_model and generates(trainer.args))
     if trainer.strategy.world_size == 1 or not talks:
         return loader
     return InStep(

@@ -99,6 +99,7 @@ from hftrain.trainer.evaluating import (
     with_memory,
 )
 from hftrain.trainer.fitting import SMALLER_BATCH, check_fitting, with_smaller_batches
+from hftrain.trainer.generating import generates
 from hftrain.trainer.hooks import call_with, check_hooks
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.instep import in_step
@@ -236,6 +237,8 @@ class Trainer:
         check_evaluating(args, strategy=self.strategy, task=task, spill_dir=self.spill_dir)
         if self._is_overridden("prediction_loop") and not args.use_legacy_prediction_loop:
             warn_once(f"{type(self).__name__}.prediction_loop is not called without use_legacy_prediction_loop=True.")
+        if generates(args) and not self._is_overridden("prediction_step"):
+            warn_once(f"predict_with_generate=True has no effect in {type(self).__name__}; use Seq2SeqTrainer.")
         own = next((entry.metrics for entry in self._eval_sets.values() if entry.metrics is not None), None)
         metrics = self.compute_metrics or own
         check_best_metric(args, task=task, compute_metrics=metrics, eval_dataset=self.eval_dataset)

@@ -1,0 +1,232 @@
+"""Evaluation and prediction with a model's `generate`: what it is given, and what becomes of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from torch import nn
+
+from hftrain.adapter.generation import generation_options
+from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.log import warn_once
+from hftrain.core.optional import require
+from hftrain.task.loss import IGNORED_LABEL
+from hftrain.task.model_task import ModelTask
+from hftrain.trainer.signatures import accepts
+
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+_SETTINGS = {"generation_max_length": "max_length", "generation_num_beams": "num_beams"}
+_LIMITS = ("max_new_tokens", "max_length")
+
+
+def generates(args: Any) -> bool:
+    """Tell whether evaluations call `generate`; plain `TrainingArguments` know nothing of it."""
+    return bool(getattr(args, "predict_with_generate", False))
+
+
+# -- before anything runs --------------------------------------------------------------------------------------------
+
+
+def load_generation_config(given: Any) -> Any:
+    """Return the object that `generation_config` names: a Hub name, a folder, a file, or an object already.
+
+    Raises:
+        ConfigError: There is nothing to load, or it is no generation config.
+        MissingDependencyError: It must be loaded, and transformers is not installed.
+    """
+    if not isinstance(given, (str, Path)):
+        if not hasattr(given, "to_dict"):
+            raise _no_config(given, f"A {type(given).__name__} is no generation config: it has no to_dict method.")
+        return given
+    require("transformers", feature=f"generation_config={str(given)!r}", extra="transformers")
+    from transformers import GenerationConfig
+
+    path = Path(given).expanduser()
+    try:
+        if path.is_file():
+            return GenerationConfig.from_pretrained(path.parent, path.name)
+        return GenerationConfig.from_pretrained(path if path.is_dir() else str(given))
+    except (OSError, ValueError) as error:
+        raise _no_config(given, f"It cannot be loaded: {error}") from error
+
+
+def prepare_generation(trainer: Trainer, config: Any) -> None:
+    """Give the Trainer's model its generation config, and refuse what cannot generate; nothing is launched.
+
+    Args:
+        trainer: With a model.
+        config: What `load_generation_config` returned; None leaves the model its own.
+
+    Raises:
+        ConfigError: A setting means nothing to the model's `generate`, or something else decides what is evaluated.
+        TaskError: The model has no `generate`.
+    """
+    args: Any = trainer.args
+    model: Any = trainer.model
+    if config is not None:
+        if not hasattr(model, "generation_config"):
+            name = type(model).__name__
+            raise _no_config(
+                config,
+                f"{name} has no attribute generation_config, which its generate would read.",
+                "Add it, or use generation_max_length, generation_num_beams and the arguments of evaluate().",
+            )
+        model.generation_config = config
+    if not generates(args):
+        for name in _SETTINGS:
+            if getattr(args, name, None) is not None:
+                warn_once(f"{name} has no effect without predict_with_generate=True.")
+        return
+    _check_evaluates_plainly(trainer)
+    if not callable(getattr(model, "generate", None)):
+        raise TaskError(
+            explain(
+                "predict_with_generate=True was asked for.",
+                f"{type(model).__name__} has no method generate.",
+                "Add generate(input_ids, ...), which returns token ids, or leave predict_with_generate out.",
+            )
+        )
+    check_taken(model, [option for name, option in _SETTINGS.items() if getattr(args, name) is not None])
+    if trainer.strategy.shards_model:
+        check_taken(model, ["synced_gpus"])
+
+
+def check_taken(model: Any, options: Iterable[str]) -> None:
+    """Raise `ConfigError` where a model's `generate` does not take one of these options."""
+    unknown = [name for name in options if not accepts(model.generate, name)]
+    if unknown:
+        raise ConfigError(
+            explain(
+                f"Generation with {', '.join(unknown)} was asked for.",
+                f"{type(model).__name__}.generate takes no such argument.",
+                "Add it there, or leave the setting out.",
+            )
+        )
+
+
+def _check_evaluates_plainly(trainer: Trainer) -> None:
+    if not isinstance(trainer.task, ModelTask):
+        raise ConfigError(
+            explain(
+                f"predict_with_generate=True was given together with {type(trainer.task).__name__}.",
+                "A task evaluates and predicts in its own way.",
+                "Call self.model.generate in its evaluation_step and prediction_step, or pass a plain model.",
+            )
+        )
+    if trainer.args.past_index >= 0:
+        raise ConfigError(
+            explain(
+                f"past_index={trainer.args.past_index} was given together with predict_with_generate=True.",
+                "generate hands a model's memory from token to token itself.",
+                "Leave one of the two out.",
+            )
+        )
+
+
+def _no_config(given: Any, reason: str, remedy: str | None = None) -> ConfigError:
+    remedy = remedy or "Pass a GenerationConfig, a folder with generation_config.json, or the name of a model."
+    return ConfigError(explain("generation_config was given.", reason, remedy, generation_config=given))
+
+
+# -- one batch -------------------------------------------------------------------------------------------------------
+
+
+def run_generate(trainer: Trainer, model: nn.Module, inputs: Any, given: Mapping[str, Any]) -> torch.Tensor:
+    """Generate from one batch.
+
+    Args:
+        trainer: Knows the settings.
+        model: The model that is evaluated; one that was traced generates as it was before.
+        inputs: The batch, on the device; not mutated.
+        given: Keyword arguments of `evaluate` or `predict`.
+
+    Returns:
+        Token ids, padded to the longest length that may come where that and a padding token are known.
+
+    Raises:
+        TaskError: The batch has no names, or `generate` returned no tokens.
+    """
+    if not isinstance(inputs, Mapping):
+        raise TaskError(
+            explain(
+                "predict_with_generate=True was asked for.",
+                f"The batch is a {type(inputs).__name__}: nothing says which of its parts are labels.",
+                "Let the collator return a dict.",
+            )
+        )
+    bare: Any = trainer.strategy.unwrap(model)
+    own: Any = trainer.model
+    generate = bare.generate if hasattr(bare, "generate") else own.generate
+    options = generation_options(trainer.args, given, getattr(trainer.model, "generation_config", None))
+    if trainer.strategy.shards_model:
+        options.setdefault("synced_gpus", True)
+    found = generate(**_prompts(inputs, generate, label_names=trainer.label_names), **options)
+    tokens = getattr(found, "sequences", found)
+    if not isinstance(tokens, torch.Tensor):
+        raise TaskError(
+            explain(
+                f"{type(trainer.model).__name__}.generate was called.",
+                f"It returned a {type(found).__name__}.",
+                "Return token ids, a tensor of shape [batch, length].",
+            )
+        )
+    return tokens
+
+
+def longest_output(trainer: Trainer, given: Mapping[str, Any]) -> int | None:
+    """Return how long generated sequences may get, as far as the settings say."""
+    config = getattr(trainer.model, "generation_config", None)
+    options = generation_options(trainer.args, given, config)
+    config = options.pop("generation_config", config)
+    num_new, length = (options.get(n) if n in options else getattr(config, n, None) for n in _LIMITS)
+    # The first token is there before any new one.
+    return length if num_new is None else num_new + 1
+
+
+def _prompts(inputs: Mapping[str, Any], generate: Callable[..., Any], *, label_names: list[str]) -> dict[str, Any]:
+    """Return what of a batch is there to generate from: no labels, and no decoder inputs that were made of them."""
+    labels, decoder = inputs.get("labels"), inputs.get("decoder_input_ids")
+    left_out = {"labels", *label_names}
+    if labels is not None and decoder is not None and labels.shape == decoder.shape:
+        left_out |= {"decoder_input_ids", "decoder_attention_mask"}
+    return {name: value for name, value in inputs.items() if name not in left_out and accepts(generate, name)}
+
+
+# -- padding ---------------------------------------------------------------------------------------------------------
+
+
+def padding_token(trainer: Trainer) -> int | None:
+    """Return the token that pads sequences: that for padding, else that for the end; None if nothing names one."""
+    tool, model = trainer.processing_class, trainer.model
+    sources = (tool, getattr(tool, "tokenizer", None), getattr(model, "generation_config", None))
+    for name in ("pad_token_id", "eos_token_id"):
+        for source in (*sources, getattr(model, "config", None)):
+            found = getattr(source, name, None)
+            # There may be several tokens that end a text.
+            found = found[0] if isinstance(found, (list, tuple)) else found
+            if found is not None:
+                return int(found)
+    return None
+
+
+def pad_to(tensor: torch.Tensor, length: int, token: int) -> torch.Tensor:
+    """Return sequences padded on the right; longer ones stay as they are."""
+    missing = max(0, length - tensor.shape[-1])
+    return torch.nn.functional.pad(tensor, (0, missing), value=token)
+
+
+def fill_with(token: int) -> Callable[[Any], Any]:
+    """Return what puts a token where joining batches of different lengths put -100 into token ids; in place."""
+
+    def fill(tree: Any) -> Any:
+        if isinstance(tree, numpy.ndarray) and tree.dtype.kind == "i":
+            tree[tree == IGNORED_LABEL] = token
+        return tree
+
+    return fill

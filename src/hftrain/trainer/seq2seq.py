@@ -1,0 +1,203 @@
+"""The documented Seq2SeqTrainer: a Trainer that can evaluate and predict with the model's `generate`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.arguments.training import TrainingArguments
+from hftrain.core.log import warn_once
+from hftrain.core.tree import detach
+from hftrain.core.types import PredictionOutput
+from hftrain.loops.evaluate import EvaluateLoop
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule
+from hftrain.trainer.generating import (
+    check_taken,
+    fill_with,
+    generates,
+    load_generation_config,
+    longest_output,
+    pad_to,
+    padding_token,
+    prepare_generation,
+    run_generate,
+)
+from hftrain.trainer.trainer import Trainer
+
+
+class Seq2SeqTrainer(Trainer):
+    """Train sequence-to-sequence models, and evaluate them by what they generate.
+
+    It takes what `Trainer` takes, `optimizer_cls_and_kwargs` by name only. With ``predict_with_generate=True`` in
+    `Seq2SeqTrainingArguments`, evaluations that keep predictions call ``model.generate`` on every batch, and
+    `compute_metrics` gets token ids; the loss comes from a forward pass, as ever. Any `nn.Module` that has
+    ``generate(input_ids, ...)`` and returns token ids will do. It is given those columns of a batch that it takes,
+    without the labels and without decoder inputs made of them.
+
+    What a call of `evaluate` or `predict` says wins over `generation_max_length` and `generation_num_beams`, and these
+    over `generation_config`, which takes the place of the model's own.
+
+    Raises:
+        ConfigError: The settings of generation mean nothing to the model, a `TaskModule` decides what is evaluated, or
+            FSDP splits the model.
+        TaskError: The model has no `generate`.
+        MissingDependencyError: `generation_config` must be loaded, and transformers is not installed.
+
+    Source: the documented `Seq2SeqTrainer`.
+    """
+
+    def __init__(
+        self,
+        model: TaskModule | nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., torch.Tensor] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        *,
+        tokenizer: Any = None,
+        **others: Any,
+    ) -> None:
+        # In the documented order, which lacks one argument of Trainer's in the middle.
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            model_init,
+            compute_loss_func,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            tokenizer=tokenizer,
+            **others,
+        )
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **gen_kwargs: Any,
+    ) -> dict[str, float]:
+        """Do what `Trainer.evaluate` does; generate where `compute_metrics` needs it. Collective.
+
+        Args:
+            eval_dataset: A dataset, a dict of them, or the name of one of `self.eval_dataset`; None takes them all.
+            ignore_keys: Outputs to leave out of the predictions.
+            metric_key_prefix: What metric names start with.
+            **gen_kwargs: For `generate`: `max_length`, `num_beams` (1 is greedy), and whatever else it takes.
+
+        Source: the documented `Seq2SeqTrainer.evaluate`.
+        """
+        with self._generating(gen_kwargs):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **gen_kwargs: Any,
+    ) -> PredictionOutput:
+        """Do what `Trainer.predict` does; the predictions are what the model generates. Collective.
+
+        Args:
+            test_dataset: What to predict on.
+            ignore_keys: Outputs to leave out of the predictions.
+            metric_key_prefix: What metric names start with.
+            **gen_kwargs: For `generate`: `max_length`, `num_beams` (1 is greedy), and whatever else it takes.
+
+        Returns:
+            (predictions, label_ids, metrics); token ids, padded with the padding token, or the token that ends a text.
+
+        Source: the documented `Seq2SeqTrainer.predict`.
+        """
+        with self._generating(gen_kwargs):
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Return loss, generated tokens and labels of one batch (each may be None), without gradients.
+
+        Source: the documented `Seq2SeqTrainer.prediction_step`.
+        """
+        given = {**self._gen_kwargs, **gen_kwargs}
+        if prediction_loss_only or not generates(self.args):
+            if given:
+                needs = "compute_metrics" if generates(self.args) else "predict_with_generate=True"
+                warn_once(f"Arguments of generate have no effect without {needs}: {', '.join(given)}.")
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        task = self.task
+        assert isinstance(task, ModelTask)
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            tokens = run_generate(self, model, inputs, given)
+            labels = task.labels_of(inputs)
+            has_loss = labels is not None or task.can_return_loss
+            # Last, because an override of compute_loss may take the labels out of the batch.
+            loss = self._compute_loss(model, inputs).detach() if has_loss else None
+        length = longest_output(self, given)
+        if length is not None:
+            tokens = self._pad_tensors_to_max_len(tokens, length)
+            if isinstance(labels, torch.Tensor) and labels.dim() > 1:
+                labels = self._pad_tensors_to_max_len(labels, length)
+        return loss, tokens, detach(labels)
+
+    def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
+        """Pad generated tokens or labels up to a length; an override may pad otherwise."""
+        token = padding_token(self)
+        return tensor if token is None else pad_to(tensor, max_length, token)
+
+    # -- how it is done ------------------------------------------------------------------------------------------
+
+    def _start_idle(self) -> None:
+        super()._start_idle()
+        self._gen_kwargs: dict[str, Any] = {}
+        given = getattr(self.args, "generation_config", None)
+        self._generation_config = None if given is None else load_generation_config(given)
+
+    def _adopt_model(self, model: nn.Module) -> None:
+        super()._adopt_model(model)
+        prepare_generation(self, self._generation_config)
+
+    @contextmanager
+    def _generating(self, gen_kwargs: dict[str, Any]) -> Iterator[None]:
+        """Keep a call's arguments of `generate` for as long as it lasts; calls within it inherit them."""
+        if generates(self.args):
+            check_taken(self.model, gen_kwargs)
+        before = self._gen_kwargs
+        self._gen_kwargs = {**before, **gen_kwargs}
+        try:
+            yield
+        finally:
+            self._gen_kwargs = before
+
+    def _evaluate_loop(self, **options: Any) -> EvaluateLoop:
+        loop = super()._evaluate_loop(**options)
+        token = padding_token(self)
+        # What a user's function made of the tokens is no token any more.
+        if generates(self.args) and token is not None and self.preprocess_logits_for_metrics is None:
+            loop.slots = dataclasses.replace(loop.slots, finish_outputs=fill_with(token))
+        return loop
