@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hftrain.adapter.fsdp import fsdp_options, launcher_asks
+from hftrain.adapter.xla import asks_for_xla, has_xla_config, xla_options
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
@@ -39,7 +40,8 @@ def strategy_request(
     chosen = _name_of(strategy)
     for field in _STRATEGY_FIELDS:
         value = getattr(args, field, None)
-        if chosen is not None and value and not (field == "fsdp" and _is_fsdp(strategy)):
+        fits = field == "fsdp" and (_is_xla(chosen) if has_xla_config(args) else _is_fsdp(strategy))
+        if chosen is not None and value and not fits:
             raise ConfigError(
                 explain(
                     f"strategy={chosen!r} was asked for together with {field}={value!r}.",
@@ -50,6 +52,8 @@ def strategy_request(
                 )
             )
     _check_launcher(may_be_fsdp=chosen is None or _is_fsdp(strategy))
+    if chosen is None and asks_for_xla(args):
+        chosen = "xla"
     name = chosen or ("fsdp" if args.fsdp or launcher_asks() else "ddp" if args.world_size > 1 else "single")
     wanted: dict[str, Any] = {
         "backend": args.ddp_backend,
@@ -61,6 +65,8 @@ def strategy_request(
     wanted = {option: value for option, value in wanted.items() if value is not None}
     if name == "fsdp" or _is_fsdp(strategy):
         wanted.update(fsdp_options(args, is_named=chosen is not None))
+    if _is_xla(name):
+        wanted.update(xla_options(args))
     if not is_object:
         _check_preset(name, wanted)
     accepts = _accepted_options(None if is_object else name)
@@ -86,6 +92,10 @@ def _is_fsdp(strategy: str | Strategy | None) -> bool:
     if isinstance(strategy, Strategy) or strategy in (None, "auto"):
         return any(vars(kind).get("name") == "fsdp" for kind in type(strategy).__mro__)
     return "sharding" in inspect.signature(strategies.resolve(str(strategy))[0]).parameters
+
+
+def _is_xla(name: str | None) -> bool:
+    return name in ("xla", "xla_fsdp", "xla_fsdp_v2")
 
 
 def _name_of(strategy: str | Strategy | None) -> str | None:

@@ -15,7 +15,6 @@ UNWIRED: dict[str, str] = {
     "trackio_space_id": "Trackio",
     "optim_target_modules": "low-rank optimizers",
     "save_on_each_node": "saving on every node",
-    "tpu_num_cores": "TPUs",
     "mp_parameters": "SageMaker model parallelism",
     "deepspeed": "DeepSpeed",
     "parallelism_config": "device meshes",

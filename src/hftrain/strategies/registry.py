@@ -33,6 +33,11 @@ strategies.register(
     summary="like fsdp within a machine, copies between machines",
     sharding="hybrid_shard",
 )
+strategies.register("xla", "hftrain.strategies.xla:XLAStrategy", summary="XLA devices (TPUs), driven by one process")
+for _name in ("xla_fsdp", "xla_fsdp_v2"):
+    strategies.register(
+        _name, "hftrain.strategies.xla:XLAStrategy", summary="like xla, the model split over the devices", shards=True
+    )
 
 
 def create_strategy(name: str = "auto", **options: Any) -> Strategy:
