@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 _DEFAULT_TIMEOUT_S = 1800
 # What `accelerate launch` sets for the engines it can configure.
 _LAUNCHER_ENGINES = {"ACCELERATE_USE_FSDP": "fsdp", "ACCELERATE_USE_DEEPSPEED": "deepspeed"}
-_STRATEGY_FIELDS = ("deepspeed", "fsdp", "sharded_ddp")
+_STRATEGY_FIELDS = ("deepspeed", "fsdp", "sharded_ddp", "tpu_num_cores")
 
 
 def strategy_request(
@@ -40,7 +40,8 @@ def strategy_request(
     chosen = _name_of(strategy)
     for field in _STRATEGY_FIELDS:
         value = getattr(args, field, None)
-        fits = field == "fsdp" and (_is_xla(chosen) if has_xla_config(args) else _is_fsdp(strategy))
+        is_for_xla = field == "tpu_num_cores" or (field == "fsdp" and has_xla_config(args))
+        fits = _is_xla(chosen) if is_for_xla else field == "fsdp" and _is_fsdp(strategy)
         if chosen is not None and value and not fits:
             raise ConfigError(
                 explain(

@@ -11,7 +11,6 @@ from typing import Any
 import numpy
 import torch
 
-
 # Generators that torch's own seed does not reach: how to read and how to set each.
 _added: dict[str, tuple[Callable[[], int], Callable[[int], None]]] = {}
 

@@ -1,4 +1,4 @@
-"""One process that drives XLA devices (TPUs): one, or several with the batch, and on wish the model, split over them."""
+"""One process that drives XLA devices (TPUs): one, or several that share the batch, and on wish the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.environment import launched_world_size
-from hftrain.strategies.fsdp.units import find_units, recompute_activations
+from hftrain.strategies.fsdp.units import find_units
 
 _AXIS = "fsdp"
 
@@ -94,7 +94,7 @@ class XLAStrategy(Strategy):
         Raises:
             ConfigError: It has no layer of a class that was named, or none to recompute.
         """
-        if (self.shards or self.recomputes) and not self._units(model) and self.recomputes:
+        if self.recomputes and not self._units(model):
             raise ConfigError(
                 explain(
                     "fsdp_config={'xla_fsdp_grad_ckpt': True} was given.",
@@ -152,7 +152,7 @@ class XLAStrategy(Strategy):
     ) -> tuple[nn.Module, Optimizer | None]:
         """Place a model, split it on wish, and make its optimizer, whose `step` ends XLA's. Mutates the model."""
         if make_optimizer is not None and self.recomputes:
-            recompute_activations(self._units(self.unwrap(model)))
+            self._recompute(self.unwrap(model))
         model, optimizer = super().setup(model, make_optimizer, policy)
         if optimizer is not None:
             if self._step_end is not None:
@@ -273,6 +273,14 @@ class XLAStrategy(Strategy):
             return
         longest = max(dims, key=lambda dim: tensor.shape[dim])
         spmd.mark_sharding(tensor, self._mesh, tuple(_AXIS if dim == longest else None for dim in range(tensor.dim())))
+
+    def _recompute(self, model: nn.Module) -> None:
+        """Let the units recompute their activations, behind a barrier without which XLA would see through it."""
+        from torch_xla.distributed.fsdp import checkpoint_module
+
+        for unit in self._units(model):
+            if "forward" not in vars(unit):
+                checkpoint_module(unit)
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
         return find_units(model, layer_classes=self.layer_classes, min_num_params=self.min_num_params)

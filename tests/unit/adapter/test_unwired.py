@@ -15,7 +15,6 @@ CHANGED = {
     "trackio_space_id": None,
     "optim_target_modules": "all-linear",
     "save_on_each_node": True,
-    "tpu_num_cores": 8,
     "mp_parameters": "{}",
     "deepspeed": "ds.json",
     "parallelism_config": object(),
