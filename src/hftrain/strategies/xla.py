@@ -269,7 +269,7 @@ class XLAStrategy(Strategy):
         import torch_xla.distributed.spmd as spmd
 
         dims = [dim for dim, size in enumerate(tensor.shape) if size and size % self._num_parts == 0]
-        if not dims or torch_xla._XLAC._get_xla_sharding_spec(tensor):
+        if not dims or tensor.device.type != "xla" or torch_xla._XLAC._get_xla_sharding_spec(tensor):
             return
         longest = max(dims, key=lambda dim: tensor.shape[dim])
         spmd.mark_sharding(tensor, self._mesh, tuple(_AXIS if dim == longest else None for dim in range(tensor.dim())))
