@@ -193,7 +193,7 @@ class XLAStrategy(Strategy):
         _end_step()
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the whole state in host memory; tied tensors stay tied."""
+        """Return the whole state in host memory; tied tensors stay tied. Ends no step: a save changes no randomness."""
         copies: dict[int, torch.Tensor] = {}
         state = self.unwrap(model).state_dict(keep_vars=True)
 
@@ -202,7 +202,6 @@ class XLAStrategy(Strategy):
                 copies[id(tensor)] = tensor.detach().cpu()
             return copies[id(tensor)]
 
-        _end_step()
         return {name: map_tensors(value, to_host) for name, value in state.items()}
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
@@ -212,7 +211,6 @@ class XLAStrategy(Strategy):
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole optimizer's state in host memory."""
-        _end_step()
         state: dict[str, Any] = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
         return state
 
@@ -299,7 +297,7 @@ def _check_alone(count: int, what: str) -> None:
 
 
 def _end_step(*_: Any) -> None:
-    """Hand what was recorded to the device; does not wait for it."""
+    """Hand what was recorded to the device; does not wait for it, and moves XLA's random numbers on."""
     import torch_xla
 
     torch_xla.sync()
