@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -226,7 +227,6 @@ class XLAStrategy(Strategy):
 
     def _make_mesh(self, num_found: int) -> None:
         """Make the devices the process's global mesh, for user code to find."""
-        import numpy
         import torch_xla.distributed.spmd as spmd
 
         if self.num_devices not in (None, num_found):
