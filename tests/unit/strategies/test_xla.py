@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import Trainer
 from hftrain.core import seed
-from hftrain.core.errors import ConfigError, MissingDependencyError
+from hftrain.core.errors import ConfigError, MissingDependencyError, StrategyError
 from hftrain.core.optional import is_available
 from hftrain.precision.registry import precisions
 from hftrain.step.legality import check_legal
@@ -60,6 +63,20 @@ def test_recomputing_needs_layers() -> None:
     with pytest.raises(ConfigError, match="no layers were named"):
         xla.XLAStrategy(shards=True, recomputes=True).check_model(Net())
     xla.XLAStrategy(shards=True, recomputes=True, layer_classes=["Sequential"]).check_model(Net())
+
+
+@pytest.mark.usefixtures("pretend_installed")
+def test_several_replicas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for torch_xla says that there are two: on a CPU, real ones do not survive their start."""
+    names = ("torch_xla", "torch_xla.core", "torch_xla.core.xla_model", "torch_xla.runtime")
+    made = {name: ModuleType(name) for name in names}
+    made["torch_xla"].core, made["torch_xla"].runtime = made["torch_xla.core"], made["torch_xla.runtime"]
+    made["torch_xla.core"].xla_model = made["torch_xla.core.xla_model"]
+    made["torch_xla.runtime"].world_size = lambda: 2
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(StrategyError, match=r"There are 2 replicas .*tpu_num_cores=N.*replicas=2"):
+        create_strategy("xla").launch()
 
 
 @pytest.mark.usefixtures("pretend_installed")
