@@ -68,7 +68,7 @@ def fsdp_options(args: Any, *, is_named: bool) -> dict[str, Any]:
                 "Generate from the saved model, in one process.",
             )
         )
-    config = _read_config(given)
+    config = read_fsdp_config(given)
     _check_config(args, config, words)
     _report_unused(config)
     options = {_OPTIONS[key]: value for key, value in config.items() if key in _OPTIONS}
@@ -99,7 +99,7 @@ def _from_words(words: list[str], *, is_cut: bool) -> dict[str, Any]:
     }
 
 
-def _read_config(given: Any) -> dict[str, Any]:
+def read_fsdp_config(given: Any) -> dict[str, Any]:
     """Return `fsdp_config` as a dict: the documented ``fsdp_`` is stripped, and booleans may be text."""
     if isinstance(given, str):
         try:
@@ -169,9 +169,8 @@ def _from_launcher() -> tuple[list[str], dict[str, Any]]:
 def _check_config(args: Any, config: dict[str, Any], words: list[str]) -> None:
     refused = [key for key in _XLA_KEYS if config.get(key)]
     if refused:
-        raise _refuse(
-            refused[0], config, "FSDP of PyTorch/XLA is not wired in this version.", "Leave the xla keys out."
-        )
+        reason = "It belongs to FSDP on XLA devices, and this is the FSDP of other ones."
+        raise _refuse(refused[0], config, reason, "Leave it out, or set the key xla and no other strategy.")
     if str(config.get("version", 2)) != "2":
         reason = "The older wrapper (FSDP1) is not here: every documented key is acted on by the composable one."
         raise _refuse("version", config, reason, "Leave it out, or set 2.")

@@ -11,6 +11,7 @@ from hftrain.adapter import deepspeed
 from hftrain.adapter.fsdp import fsdp_options, launcher_asks
 from hftrain.adapter.mesh import mesh_request
 from hftrain.adapter.sagemaker import check_sagemaker
+from hftrain.adapter.xla import asks_for_xla, has_xla_config, xla_options
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
@@ -22,7 +23,7 @@ _DEFAULT_TIMEOUT_S = 1800
 # What `accelerate launch` sets for the engines it can configure.
 _LAUNCHER_ENGINES = {"ACCELERATE_USE_FSDP": "fsdp", "ACCELERATE_USE_DEEPSPEED": "deepspeed"}
 _LAUNCHER_ENGINES["ACCELERATE_USE_MEGATRON_LM"] = "megatron_lm"
-_STRATEGY_FIELDS = ("deepspeed", "fsdp", "sharded_ddp")
+_STRATEGY_FIELDS = ("deepspeed", "fsdp", "sharded_ddp", "tpu_num_cores")
 
 
 def strategy_request(
@@ -44,7 +45,7 @@ def strategy_request(
     chosen = _name_of(strategy)
     for field in _STRATEGY_FIELDS:
         value = getattr(args, field, None)
-        if chosen is not None and value and not _takes(strategy, field):
+        if chosen is not None and value and not _takes(args, strategy, field):
             raise ConfigError(
                 explain(
                     f"strategy={chosen!r} was asked for together with {field}={value!r}.",
@@ -73,6 +74,8 @@ def strategy_request(
     if not is_object and _is_engine_of(name, "deepspeed"):
         wanted.update(deepspeed.deepspeed_options(args))
         wanted = {option: value for option, value in wanted.items() if value is not None}
+    if _is_xla(name):
+        wanted.update(xla_options(args))
     if not is_object:
         _check_preset(name, wanted)
     accepts = _accepted_options(None if is_object else name)
@@ -111,6 +114,8 @@ def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[
 
 def _automatic(args: Any) -> str:
     """Return the strategy of a run for which nobody named one."""
+    if asks_for_xla(args):
+        return "xla"
     if args.deepspeed or deepspeed.launcher_asks():
         return "deepspeed"
     if args.fsdp or launcher_asks():
@@ -128,8 +133,10 @@ def _is_engine_of(strategy: str | Strategy | None, field: str) -> bool:
     return field == "fsdp" and _is_fsdp(strategy)
 
 
-def _takes(strategy: str | Strategy | None, field: str) -> bool:
+def _takes(args: Any, strategy: str | Strategy | None, field: str) -> bool:
     """Tell whether what a field says goes into a strategy; a DeepSpeed object has a config of its own."""
+    if field == "tpu_num_cores" or (field == "fsdp" and has_xla_config(args)):
+        return _is_xla(_name_of(strategy))
     return _is_engine_of(strategy, field) and not (field == "deepspeed" and isinstance(strategy, Strategy))
 
 
@@ -138,6 +145,10 @@ def _is_fsdp(strategy: str | Strategy | None) -> bool:
     if isinstance(strategy, Strategy) or strategy in (None, "auto"):
         return any(vars(kind).get("name") == "fsdp" for kind in type(strategy).__mro__)
     return "sharding" in inspect.signature(strategies.resolve(str(strategy))[0]).parameters
+
+
+def _is_xla(name: str | None) -> bool:
+    return name in ("xla", "xla_fsdp", "xla_fsdp_v2")
 
 
 def _name_of(strategy: str | Strategy | None) -> str | None:

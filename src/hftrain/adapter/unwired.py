@@ -9,9 +9,7 @@ from typing import Any
 from hftrain.arguments import Seq2SeqTrainingArguments
 from hftrain.core.errors import ConfigError, explain
 
-UNWIRED: dict[str, str] = {
-    "tpu_num_cores": "TPUs",
-}
+UNWIRED: dict[str, str] = {}
 
 
 def check_wired(args: Any) -> None:

@@ -83,12 +83,12 @@ class ArgumentProcesses(ArgumentFields):
     @property
     def train_batch_size(self) -> int:
         """Training samples per process and micro-step."""
-        return self.per_device_train_batch_size * max(self.n_gpu, 1)
+        return self.per_device_train_batch_size * max(self.n_gpu, 1) * (self.tpu_num_cores or 1)
 
     @property
     def eval_batch_size(self) -> int:
         """Evaluation samples per process and batch."""
-        return self.per_device_eval_batch_size * max(self.n_gpu, 1)
+        return self.per_device_eval_batch_size * max(self.n_gpu, 1) * (self.tpu_num_cores or 1)
 
     @property
     def place_model_on_device(self) -> bool:

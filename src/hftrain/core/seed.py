@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
+
+# Generators that torch's own seed does not reach: how to read and how to set each.
+_added: dict[str, tuple[Callable[[], int], Callable[[int], None]]] = {}
+
+
+def add_generator(name: str, *, capture: Callable[[], int], restore: Callable[[int], None]) -> Callable[[], None]:
+    """Treat one more generator, whose state is one number, as the others; returns what undoes it."""
+    _added[name] = capture, restore
+
+    def forget() -> None:
+        _added.pop(name, None)
+
+    return forget
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:
@@ -22,6 +35,8 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
+    for _, restore in _added.values():
+        restore(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -59,6 +74,8 @@ def capture_rng() -> dict[str, Any]:
             state[name] = _generators(device).get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
+    for name, (capture, _) in _added.items():
+        state[name] = int(capture())
     return state
 
 
@@ -75,6 +92,9 @@ def restore_rng(state: dict[str, Any]) -> None:
             _generators(device).set_rng_state_all(list(per_device)[: device.device_count()])
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
+    for name, (_, restore) in _added.items():
+        if name in state:
+            restore(state[name])
 
 
 def _devices() -> Iterator[tuple[str, Any]]:

@@ -49,6 +49,11 @@ for _name, _summary, _preset in (
     ("deepspeed_stage_3_offload", "like deepspeed_stage_3, all in host memory", {"stage": 3, "offload": True}),
 ):
     strategies.register(_name, "hftrain.strategies.deepspeed.strategy:DeepSpeedStrategy", summary=_summary, **_preset)
+strategies.register("xla", "hftrain.strategies.xla:XLAStrategy", summary="XLA devices (TPUs), driven by one process")
+for _name in ("xla_fsdp", "xla_fsdp_v2"):
+    strategies.register(
+        _name, "hftrain.strategies.xla:XLAStrategy", summary="like xla, the model split over the devices", shards=True
+    )
 
 
 def create_strategy(name: str = "auto", **options: Any) -> Strategy:

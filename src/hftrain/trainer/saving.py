@@ -35,6 +35,7 @@ from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng
+from hftrain.core.tree import map_tensors
 from hftrain.data.sizes import has_length
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
@@ -130,6 +131,7 @@ class RunCheckpoints:
             "train_metrics": metric_states(self.trainer.task.metrics("train")),
             "past": self.trainer._past,
         }
+        own = map_tensors(own, torch.Tensor.cpu)
         return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
 
     def warn_of_others(self) -> None:

@@ -79,7 +79,8 @@ class TrainSession:
         strategy = trainer.strategy
         self.logs = LogWindow(gather_object=strategy.gather_object)
         self.losses = LossWindow(
-            filters_nonfinite=trainer.args.logging_nan_inf_filter,
+            # Documented: not on XLA.
+            filters_nonfinite=trainer.args.logging_nan_inf_filter and strategy.device_type != "xla",
             reduce=(
                 (lambda loss: trainer._nested_gather(loss).mean())
                 if trainer._is_overridden("_nested_gather")

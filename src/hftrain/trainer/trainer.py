@@ -1229,7 +1229,7 @@ class Trainer:
         dataset, collate = self._without_unused_columns(self.train_dataset, description="training")
         return build_train_loader(
             dataset,
-            train_loader_config(self.args, has_accelerator=self.strategy.device_type != "cpu"),
+            train_loader_config(self.args, has_accelerator=self.strategy.device_type not in ("cpu", "xla")),
             collate=collate,
             sampler=call_with(self._get_train_sampler, {"train_dataset": dataset}),
             rank=self.strategy.rank,
@@ -1271,7 +1271,7 @@ class Trainer:
 
     def _eval_loader(self, dataset: Any, *, description: str) -> Any:
         self._check_columns(dataset)
-        config = eval_loader_config(self.args, has_accelerator=self.strategy.device_type != "cpu")
+        config = eval_loader_config(self.args, has_accelerator=self.strategy.device_type not in ("cpu", "xla"))
 
         def make() -> Any:
             pruned, collate = self._without_unused_columns(dataset, description=description)

@@ -93,7 +93,6 @@ def test_older_arguments_become_keys(tmp_path: Path) -> None:
     ("config", "reason"),
     [
         ({"min_num_param": 5}, "Did you mean 'min_num_params'"),
-        ({"xla": True}, "'xla': True.*not wired"),
         ({"version": 1}, "older wrapper .FSDP1. is not here"),
         ({"forward_prefetch": 3}, "yes or a no"),
         ({"min_num_params": "many"}, "number of parameters"),
@@ -107,6 +106,12 @@ def test_older_arguments_become_keys(tmp_path: Path) -> None:
 def test_key_that_cannot_be_is_refused_with_its_reason(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         options(tmp_path, "full_shard", config)
+
+
+@pytest.mark.filterwarnings("ignore:fsdp_config's xla_fsdp_")
+def test_key_of_xla_without_xla_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="belongs to FSDP on XLA devices"):
+        options(tmp_path, "full_shard", {"xla_fsdp_grad_ckpt": True})
 
 
 def test_contradictions_are_found_in_a_file_too(tmp_path: Path) -> None:

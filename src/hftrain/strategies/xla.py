@@ -1,0 +1,303 @@
+"""One process that drives XLA devices (TPUs): one, or several that share the batch, and on wish the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.core.optional import require
+from hftrain.core.seed import add_generator
+from hftrain.core.tree import map_tensors
+from hftrain.core.types import PrecisionPolicy
+from hftrain.strategies.base import Strategy
+from hftrain.strategies.environment import launched_world_size
+from hftrain.strategies.fsdp.units import find_units
+
+_AXIS = "fsdp"
+
+
+class XLAStrategy(Strategy):
+    """Train on XLA devices through `torch_xla`, in one process.
+
+    Operations are recorded, and run when a step ends; the same shapes compile once. With several devices the compiler
+    splits the work among them (SPMD): this process holds the whole batch, of which each device computes a part, and the
+    gradients are exchanged where the compiler puts it, once per step.
+
+    `launch` starts the XLA client, which must happen before the process's first backward pass on any device.
+
+    Args:
+        place_model: Whether `setup` moves the model.
+        num_devices: How many devices must be there to split batches over; None: one, or all there are with `shards`.
+        shards: Split parameters, gradients and optimizer state over the devices, too.
+        layer_classes: Names of the classes of the layers that are gathered one by one; None takes the model's own hint.
+        min_num_params: Choose them by their number of parameters instead.
+        recomputes: Let these layers compute their activations once more in the backward pass.
+
+    Raises:
+        MissingDependencyError: torch_xla is not installed.
+        ConfigError: A launcher started several processes.
+
+    Source: the documented `tpu_num_cores`, and `fsdp_config` with `xla`, `xla_fsdp_grad_ckpt` and `xla_fsdp_v2`;
+    Xu et al., GSPMD, 2021.
+    """
+
+    name = "xla"
+
+    def __init__(
+        self,
+        *,
+        place_model: bool = True,
+        num_devices: int | None = None,
+        shards: bool = False,
+        layer_classes: Sequence[str] | None = None,
+        min_num_params: int = 0,
+        recomputes: bool = False,
+    ) -> None:
+        require("torch_xla", feature="strategy='xla'", extra="xla")
+        if launched_world_size() > 1:
+            raise ConfigError(
+                explain(
+                    "strategy='xla' was asked for.",
+                    "A launcher started several processes, and one process drives all devices of a machine.",
+                    "Start one process; tpu_num_cores says how many devices it uses.",
+                    world_size=launched_world_size(),
+                )
+            )
+        super().__init__(torch.device("xla"), place_model=place_model)
+        self.num_devices, self.shards = num_devices, shards
+        self.layer_classes, self.min_num_params, self.recomputes = layer_classes, min_num_params, recomputes
+        self._mesh: Any = None
+        self._num_parts = 1
+        self._step_end: RemovableHandle | None = None
+        self._forward_start: RemovableHandle | None = None
+        self._forget_generator: Callable[[], None] | None = None
+
+    @classmethod
+    def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
+        if device_type != "xla":
+            return "it runs on XLA devices only"
+        if policy.loss_scaling:
+            return "XLA computes in bfloat16, which needs no loss scaling; 'bf16' works"
+        return None
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise unless a model can be split as asked for; touches no device.
+
+        Raises:
+            ConfigError: It has no layer of a class that was named, or none to recompute.
+        """
+        if self.recomputes and not self._units(model):
+            raise ConfigError(
+                explain(
+                    "fsdp_config={'xla_fsdp_grad_ckpt': True} was given.",
+                    f"It recomputes {type(model).__name__} layer by layer, and no layers were named.",
+                    "Name the repeated layers in transformer_layer_cls_to_wrap, or set min_num_params.",
+                )
+            )
+
+    def launch(self) -> None:
+        """Start the XLA client and take the device; doing so again changes nothing.
+
+        Splitting over devices switches the process to SPMD, for as long as it lives.
+
+        Raises:
+            StrategyError: There are several replicas or machines, or another number of devices than was asked for.
+        """
+        if self._device is not None:
+            return
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+        import torch_xla.runtime as xr
+
+        splits = self.shards or (self.num_devices or 1) > 1
+        if not splits:
+            _check_alone(xr.world_size(), "replicas (by torch_xla.launch or xmp.spawn)")
+        elif not xr.is_spmd():
+            xr.use_spmd()
+        device = torch_xla.device()
+        # Merely naming the device does not start a client in SPMD.
+        torch.zeros((), device=device)
+        torch_xla.sync()
+        if splits:
+            _check_alone(xr.process_count(), "machines")
+            self._make_mesh(xr.global_runtime_device_count())
+        self._take(device)
+        self._move = self._send if splits else self._move
+        self._forget_generator = add_generator("xla", capture=xm.get_rng_state, restore=xm.set_rng_state)
+        xm.set_rng_state(torch.initial_seed() % 2**31)
+
+    def close(self) -> None:
+        """Let go of the device; SPMD stays on, and the client runs, until the process ends."""
+        for handle in (self._step_end, self._forward_start):
+            if handle is not None:
+                handle.remove()
+        if self._forget_generator is not None:
+            self._forget_generator()
+        self._step_end = self._forward_start = self._forget_generator = None
+        super().close()
+
+    def setup(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[nn.Module], Optimizer] | None,
+        policy: PrecisionPolicy,
+    ) -> tuple[nn.Module, Optimizer | None]:
+        """Place a model, split it on wish, and make its optimizer, whose `step` ends XLA's. Mutates the model."""
+        if make_optimizer is not None and self.recomputes:
+            self._recompute(self.unwrap(model))
+        model, optimizer = super().setup(model, make_optimizer, policy)
+        if optimizer is not None:
+            if self._step_end is not None:
+                self._step_end.remove()
+            self._step_end = optimizer.register_step_post_hook(_end_step)
+        return model, optimizer
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move a model to the device, keeping its parameters the objects they are. Mutates the model."""
+        if not self.place_model:
+            return model
+        # Otherwise torch makes new parameters, which parts the tied ones from each other and all from an optimizer.
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model = model.to(self.device)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+        self._split(model)
+        return model
+
+    def for_evaluation(self, model: nn.Module) -> nn.Module:
+        """Return the module to evaluate; each of its forward passes first runs what was recorded before."""
+        self.after_evaluation(model)
+        bare = self.unwrap(model)
+        self._forward_start = bare.register_forward_pre_hook(_end_step)
+        return bare
+
+    def after_evaluation(self, model: nn.Module) -> None:
+        if self._forward_start is not None:
+            self._forward_start.remove()
+            self._forward_start = None
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Run a micro-step by itself, so that what XLA compiles does not grow with their number."""
+        yield
+        _end_step()
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the whole state in host memory; tied tensors stay tied. Ends no step: a save changes no randomness."""
+        copies: dict[int, torch.Tensor] = {}
+        state = self.unwrap(model).state_dict(keep_vars=True)
+
+        def to_host(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach().cpu()
+            return copies[id(tensor)]
+
+        return {name: map_tensors(value, to_host) for name, value in state.items()}
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        found = super().load_model_state(model, state, strict=strict)
+        self._split(self.unwrap(model))
+        return found
+
+    def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole optimizer's state in host memory."""
+        state: dict[str, Any] = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
+        return state
+
+    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        super().load_optimizer_state(model, optimizer, state)
+        if self.shards:
+            for parameter, held in optimizer.state.items():
+                for value in held.values():
+                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                        self._split_tensor(value)
+
+    # -- how it is done ------------------------------------------------------------------------------------------
+
+    def _make_mesh(self, num_found: int) -> None:
+        """Make the devices the process's global mesh, for user code to find."""
+        import torch_xla.distributed.spmd as spmd
+
+        if self.num_devices not in (None, num_found):
+            raise StrategyError(
+                explain(
+                    f"tpu_num_cores={self.num_devices} was asked for.",
+                    f"XLA sees {num_found} devices, and uses all it sees.",
+                    f"Set tpu_num_cores to {num_found}, or show XLA fewer (TPU_VISIBLE_CHIPS; CPU_NUM_DEVICES).",
+                    PJRT_DEVICE=os.environ.get("PJRT_DEVICE"),
+                )
+            )
+        self._num_parts = num_found
+        self._mesh = spmd.Mesh(numpy.arange(num_found), (num_found,), (_AXIS,))
+        spmd.set_global_mesh(self._mesh)
+
+    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Move a batch's tensor to the devices, a part to each; whole where it cannot be cut evenly."""
+        if tensor.device.type == "xla":
+            return tensor
+        if not tensor.dim() or not len(tensor) or len(tensor) % self._num_parts:
+            return tensor.to(self.device)
+        import torch_xla.core.xla_model as xm
+        import torch_xla.distributed.spmd as spmd
+
+        spec = spmd.ShardingSpec(self._mesh, (_AXIS, *[None] * (tensor.dim() - 1)))
+        sent: torch.Tensor = xm.send_cpu_data_to_device([tensor], self.device, input_sharding=spec)[0]
+        return sent
+
+    def _split(self, model: nn.Module) -> None:
+        """Split a model's parameters over the devices; those that are split stay as they are."""
+        if self.shards:
+            for parameter in model.parameters():
+                self._split_tensor(parameter)
+
+    def _split_tensor(self, tensor: torch.Tensor) -> None:
+        """Split a tensor along the longest of its dimensions that can be cut evenly; else every device has it whole."""
+        import torch_xla
+        import torch_xla.distributed.spmd as spmd
+
+        dims = [dim for dim, size in enumerate(tensor.shape) if size and size % self._num_parts == 0]
+        if not dims or tensor.device.type != "xla" or torch_xla._XLAC._get_xla_sharding_spec(tensor):
+            return
+        longest = max(dims, key=lambda dim: tensor.shape[dim])
+        spmd.mark_sharding(tensor, self._mesh, tuple(_AXIS if dim == longest else None for dim in range(tensor.dim())))
+
+    def _recompute(self, model: nn.Module) -> None:
+        """Let the units recompute their activations, behind a barrier without which XLA would see through it."""
+        from torch_xla.distributed.fsdp import checkpoint_module
+
+        for unit in self._units(model):
+            if "forward" not in vars(unit):
+                checkpoint_module(unit)
+
+    def _units(self, model: nn.Module) -> list[nn.Module]:
+        return find_units(model, layer_classes=self.layer_classes, min_num_params=self.min_num_params)
+
+
+def _check_alone(count: int, what: str) -> None:
+    if count > 1:
+        raise StrategyError(
+            explain(
+                "strategy='xla' was launched.",
+                f"There are {count} {what}, and it drives the devices of one machine from one process.",
+                "Start the script once with plain `python`, and tpu_num_cores=N to use N devices.",
+                **{what.split()[0]: count},
+            )
+        )
+
+
+def _end_step(*_: Any) -> None:
+    """Hand what was recorded to the device; does not wait for it, and moves XLA's random numbers on."""
+    import torch_xla
+
+    torch_xla.sync()
