@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hftrain.callbacks.base import TrainerCallback
+from hftrain.callbacks.spellings import CONTEXT, HandlerSpellings
 from hftrain.core.errors import CheckpointError, TaskError, explain, suggest
 from hftrain.core.events import EVENTS
 from hftrain.core.progress import TrainerControl
@@ -14,18 +15,8 @@ from hftrain.core.state import TrainerState
 
 Handler = Callable[..., Any]
 
-_CONTEXT = (
-    "model",
-    "processing_class",
-    "tokenizer",
-    "optimizer",
-    "lr_scheduler",
-    "train_dataloader",
-    "eval_dataloader",
-)
 
-
-class CallbackRunner:
+class CallbackRunner(HandlerSpellings):
     """Hold a run's callbacks and call the methods they override.
 
     Which methods those are is looked up when callbacks are added or removed and by `refresh`, never while training.
@@ -59,7 +50,7 @@ class CallbackRunner:
         self.state = state
         self.control = control
         self.callbacks: list[Any] = []
-        self._context: dict[str, Any] = dict.fromkeys(_CONTEXT)
+        self._context: dict[str, Any] = dict.fromkeys(CONTEXT)
         for callback in callbacks:
             self._append(callback)
         self.refresh(**context)

@@ -183,8 +183,8 @@ class EvaluateLoop:
     def _parts(self, batch: Any, output: StepOutput) -> dict[str, Any]:
         """Return what of a batch is handed to `compute_metrics`; its loss once per sample."""
         parts = {"outputs": output.outputs, "labels": output.labels}
-        if "inputs" in self.config.includes and isinstance(batch, Mapping):
-            parts["inputs"] = batch.get(self.config.input_name)
+        if "inputs" in self.config.includes and self.slots.compute_metrics is not None:
+            parts["inputs"] = _main_input(batch, self.config.input_name)
         if "loss" in self.config.includes and output.loss is not None:
             parts["losses"] = output.loss.detach().repeat(batch_size_of(batch) or 0)
         return parts
@@ -217,6 +217,20 @@ class EvaluateLoop:
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.group.reduce(tensor, op="sum") if self.group.world_size > 1 else tensor
+
+
+def _main_input(batch: Any, name: str) -> Any:
+    """Return a batch's main input; raise where `compute_metrics` would get none."""
+    if isinstance(batch, Mapping) and name in batch:
+        return batch[name]
+    columns = f"the columns {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "no named columns"
+    raise TaskError(
+        explain(
+            "include_for_metrics=['inputs'] was asked for.",
+            f"An evaluation batch holds no main input {name!r} (it has {columns}).",
+            "Set main_input_name on the model to the column that compute_metrics is to get.",
+        )
+    )
 
 
 def _check_complete(output: StepOutput, batch: Any) -> None:

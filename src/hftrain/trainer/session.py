@@ -417,6 +417,8 @@ class TrainSession:
         datasets = trainer.eval_dataset
         if wanted is None or trainer.args.eval_strategy == "no" or best_metric_key(wanted) == "eval_loss":
             return
+        if trainer._adds_metrics:
+            return
         names = list(datasets) if isinstance(datasets, Mapping) else [None]
         found: dict[str, Any] = {}
         with trainer._evaluating("eval"):

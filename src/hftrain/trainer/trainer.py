@@ -241,7 +241,14 @@ class Trainer:
             warn_once(f"predict_with_generate=True has no effect in {type(self).__name__}; use Seq2SeqTrainer.")
         own = next((entry.metrics for entry in self._eval_sets.values() if entry.metrics is not None), None)
         metrics = self.compute_metrics or own
-        check_best_metric(args, task=task, compute_metrics=metrics, eval_dataset=self.eval_dataset)
+        if not self._adds_metrics:
+            check_best_metric(args, task=task, compute_metrics=metrics, eval_dataset=self.eval_dataset)
+
+    @property
+    def _adds_metrics(self) -> bool:
+        """Whether an override may add to what an evaluation reports, so that only a whole one tells what there is."""
+        names = ("evaluate", "_evaluate", "evaluation_loop", "prediction_loop", "log", "_determine_best_metric")
+        return any(map(self._is_overridden, names))
 
     def _make_parts(self, model: Any, strategy: str | Strategy | None, precision: str | Precision | None) -> None:
         """Choose strategy and precision and refuse what cannot work; nothing is launched."""
@@ -638,7 +645,8 @@ class Trainer:
 
         Source: the documented `Trainer.evaluation_loop`.
         """
-        if self._depth == 0:
+        if self._stage == "train":
+            # By hand, by a callback, or by an override of `evaluate`: nobody has made the model ready.
             with self._evaluating("eval"):
                 return self.evaluation_loop(
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix

@@ -91,3 +91,14 @@ def test_xla_metrics_are_printed_after_epochs_and_evaluations(
     callbacks = [XLAMetricsCallback()]
     Trainer(Net(), args, train_dataset=make_rows(), eval_dataset=make_rows(), callbacks=callbacks).train()
     assert capsys.readouterr().out.count("Metric: CompileTime") == 4
+
+
+# What torch.compile itself says of a graph that goes on from an intermediate result.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_overflow_is_watched_in_a_compiled_model_without_compiling_each_batch_anew(tmp_path: Path) -> None:
+    import torch._dynamo
+
+    options: dict[str, Any] = {"debug": "underflow_overflow", "torch_compile": True, "torch_compile_backend": "eager"}
+    trainer = Trainer(Net(), make_arguments(tmp_path, **options), train_dataset=make_rows())
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        assert trainer.train().global_step == 12

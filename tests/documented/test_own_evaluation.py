@@ -1,0 +1,139 @@
+"""Overrides that evaluate in their own way, as the question-answering examples and preference trainers do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, make_arguments, make_rows
+
+from hftrain import EvalPrediction, TaskError, Trainer, TrainerCallback
+
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 4,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "bleu",
+}
+
+
+class Watched(Net):
+    """Remembers in which mode it saw a batch without labels."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+        self.modes: set[bool] = set()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        if labels is None:
+            self.modes.add(self.training)
+        return super().forward(x, labels)
+
+
+class AnsweringTrainer(Trainer):
+    """Post-processes the predictions of unlabelled features before its metrics see them."""
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        loader = self.get_eval_dataloader(eval_dataset)
+        compute_metrics, self.compute_metrics = self.compute_metrics, None
+        try:
+            output = self.evaluation_loop(
+                loader,
+                description="Evaluation",
+                prediction_loss_only=True if compute_metrics is None else None,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=metric_key_prefix,
+            )
+        finally:
+            self.compute_metrics = compute_metrics
+        assert compute_metrics is not None
+        found = compute_metrics(EvalPrediction(predictions=output.predictions, label_ids=output.label_ids))
+        metrics = {**output.metrics, **{f"{metric_key_prefix}_{key}": value for key, value in found.items()}}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+def test_own_evaluate_around_the_loop_evaluates_and_picks_the_best(tmp_path: Path) -> None:
+    features = [{"x": row["x"]} for row in make_rows(9, 2)]
+    model, heard = Watched(), []
+
+    class Hears(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+            heard.append(metrics["eval_bleu"])
+
+    trainer = AnsweringTrainer(
+        model,
+        make_arguments(tmp_path, **BEST),
+        train_dataset=make_rows(),
+        eval_dataset=features,
+        compute_metrics=lambda p: {"bleu": float(p.predictions.mean())},
+        callbacks=[Hears()],
+    )
+    trainer.train()
+    assert model.modes == {False}
+    assert len(heard) == 3
+    assert trainer.state.best_metric == max(heard)
+
+
+def test_evaluation_loop_called_while_training_changes_no_number(tmp_path: Path) -> None:
+    class Looks(TrainerCallback):
+        trainer: Trainer
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            loader = self.trainer.get_eval_dataloader(make_rows(6, 3))
+            self.trainer.evaluation_loop(loader, "Looking")
+
+    def run(callbacks: list[Looks]) -> list[float]:
+        torch.manual_seed(1)
+        trainer = Trainer(Net(0.5), make_arguments(tmp_path), train_dataset=make_rows(), callbacks=callbacks)
+        for callback in callbacks:
+            callback.trainer = trainer
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    assert run([Looks()]) == run([])
+
+
+class InEvaluate(Trainer):
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return {**super().evaluate(*args, **kwargs), "eval_bleu": 1.0}
+
+
+class InLoop(Trainer):
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().evaluation_loop(*args, **kwargs)
+        output.metrics["eval_bleu"] = 1.0
+        return output
+
+
+class InLog(Trainer):
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "eval_loss" in logs:
+            logs["eval_bleu"] = 1.0
+        super().log(logs, start_time)
+
+
+@pytest.mark.parametrize("kind", [InEvaluate, InLoop, InLog])
+@pytest.mark.parametrize("compute_metrics", [None, lambda p: {"mean": float(p.predictions.mean())}])
+def test_metric_that_an_override_adds_picks_the_best_model(
+    tmp_path: Path, kind: type[Trainer], compute_metrics: Any
+) -> None:
+    arguments = make_arguments(tmp_path, **BEST)
+    trainer = kind(
+        Net(), arguments, train_dataset=make_rows(), eval_dataset=make_rows(4, 2), compute_metrics=compute_metrics
+    )
+    trainer.train()
+    assert trainer.state.best_metric == 1.0
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+def test_inputs_for_metrics_that_no_batch_has_are_refused(tmp_path: Path, per_batch: bool) -> None:
+    arguments = make_arguments(tmp_path, include_for_metrics=["inputs"], batch_eval_metrics=per_batch)
+    trainer = Trainer(Net(), arguments, eval_dataset=make_rows(4), compute_metrics=lambda p, compute_result=True: {})
+    with pytest.raises(TaskError, match=r"no main input 'input_ids' \(it has the columns x, labels\).*main_input_name"):
+        trainer.evaluate()
