@@ -27,7 +27,6 @@ from hftrain import (
     precisions,
     strategies,
 )
-from hftrain.adapter.unwired import UNWIRED
 from hftrain.core import events
 from hftrain.optim.optimizers import optimizers
 from hftrain.step.legality import LegalityRow, legality_table
@@ -154,32 +153,12 @@ def devices_table() -> str:
     return legality(lambda row: (f"`{row.precision}`",) if row.strategy == "single" else None)
 
 
-def refused_table() -> str:
-    """List the settings that this version refuses, by feature."""
-    by_feature: dict[str, list[str]] = {}
-    for name, feature in UNWIRED.items():
-        by_feature.setdefault(feature, []).append(name)
-    return table(("feature", "settings"), [(feature, code(names)) for feature, names in by_feature.items()])
-
-
 def optimizers_table() -> str:
     """List the optimizers by the package they come from."""
     by_package: dict[str, list[str]] = {}
     for name in optimizers.names():
         by_package.setdefault(optimizers.summary(name), []).append(name)
     return table(("package", "`optim`"), [(f"`{package}`", code(names)) for package, names in by_package.items()])
-
-
-def missing_table() -> str:
-    """List the documented classes and methods that this version does not have."""
-    versions = json.loads(SURFACE.read_text(encoding="utf-8"))["versions"].values()
-    classes = {name for version in versions for name in version["classes"]}
-    methods = {name for version in versions for name in version["classes"]["Trainer"]}
-    rows = [
-        ("classes", code(sorted(name for name in classes if not hasattr(hftrain, name)))),
-        ("methods of `Trainer`", code(sorted(name for name in methods if not hasattr(Trainer, name)))),
-    ]
-    return table(("kind", "names"), rows)
 
 
 def renames_table() -> str:
@@ -233,7 +212,7 @@ def readers(fields: frozenset[str]) -> dict[str, list[str]]:
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
             is_read = owner in ("args", "arguments") or (owner == "self" and module == "arguments.processes")
             is_named = isinstance(node, ast.Constant) and module.startswith(("adapter.", "core.state"))
-            is_named = is_named and module != "adapter.unwired"
+            is_named = is_named and module != "adapter.launching"
             if (
                 isinstance(name, str)
                 and name in fields
@@ -261,8 +240,6 @@ def arguments_table() -> str:
         kind = re.sub(r"(\w+\.)+|<class '|'>", "", inspect.formatannotation(types[field.name])).replace("|", "\\|")
         if field.name in OLD_SETTINGS:
             read = "(older name)"
-        elif field.name in UNWIRED:
-            read = f"refused in this version: {UNWIRED[field.name]}"
         else:
             read = code(used.get(field.name, ())) or "(scripts)"
         shown = f"`{default!r}`" + (f" (`{older!r}`)" if older != default else "")
@@ -280,9 +257,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "devices": devices_table,
     "strategy-contract": lambda: contract_table(Strategy),
     "precision-contract": lambda: contract_table(Precision),
-    "refused": refused_table,
     "optimizers": optimizers_table,
-    "missing": missing_table,
     "renames": renames_table,
 }
 

@@ -25,8 +25,8 @@ UNKNOWN_FIELDS = {
     "dataloader_multiprocessing_context": "new in 5.x",
     "ddp_static_graph": "new in 5.x; here an option of the strategy: strategy=DDPStrategy(static_graph=True)",
     "enable_jit_checkpoint": "new in 5.x",
-    "trackio_bucket_id": "new in 5.x; trackers are not wired",
-    "trackio_static_space_id": "new in 5.x; trackers are not wired",
+    "trackio_bucket_id": "new in 5.x",
+    "trackio_static_space_id": "new in 5.x",
     "train_sampling_strategy": "5.x's name of group_by_length",
     "use_cache": "new in 5.x: transformers writes it into the model's config, which is left to its owner here",
 }

@@ -20,13 +20,13 @@ from hftrain.adapter.compilation import compile_config
 from hftrain.adapter.data import eval_loader_config, length_config, total_batch_size, train_loader_config
 from hftrain.adapter.deepspeed import settle_deepspeed
 from hftrain.adapter.evaluate import evaluate_config, full_eval_dtype
+from hftrain.adapter.launching import check_local_rank
 from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
 from hftrain.adapter.optim import optimizer_config, schedule_config
 from hftrain.adapter.plan import train_plan
 from hftrain.adapter.precision import check_half_precision_backend, precision_request
 from hftrain.adapter.sharing import check_configured_state, non_blocking_copies, settle_sharing
 from hftrain.adapter.strategy import strategy_request
-from hftrain.adapter.unwired import check_local_rank, check_wired
 from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackRunner, TrainerCallback, default_callbacks
@@ -155,7 +155,7 @@ class Trainer:
         callback: The older guide's name of `callbacks`.
 
     Raises:
-        ConfigError: A setting is unknown, contradicts another, or is not wired in this version.
+        ConfigError: A setting is unknown, or contradicts another, or cannot act here.
         TaskError: The task does not keep its side of the contract.
 
     Source: the documented `Trainer`.
@@ -256,7 +256,6 @@ class Trainer:
         forget_devices(self.args, model)
         name, options = strategy_request(self.args, strategy, is_checkpointing=bool(is_checkpointing))
         precision_name, precision_options = precision_request(self.args, precision)
-        check_wired(self.args)
         self.strategy = strategy if isinstance(strategy, Strategy) else create_strategy(name, **options)
         self.precision = (
             precision if isinstance(precision, Precision) else precisions.create(precision_name, **precision_options)
