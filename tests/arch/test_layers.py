@@ -44,6 +44,7 @@ OPTIONAL_OR_HEAVY = frozenset(
         "intel_extension_for_pytorch",
         "ipywidgets",
         "liger_kernel",
+        "lightning_utilities",
         "lomo_optim",
         "mlflow",
         "neptune",

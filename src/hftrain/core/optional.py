@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_utilities.core.imports import RequirementCache
+from typing import Any
 
 from hftrain.core.errors import MissingDependencyError, explain
 
 
 def is_available(requirement: str) -> bool:
     """Tell whether an installed package satisfies `requirement` (``"deepspeed>=0.16"``), without importing it."""
-    return bool(RequirementCache(requirement))
+    return bool(_cache(requirement))
 
 
 def require(requirement: str, *, feature: str, extra: str | None = None) -> None:
@@ -23,9 +23,16 @@ def require(requirement: str, *, feature: str, extra: str | None = None) -> None
     Raises:
         MissingDependencyError: The package is absent or too old.
     """
-    cache = RequirementCache(requirement)
+    cache = _cache(requirement)
     if not cache:
         command = f"pip install 'hftrain[{extra}]'" if extra else f"pip install '{requirement}'"
         raise MissingDependencyError(
             explain(f"{feature} was asked for.", f"It needs {requirement!r}: {cache.message}", f"Run: {command}.")
         )
+
+
+def _cache(requirement: str) -> Any:
+    # Here, because its parser of requirements takes long to import.
+    from lightning_utilities.core.imports import RequirementCache
+
+    return RequirementCache(requirement)
