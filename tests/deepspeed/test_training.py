@@ -260,7 +260,7 @@ def evaluate(folder: str, *, most: int, strategy: str | None) -> list[Any]:
         for data in (rows, Stream(rows)):
             metrics, judged = documented.evaluate(data), task.evaluate(data)
             prediction = documented.predict(data)
-            kept = {k: v for k, v in {**metrics, **judged}.items() if not k.endswith(("runtime", "second"))}
+            kept = {k: v for k, v in {**metrics, **judged}.items() if not k.endswith(("second", "time"))}
             answers.append([kept, prediction.predictions.tolist(), prediction.label_ids.tolist()])
     return answers
 

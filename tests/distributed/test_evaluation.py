@@ -67,7 +67,7 @@ class PerBatch:
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in metrics.items() if not name.endswith(("runtime", "second", "time"))}
+    return {name: value for name, value in metrics.items() if not name.endswith(("second", "time"))}
 
 
 def plain(objects: list[Any]) -> list[Any]:

@@ -258,7 +258,7 @@ def evaluate(folder: str, *, most: int, strategy: str | None) -> list[Any]:
         for data in (rows, Stream(rows)):
             metrics, streamed = documented.evaluate(data), task.evaluate(data)
             prediction = documented.predict(data)
-            kept = {k: v for k, v in {**metrics, **streamed}.items() if not k.endswith(("runtime", "second", "mean"))}
+            kept = {k: v for k, v in {**metrics, **streamed}.items() if not k.endswith(("second", "time", "mean"))}
             answers.append([kept, prediction.predictions.tolist(), prediction.label_ids.tolist()])
     return answers
 
