@@ -1,70 +1,166 @@
 """hftrain: modular PyTorch training that speaks the Hugging Face Trainer's language."""
 
-from hftrain.arguments import (
-    HubStrategy,
-    IntervalStrategy,
-    OptimizerNames,
-    SaveStrategy,
-    SchedulerType,
-    Seq2SeqTrainingArguments,
-    TrainingArguments,
-)
-from hftrain.callbacks import (
-    DefaultFlowCallback,
-    EarlyStoppingCallback,
-    NotebookProgressCallback,
-    PredictionWriter,
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-)
-from hftrain.callbacks.trackers import (
-    AzureMLCallback,
-    ClearMLCallback,
-    CodeCarbonCallback,
-    CometCallback,
-    DagsHubCallback,
-    DVCLiveCallback,
-    FlyteCallback,
-    MLflowCallback,
-    NeptuneCallback,
-    SwanLabCallback,
-    TensorBoardCallback,
-    TrackerCallback,
-    TrackioCallback,
-    WandbCallback,
-)
-from hftrain.cli import HfArgumentParser
-from hftrain.core.errors import (
-    CheckpointError,
-    ConfigError,
-    HFTrainError,
-    MissingDependencyError,
-    StrategyError,
-    TaskError,
-)
-from hftrain.core.progress import TrainerControl
-from hftrain.core.seed import enable_full_determinism, set_seed
-from hftrain.core.state import TrainerState
-from hftrain.core.types import EvalLoopOutput, EvalPrediction, PredictionOutput, StepOutput, TrainOutput
-from hftrain.data.collators import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
-from hftrain.data.collators_packed import DataCollatorWithFlattening
-from hftrain.data.collators_text import (
-    DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
-    DataCollatorForTokenClassification,
-)
-from hftrain.loggers.base import Logger
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# These two share their names with rooms, whose import would hide them.
 from hftrain.loggers.registry import loggers
-from hftrain.precision.base import Precision
-from hftrain.precision.registry import precisions
-from hftrain.search.config import BestRun, HPSearchBackend
-from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import strategies
-from hftrain.task import ModelTask, TaskModule
-from hftrain.task.overflow import DebugUnderflowOverflow
-from hftrain.trainer import Seq2SeqTrainer, Trainer
-from hftrain.trainer.eval_sets import EvalSet
+
+if TYPE_CHECKING:
+    from hftrain.arguments import (
+        HubStrategy,
+        IntervalStrategy,
+        OptimizerNames,
+        SaveStrategy,
+        SchedulerType,
+        Seq2SeqTrainingArguments,
+        TrainingArguments,
+    )
+    from hftrain.callbacks import (
+        DefaultFlowCallback,
+        EarlyStoppingCallback,
+        NotebookProgressCallback,
+        PredictionWriter,
+        PrinterCallback,
+        ProgressCallback,
+        TrainerCallback,
+    )
+    from hftrain.callbacks.trackers import (
+        AzureMLCallback,
+        ClearMLCallback,
+        CodeCarbonCallback,
+        CometCallback,
+        DagsHubCallback,
+        DVCLiveCallback,
+        FlyteCallback,
+        MLflowCallback,
+        NeptuneCallback,
+        SwanLabCallback,
+        TensorBoardCallback,
+        TrackerCallback,
+        TrackioCallback,
+        WandbCallback,
+    )
+    from hftrain.cli import HfArgumentParser
+    from hftrain.core.errors import (
+        CheckpointError,
+        ConfigError,
+        HFTrainError,
+        MissingDependencyError,
+        StrategyError,
+        TaskError,
+    )
+    from hftrain.core.progress import TrainerControl
+    from hftrain.core.seed import enable_full_determinism, set_seed
+    from hftrain.core.state import TrainerState
+    from hftrain.core.types import EvalLoopOutput, EvalPrediction, PredictionOutput, StepOutput, TrainOutput
+    from hftrain.data.collators import DataCollatorWithPadding, DefaultDataCollator, default_data_collator
+    from hftrain.data.collators_packed import DataCollatorWithFlattening
+    from hftrain.data.collators_text import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForSeq2Seq,
+        DataCollatorForTokenClassification,
+    )
+    from hftrain.loggers.base import Logger
+    from hftrain.precision.base import Precision
+    from hftrain.precision.registry import precisions
+    from hftrain.search.config import BestRun, HPSearchBackend
+    from hftrain.strategies.base import Strategy
+    from hftrain.task import ModelTask, TaskModule
+    from hftrain.task.overflow import DebugUnderflowOverflow
+    from hftrain.trainer import Seq2SeqTrainer, Trainer
+    from hftrain.trainer.eval_sets import EvalSet
+
+# Imported when first asked for: `import hftrain` is to cost little more than `import torch`.
+_HOMES = {
+    "hftrain.arguments": (
+        "HubStrategy",
+        "IntervalStrategy",
+        "OptimizerNames",
+        "SaveStrategy",
+        "SchedulerType",
+        "Seq2SeqTrainingArguments",
+        "TrainingArguments",
+    ),
+    "hftrain.callbacks": (
+        "DefaultFlowCallback",
+        "EarlyStoppingCallback",
+        "NotebookProgressCallback",
+        "PredictionWriter",
+        "PrinterCallback",
+        "ProgressCallback",
+        "TrainerCallback",
+    ),
+    "hftrain.callbacks.trackers": (
+        "AzureMLCallback",
+        "ClearMLCallback",
+        "CodeCarbonCallback",
+        "CometCallback",
+        "DagsHubCallback",
+        "DVCLiveCallback",
+        "FlyteCallback",
+        "MLflowCallback",
+        "NeptuneCallback",
+        "SwanLabCallback",
+        "TensorBoardCallback",
+        "TrackerCallback",
+        "TrackioCallback",
+        "WandbCallback",
+    ),
+    "hftrain.cli": ("HfArgumentParser",),
+    "hftrain.core.errors": (
+        "CheckpointError",
+        "ConfigError",
+        "HFTrainError",
+        "MissingDependencyError",
+        "StrategyError",
+        "TaskError",
+    ),
+    "hftrain.core.progress": ("TrainerControl",),
+    "hftrain.core.seed": (
+        "enable_full_determinism",
+        "set_seed",
+    ),
+    "hftrain.core.state": ("TrainerState",),
+    "hftrain.core.types": (
+        "EvalLoopOutput",
+        "EvalPrediction",
+        "PredictionOutput",
+        "StepOutput",
+        "TrainOutput",
+    ),
+    "hftrain.data.collators": (
+        "DataCollatorWithPadding",
+        "DefaultDataCollator",
+        "default_data_collator",
+    ),
+    "hftrain.data.collators_packed": ("DataCollatorWithFlattening",),
+    "hftrain.data.collators_text": (
+        "DataCollatorForLanguageModeling",
+        "DataCollatorForSeq2Seq",
+        "DataCollatorForTokenClassification",
+    ),
+    "hftrain.loggers.base": ("Logger",),
+    "hftrain.precision.base": ("Precision",),
+    "hftrain.precision.registry": ("precisions",),
+    "hftrain.search.config": (
+        "BestRun",
+        "HPSearchBackend",
+    ),
+    "hftrain.strategies.base": ("Strategy",),
+    "hftrain.task": (
+        "ModelTask",
+        "TaskModule",
+    ),
+    "hftrain.task.overflow": ("DebugUnderflowOverflow",),
+    "hftrain.trainer": (
+        "Seq2SeqTrainer",
+        "Trainer",
+    ),
+    "hftrain.trainer.eval_sets": ("EvalSet",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __version__ = "0.1.0"
 
@@ -135,3 +231,14 @@ __all__ = [
     "set_seed",
     "strategies",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
