@@ -130,7 +130,7 @@ def _position(folder: Path, state: TrainerState, *, num_batches: int | None, acc
         return epoch, round((passes - epoch) * state.max_steps * accumulation)
     used = round((passes - epoch) * num_batches)
     steps = epoch * -(-num_batches // accumulation) + -(-used // accumulation)
-    if abs((passes - epoch) * num_batches - used) > 1e-3 or steps != state.global_step:
+    if abs((passes - epoch) * num_batches - used) > 1e-4 or steps != state.global_step:
         raise _unusable(
             folder,
             f"It was at step {state.global_step} after {passes:g} passes, which {num_batches} batches a pass and "
