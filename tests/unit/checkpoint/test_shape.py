@@ -13,7 +13,7 @@ from hftrain.core.progress import Progress
 
 def grid(round: int | None, accumulation: int = 1, num_samples: int | None = 22) -> Grid:
     num_batches = None if round is None or num_samples is None else -(-num_samples // round)
-    return Grid(round=round, accumulation=accumulation, num_batches=num_batches, num_samples=num_samples)
+    return Grid(round_size=round, accumulation=accumulation, num_batches=num_batches, num_samples=num_samples)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def grid(round: int | None, accumulation: int = 1, num_samples: int | None = 22)
         ((1, 0, 0), grid(2), grid(4), (1, 0, 0)),
         # Over: the last round was filled up, or samples were left out.
         ((1, 6, 0), grid(4), grid(3), (1, 8, 0)),
-        ((1, 2, 0), Grid(round=8, accumulation=1, num_batches=2, num_samples=22), grid(2), (1, 11, 0)),
+        ((1, 2, 0), Grid(round_size=8, accumulation=1, num_batches=2, num_samples=22), grid(2), (1, 11, 0)),
         ((1, 6, 0), grid(4), grid(4), (1, 6, 0)),
         # Without a length.
         ((0, 5, 0), grid(2, num_samples=None), grid(4, num_samples=None), (0, 2, 2)),
@@ -64,8 +64,8 @@ def test_steps_left_end_where_the_plan_does(position: tuple[int, int], first: in
 
 
 SAVED = {
-    "world_size": 2, "batch_size": 4, "accumulation": 1, "round": 8, "samples": 22, "data_seed": 0, "drop_last": False,
-    "precision": "fp32", "grouping": None, "seedable": True, "own_shares": False,
+    "world_size": 2, "batch_size": 4, "accumulation": 1, "round_size": 8, "samples": 22, "data_seed": 0,
+    "drop_last": False, "precision": "fp32", "grouping": None, "seedable": True, "own_shares": False,
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def check(change: dict[str, Any], saved: dict[str, Any] | None = None, *, is_wit
 def test_what_may_change_is_named() -> None:
     assert check({}) == []
     assert check({"world_size": 1, "batch_size": 8}) == ["world_size 2 -> 1", "batch_size 4 -> 8"]
-    assert check({"accumulation": 2, "round": 4, "batch_size": 2}) == ["batch_size 4 -> 2", "accumulation 1 -> 2"]
+    assert check({"accumulation": 2, "round_size": 4, "batch_size": 2}) == ["batch_size 4 -> 2", "accumulation 1 -> 2"]
 
 
 WITHIN = [
@@ -85,8 +85,8 @@ WITHIN = [
     ({"seedable": False, "world_size": 1}, {"seedable": False}, "world_size"),
     ({"world_size": 1}, {"own_shares": True}, "world_size"),
     ({"world_size": 1, "own_shares": True}, {}, "world_size"),
-    ({"batch_size": 2, "round": None}, {}, "batch_size"),
-    ({"world_size": 1}, {"round": None}, "world_size"),
+    ({"batch_size": 2, "round_size": None}, {}, "batch_size"),
+    ({"world_size": 1}, {"round_size": None}, "world_size"),
 ]
 
 
