@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hftrain.core.errors import StrategyError, explain
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
+from hftrain.strategies.board import Board
 
 
 class Strategy:
@@ -250,6 +251,14 @@ class Strategy:
     def all_true(self, flag: bool) -> bool:
         """Tell whether a flag is set in every process. Collective; synchronises."""
         return flag
+
+    def make_board(self) -> Board:
+        """Return a new board for notes among the processes. Collective in this: all must make theirs in the same order.
+
+        Raises:
+            StrategyError: The processes share no store, as under MPI.
+        """
+        return Board()
 
     def _take(self, device: torch.device) -> None:
         """Make `device` this process's own."""

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from hftrain.adapter.data import data_seed
 from hftrain.adapter.plan import fit_config
 from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.checkpoint.parts import load_trainer_state
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, restore_rng, set_seed
@@ -32,11 +31,12 @@ from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
 from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer.announce import announce_training
+from hftrain.trainer.best import read_metric, rehearse_best_metric
 from hftrain.trainer.checks import best_metric_key, check_optimizer
 from hftrain.trainer.counting import RunCounts
 from hftrain.trainer.debugging import watch_overflow
 from hftrain.trainer.engines import forget_taken
-from hftrain.trainer.eval_sets import check_cadences, is_due, own_metrics
+from hftrain.trainer.eval_sets import check_cadences, is_due
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
 from hftrain.trainer.nodes import own_checkpoint
@@ -51,15 +51,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-class _Silence:
-    """Events that nobody hears, for rehearsals."""
-
-    heard: frozenset[str] = frozenset()
-
-    def fire(self, event: str, **extra: Any) -> None:
-        """Tell nobody."""
 
 
 class TrainSession:
@@ -129,7 +120,7 @@ class TrainSession:
             lr_scheduler=trainer.lr_scheduler,
             train_dataloader=loader,
         )
-        self._rehearse_best_metric()
+        rehearse_best_metric(trainer, ignore_keys=self.ignore_keys)
         announce_training(trainer, plan, batch_size=batch_size, progress=self.progress)
         self.counts.begin()
         start_s, first = time.perf_counter(), replace(self.progress)
@@ -380,63 +371,7 @@ class TrainSession:
         """Step a schedule that follows the evaluations."""
         trainer = self.trainer
         if self._follows_metric and trainer.state.global_step > 0:
-            trainer.lr_scheduler.step(self._metric(metrics, trainer.args.metric_for_best_model or "loss"))
-
-    def note_best(self, metrics: Mapping[str, Any]) -> bool:
-        """Remember the best evaluation so far in the state, and tell whether this is it."""
-        state, args = self.trainer.state, self.trainer.args
-        if args.metric_for_best_model is None:
-            return False
-        value = self._metric(metrics, args.metric_for_best_model)
-        best = state.best_metric
-        # NaN is never better, and everything is better than NaN.
-        is_better = best is None or best != best or (value > best if args.greater_is_better else value < best)
-        is_better = is_better and value == value
-        if is_better:
-            state.best_metric, state.best_global_step = value, state.global_step
-        return bool(is_better)
-
-    @staticmethod
-    def _metric(metrics: Mapping[str, Any], wanted: str) -> float:
-        key = best_metric_key(wanted)
-        if key not in metrics:
-            raise ConfigError(
-                explain(
-                    f"metric_for_best_model={wanted!r} was asked for.",
-                    f"An evaluation reported no {key!r}.",
-                    f"Available: {', '.join(sorted(metrics))}. {suggest(key, metrics)}",
-                    metric_for_best_model=wanted,
-                )
-            )
-        return float(metrics[key])
-
-    def _rehearse_best_metric(self) -> None:
-        """Evaluate one batch to see that the metric that picks the best model exists, before hours are spent."""
-        trainer = self.trainer
-        wanted = trainer.args.metric_for_best_model
-        datasets = trainer.eval_dataset
-        if wanted is None or trainer.args.eval_strategy == "no" or best_metric_key(wanted) == "eval_loss":
-            return
-        if trainer._adds_metrics:
-            return
-        names = list(datasets) if isinstance(datasets, Mapping) else [None]
-        found: dict[str, Any] = {}
-        with trainer._evaluating("eval"):
-            for name in names:
-                loader = trainer._sharded(trainer.get_eval_dataloader(name), is_training=False)
-                with own_metrics(trainer, trainer._eval_sets.get(name or "")):
-                    loop = trainer._evaluate_loop(
-                        loss_only=trainer.compute_metrics is None, ignore_keys=self.ignore_keys, events=_Silence()
-                    )
-                try:
-                    metrics = loop.run(islice(iter(loader), 1)).metrics
-                except Exception as error:
-                    # One batch may lack what a metric needs (a second class, say): the full evaluation decides.
-                    logger.warning("The rehearsal of metric_for_best_model on one batch failed: %r", error)
-                    return
-                prefix = "eval" if name is None else f"eval_{name}"
-                found.update({key if key.startswith(prefix) else f"{prefix}_{key}": v for key, v in metrics.items()})
-        self._metric(found, wanted)
+            trainer.lr_scheduler.step(read_metric(metrics, trainer.args.metric_for_best_model or "loss"))
 
     def _save(self) -> None:
         self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial))

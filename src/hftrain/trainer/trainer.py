@@ -31,6 +31,7 @@ from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackRunner, TrainerCallback, default_callbacks
 from hftrain.checkpoint.parts import save_arguments
+from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
 from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
@@ -70,6 +71,7 @@ from hftrain.task.module import TaskModule, as_step_output
 from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.acceleration import has_engine, make_accelerator
 from hftrain.trainer.announce import announce_evaluation
+from hftrain.trainer.best import note_best
 from hftrain.trainer.checks import (
     check_arguments,
     check_best_metric,
@@ -150,6 +152,7 @@ class Trainer:
         precision: A precision's name or an instance; likewise.
         spill_dir: A folder for predictions larger than memory: what an evaluation or `predict` keeps is held in unnamed
             files there, mapped into memory as NumPy arrays. A file's space is free again when its array is gone.
+        save_policy: When and how to save beyond what the arguments say.
         loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
@@ -181,6 +184,7 @@ class Trainer:
         strategy: str | Strategy | None = None,
         precision: str | Precision | None = None,
         spill_dir: str | Path | None = None,
+        save_policy: SavePolicy | None = None,
         loggers: str | Logger | Sequence[str | Logger] | None = None,
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
@@ -201,9 +205,9 @@ class Trainer:
         eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
+        self.save_policy = save_policy or SavePolicy()
         self._check_eval_data()
-        self.model_init, self.compute_loss_func = model_init, compute_loss_func
-        self.compute_metrics = compute_metrics
+        self.model_init, self.compute_loss_func, self.compute_metrics = model_init, compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer: torch.optim.Optimizer | None = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
@@ -1004,7 +1008,8 @@ class Trainer:
 
     def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
         """Remember the best evaluation so far in the state, and tell whether this is it."""
-        return self._running_session("_determine_best_metric").note_best(metrics)
+        self._running_session("_determine_best_metric")
+        return note_best(self, metrics)
 
     def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
         """Return the processes' tensors, concatenated, in the same nesting; collective, and the logged loss's mean."""
