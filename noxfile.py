@@ -106,7 +106,7 @@ def tests(session: nox.Session) -> None:
 def tests_slow(session: nox.Session) -> None:
     """Run the long versions of tests whose short ones always run."""
     skip_unless_marked(session, "slow", "the short versions run in `tests`")
-    install(session, "test")
+    install(session, "test", "examples")
     pytest(session, "slow and not bench")
 
 
