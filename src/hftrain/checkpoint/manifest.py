@@ -7,12 +7,12 @@ import json
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hftrain.checkpoint.layout import MANIFEST, checkpoint_step, is_part
 from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.optional import installed_versions
 from hftrain.storage.files import read_json, sha256, walk_files, write_text
 
 FORMAT_VERSION = 1
@@ -48,7 +48,7 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], *, step: int) -> Mani
     files = {
         path.relative_to(folder).as_posix(): _record(path) for path in walk_files(folder) if path != folder / MANIFEST
     }
-    manifest = Manifest(step=step, facts=dict(facts), versions=_versions(), files=files)
+    manifest = Manifest(step=step, facts=dict(facts), versions=installed_versions(*_PACKAGES), files=files)
     body = json.loads(json.dumps(asdict(manifest), allow_nan=False))
     write_text(folder / MANIFEST, json.dumps({**body, "checksum": _checksum(body)}, indent=1, sort_keys=True) + "\n")
     return manifest
@@ -165,13 +165,3 @@ def _refused(path: Path, reason: str) -> CheckpointError:
 
 def _checksum(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
