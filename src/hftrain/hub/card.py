@@ -128,7 +128,8 @@ def _body(facts: CardFacts) -> str:
     lines += [f"- {name}: {_text(value)}" for name, value in facts.hyperparameters.items()]
     table = _table(facts.log_history)
     lines += ["", "### Results", "", *table] if table else []
-    lines += ["", "### Framework versions", "", *(f"- {name} {number}" for name, number in installed_versions(*_PACKAGES).items()), ""]
+    versions = installed_versions(*_PACKAGES)
+    lines += ["", "### Framework versions", "", *(f"- {name} {number}" for name, number in versions.items()), ""]
     return "\n".join(lines)
 
 
