@@ -37,6 +37,8 @@ class Strategy:
         owns: What the strategy's own engine takes over from the step.
         makes: What of ``"optimizer"`` and ``"scheduler"`` the strategy makes itself, in `setup`.
         schedule: The schedule that it made there.
+        saves_in_background: Whether copies of the states that it gives are all that a checkpoint needs, to be written
+            while training goes on.
         shards_model: Whether each process holds a part of the model, in parameters that `setup` makes.
         rank: This process among all; as the launcher said until `launch`, then as the process group says.
         local_rank: This process among those of its machine, likewise.
@@ -51,6 +53,7 @@ class Strategy:
 
     name = ""
     owns = Owns.NOTHING
+    saves_in_background = True
     shards_model = False
     makes: frozenset[str] = frozenset()
     schedule: Any = None

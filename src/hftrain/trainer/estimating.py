@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.tree import map_tensors
 
 

@@ -40,8 +40,10 @@ from hftrain.data.sizes import has_length
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
-from hftrain.task.module import TaskModule
+from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, task_state
+from hftrain.trainer.room import checkpoint_bytes
 from hftrain.trainer.sharding import load_own, shard_writers
+from hftrain.trainer.writing import CheckpointWrites, Save, as_of
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -64,40 +66,77 @@ class RunCheckpoints:
         progress: Where the run is.
         losses: The open logging window, likewise part of a checkpoint so that a resumed log equals the undisturbed.
         logs: The steps' own numbers in that window.
+        pending: What the loop calls at each step's end, see `FitSlots`.
     """
 
-    def __init__(self, trainer: Trainer, *, progress: Progress, losses: LossWindow, logs: LogWindow) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        progress: Progress,
+        losses: LossWindow,
+        logs: LogWindow,
+        pending: list[Callable[[], None]],
+    ) -> None:
         self.trainer = trainer
         self.progress = progress
         self.losses = losses
         self.logs = logs
         self.manager = make_manager(trainer)
+        self.writes = CheckpointWrites(
+            trainer, self.manager, progress=progress, pending=pending, best=lambda: best_checkpoint(trainer)
+        )
         self.saved_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
-        """Commit a checkpoint of everything a resume needs, then rotate; collective."""
-        trainer, state = self.trainer, self.trainer.state
+        """Commit a checkpoint of everything a resume needs, now or in the background, then rotate; collective."""
+        self.writes.finish(for_next=True)
+        trainer, state, keep = self.trainer, self.trainer.state, self.writes.keep
+        num_bytes = checkpoint_bytes(trainer, optimizer)
+        if not self.writes.has_room(num_bytes, step=state.global_step):
+            return
+        former_best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(self.manager.config.output_dir / checkpoint_name(state.global_step))
         state.stateful_callbacks = trainer.callback_handler.stateful_states()
-        each: list[Writer] = [lambda folder: trainer.save_model(str(folder), _internal_call=True)]
-        main: list[Writer] = [lambda folder: save_trainer_state(state, folder)]
+        self.writes.begin()
+        each: list[Writer] = [
+            model_writer(trainer, keep)
+            if self.writes.is_async
+            else lambda folder: trainer.save_model(str(folder), _internal_call=True)
+        ]
+        frozen = frozen_state(state) if self.writes.is_async else state
+        main: list[Writer] = [lambda folder: save_trainer_state(frozen, folder)]
         if not trainer.args.save_only_model:
             if trainer._is_overridden("_save_optimizer_and_scheduler"):
                 each.append(lambda folder: trainer._save_optimizer_and_scheduler(str(folder)))
             else:
-                main += self._resume_writers(optimizer)
+                main += self._resume_writers(optimizer, keep)
             each.append(self._rank_writer())
-        each += shard_writers(trainer, optimizer)
+        each += shard_writers(trainer, optimizer, keep)
         facts = {"progress": self.progress.state_dict(), "geometry": self._geometry(optimizer)}
-        committed = self.manager.save(state.global_step, main=main, each=each, facts=facts)
-        if trainer.args.push_to_hub:
-            # Before rotation, which may delete it.
-            trainer._hub.after_save(committed)
-        trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.config.output_dir))
-        self.saved_step = state.global_step
-        trainer.callback_handler.fire("on_save")
+        save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
+        self.writes.write(save, lambda save, path: self._after(save, path, former_best=former_best))
+
+    def settle(self) -> None:
+        """Wait for a write in the background, and raise its error. All processes must call it at the same step."""
+        self.writes.finish()
+
+    def _after(self, save: Save, committed: Path | None, *, former_best: str | None) -> None:
+        """Do what follows a commit, or forget a checkpoint for which there was no room."""
+        trainer, state = self.trainer, self.trainer.state
+        if committed is None:
+            state.best_model_checkpoint = former_best
+            return
+        with as_of(state, save):
+            if trainer.args.push_to_hub:
+                # Before rotation, which may delete it.
+                trainer._hub.after_save(committed)
+            if self.writes.rotates_later:
+                trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.config.output_dir))
+            self.saved_step = save.step
+            trainer.callback_handler.fire("on_save")
 
     def rotate(self) -> None:
         """Delete the oldest checkpoints beyond the limit."""
@@ -109,15 +148,17 @@ class RunCheckpoints:
         for write in writers if self.manager.is_committer else ():
             write(folder)
 
-    def _resume_writers(self, optimizer: torch.optim.Optimizer) -> list[Writer]:
+    def _resume_writers(self, optimizer: torch.optim.Optimizer, keep: Keep = as_it_is) -> list[Writer]:
         trainer = self.trainer
         split = trainer.strategy.optimizer_shards(trainer.model_wrapped, optimizer)
-        state = split[0] if split else trainer.strategy.optimizer_state(trainer.model_wrapped, optimizer)
+        state = keep(split[0] if split else trainer.strategy.optimizer_state(trainer.model_wrapped, optimizer))
         writers: list[Writer] = [lambda folder: save_optimizer(state, folder)]
         if trainer.lr_scheduler is not None:
-            writers.append(lambda folder: save_scheduler(trainer.lr_scheduler.state_dict(), folder))
-        if trainer.precision.state_dict():
-            writers.append(lambda folder: save_scaler(trainer.precision.state_dict(), folder))
+            schedule = keep(trainer.lr_scheduler.state_dict())
+            writers.append(lambda folder: save_scheduler(schedule, folder))
+        scaler = keep(trainer.precision.state_dict())
+        if scaler:
+            writers.append(lambda folder: save_scaler(scaler, folder))
         return writers
 
     def _rank_writer(self) -> Writer:
@@ -131,7 +172,7 @@ class RunCheckpoints:
             "train_metrics": metric_states(self.trainer.task.metrics("train")),
             "past": self.trainer._past,
         }
-        own = map_tensors(own, torch.Tensor.cpu)
+        own = map_tensors(self.writes.keep(own), torch.Tensor.cpu)
         return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
 
     def warn_of_others(self) -> None:
@@ -199,6 +240,7 @@ class RunCheckpoints:
 
     def load_best(self) -> None:
         """Load the best checkpoint's model, saying so if there is none."""
+        self.settle()
         best = best_checkpoint(self.trainer)
         if best is None or not best.is_dir():
             logger.warning("load_best_model_at_end=True found no saved best model (%s); the last one stays.", best)
@@ -312,8 +354,3 @@ def load_task(trainer: Trainer, folder: Path, *, model: nn.Module | None = None)
         load_weights(target, folder, load=load)
     own = task_state(trainer.task)
     trainer.task.load_state_dict(load_task_state(folder, own.keys()), strict=False)
-
-
-def task_state(task: TaskModule) -> dict[str, torch.Tensor]:
-    """Return what the task itself holds beside its model."""
-    return {name: value for name, value in task.state_dict().items() if name.partition(".")[0] != "model"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -42,6 +43,7 @@ from hftrain.trainer.hooks import call_with
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.reports import speed_metrics
+from hftrain.trainer.room import check_room
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.weighing import LossShares
 
@@ -80,7 +82,10 @@ class TrainSession:
         )
         self._rng: Mapping[str, Any] | None = None
         self.changes = ModelChanges(trainer)
-        self.checkpoints = RunCheckpoints(trainer, progress=self.progress, losses=self.losses, logs=self.logs)
+        self.pending: list[Callable[[], None]] = []
+        self.checkpoints = RunCheckpoints(
+            trainer, progress=self.progress, losses=self.losses, logs=self.logs, pending=self.pending
+        )
         self.optimizer: torch.optim.Optimizer
         self._watch: DebugUnderflowOverflow | None = None
         self._loader: Any = None
@@ -120,6 +125,9 @@ class TrainSession:
             lr_scheduler=trainer.lr_scheduler,
             train_dataloader=loader,
         )
+        if args.save_strategy != "no":
+            check_room(trainer, self.checkpoints.manager, self.optimizer)
+        self.checkpoints.writes.start()
         rehearse_best_metric(trainer, ignore_keys=self.ignore_keys)
         announce_training(trainer, plan, batch_size=batch_size, progress=self.progress)
         self.counts.begin()
@@ -135,15 +143,18 @@ class TrainSession:
         )
         with training_weights(self.optimizer):
             self._loop(config, loader, stepper).run()
+        self.checkpoints.settle()
         has_trained = self.progress.step > first.step
         if args.save_strategy == "steps" and has_trained and self.checkpoints.saved_step != self.progress.step:
             # Stopped by the evaluation of the last epoch's end, after which no event follows.
             self._save()
+            self.checkpoints.settle()
         return self._finish(start_s=start_s, first=first)
 
     def close(self) -> None:
         """Put the unwrapped model back and mark the run as over; safe after an error."""
         trainer = self.trainer
+        self.checkpoints.writes.close(is_urgent=isinstance(sys.exc_info()[1], KeyboardInterrupt))
         if self._watch is not None:
             self._watch.remove()
         self.changes.undo()
@@ -281,6 +292,7 @@ class TrainSession:
             save=self._save,
             empty_cache=_empty_cache,
             act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
+            pending=self.pending,
         )
         return FitLoop(
             config,

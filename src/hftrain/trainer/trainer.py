@@ -30,9 +30,7 @@ from hftrain.adapter.strategy import strategy_request
 from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackRunner, TrainerCallback, default_callbacks
-from hftrain.checkpoint.parts import save_arguments
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
 from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
 from hftrain.core.progress import TrainerControl
@@ -72,6 +70,7 @@ from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.acceleration import has_engine, make_accelerator
 from hftrain.trainer.announce import announce_evaluation
 from hftrain.trainer.best import note_best
+from hftrain.trainer.capture import task_state, write_model
 from hftrain.trainer.checks import (
     check_arguments,
     check_best_metric,
@@ -119,7 +118,7 @@ from hftrain.trainer.reports import (
     to_plain,
     with_prefix,
 )
-from hftrain.trainer.saving import find_resume, load_task, task_state
+from hftrain.trainer.saving import find_resume, load_task
 from hftrain.trainer.searching import TrialRun, search, trying
 from hftrain.trainer.session import TrainSession, place_task
 from hftrain.trainer.signatures import accepts, takes_trial, taking
@@ -762,12 +761,8 @@ class Trainer:
                 self._hub.after_save_model(message="Model save", folder=folder)
 
     def _save(self, output_dir: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        folder = Path(output_dir)
-        save_weights(self.model, folder, state_dict=state_dict, safe=bool(self.args.save_safetensors))
-        save_task_state(task_state(self.task), folder)
-        if hasattr(self.processing_class, "save_pretrained"):
-            self.processing_class.save_pretrained(output_dir)
-        save_arguments(self.args.to_dict(), folder)
+        own, arguments = task_state(self.task), self.args.to_dict()
+        write_model(self, Path(output_dir), model=self.model, weights=state_dict, own=own, arguments=arguments)
 
     def save_state(self) -> None:
         """Write `trainer_state.json` into `output_dir`; the main process writes."""

@@ -71,6 +71,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     """
 
     name = "deepspeed"
+    saves_in_background = False
     owns = Owns.BACKWARD | Owns.STEP | Owns.CLIP | Owns.SCALING | Owns.ACCUMULATION | Owns.CASTING
 
     def __init__(
