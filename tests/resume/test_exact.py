@@ -140,10 +140,10 @@ def test_resume_of_a_finished_run_trains_nothing(tmp_path: Path) -> None:
     assert_same(outcome(again)[0], outcome(first)[0])
 
 
-def test_resume_with_another_batch_size_is_refused(tmp_path: Path) -> None:
+def test_resume_with_another_data_seed_is_refused(tmp_path: Path) -> None:
     make_trainer(tmp_path, make_rows(22), StopAt(2)).train()
-    trainer = make_trainer(tmp_path, make_rows(22), per_device_train_batch_size=2)
-    with pytest.raises(CheckpointError, match="batch_size"):
+    trainer = make_trainer(tmp_path, make_rows(22), data_seed=7)
+    with pytest.raises(CheckpointError, match="data_seed"):
         trainer.train(resume_from_checkpoint=True)
 
 

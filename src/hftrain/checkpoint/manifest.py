@@ -25,7 +25,7 @@ class Manifest:
 
     Args:
         step: The optimizer updates done.
-        facts: What the run told: ``progress`` (counters), ``geometry`` (see `check_geometry`), ``only_model``.
+        facts: What the run told: ``progress`` (counters), ``geometry`` (see `check_shape`), ``plan``, ``only_model``.
         versions: The libraries it was written with.
         files: Size in bytes and SHA-256 of each file, by its path inside the folder.
         format_version: The version of this layout.
@@ -94,11 +94,11 @@ def verify(folder: Path) -> Manifest:
 
 
 def check_geometry(manifest: Manifest, **current: Any) -> None:
-    """Refuse a run whose shape differs from that of the checkpoint.
+    """Refuse a run that differs from that of the checkpoint in what must not change.
 
     Args:
         manifest: The checkpoint's; its facts hold the saved shape under ``geometry``.
-        **current: The same of this run, such as ``world_size``, ``batch_size``, ``accumulation``, ``samples``.
+        **current: The same of this run, such as ``optimizer``.
 
     Raises:
         CheckpointError: A value differs or was not recorded; all such values are named.
@@ -113,7 +113,7 @@ def check_geometry(manifest: Manifest, **current: Any) -> None:
         raise CheckpointError(
             explain(
                 f"Resuming from step {manifest.step} was asked for with {', '.join(differing)}.",
-                "A run goes on exactly where it was only in the same shape, and this version converts none.",
+                "What the checkpoint holds means something else there.",
                 "Resume with the values of the checkpoint, or start a new run from its weights.",
             )
         )

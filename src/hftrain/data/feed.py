@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hftrain.core.log import get_logger
 from hftrain.data.dispatch import DispatchLoader
+from hftrain.data.offsets import with_offset
 from hftrain.data.samplers import SkippedBatches, give_generator, samplers_of
 from hftrain.data.seeding import new_generator
 from hftrain.data.sharding import is_plain_loader, rebuild_loader
@@ -50,7 +51,7 @@ class TrainFeed:
         """Batches in one epoch of this rank, or None where the loader cannot tell."""
         return len(self.loader) if has_length(self.loader) else None  # type: ignore[arg-type]
 
-    def open(self, epoch: int, *, skip: int = 0) -> Iterator[Any]:
+    def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
         """Start an epoch.
 
         Tells the epoch to whatever takes part in the loading and has `set_epoch`, and seeds every generator there
@@ -59,13 +60,15 @@ class TrainFeed:
 
         Args:
             epoch: Which pass, from 0.
+            offset: Samples, of all ranks together, to leave out before the first batch is cut; see `with_offset`.
             skip: Batches to leave out at the start. For map-style data only their indices are drawn; those of a
                 stream, or of a loader that iterates in its own way, are read and dropped before this returns.
 
         Returns:
             The iterator over the batches that remain, possibly none.
         """
-        loader, to_drop = (self.loader, 0) if skip == 0 else _skip_indices(self.loader, skip)
+        loader = with_offset(self.loader, offset) if offset else self.loader
+        loader, to_drop = (loader, 0) if skip == 0 else _skip_indices(loader, skip)
         _start_epoch(loader, epoch=epoch, seed=self._seed)
         iterator = iter(loader)
         for sampler in samplers_of(loader) if skip else ():
