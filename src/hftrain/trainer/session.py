@@ -24,6 +24,7 @@ from hftrain.core.seed import capture_rng, restore_rng, set_seed
 from hftrain.core.types import TrainOutput
 from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
+from hftrain.data.states import resumable_loader
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
 from hftrain.loops.window import LogWindow, LossWindow, merge_reports
 from hftrain.optim.weight_modes import training_weights
@@ -111,7 +112,9 @@ class TrainSession:
             with trainer.strategy.building():
                 trainer._adopt_model(trainer.call_model_init(trainer._trial))
             trainer.optimizer = trainer.lr_scheduler = None
-        loader = self._loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
+        loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
+        loader = resumable_loader(loader, seed=data_seed(args), rank=trainer.strategy.rank)
+        self._loader, self.checkpoints.feed = loader, TrainFeed(loader, seed=data_seed(args))
         batch_size = trainer.get_total_train_batch_size(args)
         plan = trainer.set_initial_training_values(args, loader, batch_size)
         num_epochs, max_steps = plan[0], plan[6]
@@ -272,6 +275,7 @@ class TrainSession:
         if trainer.args.ignore_data_skip:
             # Documented: start the epoch's data over, with random numbers as they come.
             self._rng, self.progress.micro_steps_in_epoch = None, 0
+            self.checkpoints.feed.load_state_dict(None)
 
     def _loop(self, config: FitConfig, loader: Any, stepper: Any) -> FitLoop:
         trainer, strategy = self.trainer, self.trainer.strategy
@@ -294,7 +298,7 @@ class TrainSession:
         return FitLoop(
             config,
             slots=slots,
-            feed=TrainFeed(loader, seed=data_seed(trainer.args)),
+            feed=self.checkpoints.feed,
             stepper=stepper,
             model=trainer.model_wrapped,
             optimizer=self.optimizer,
@@ -316,11 +320,13 @@ class TrainSession:
 
     def _before_epoch(self) -> None:
         """Remember the random numbers an epoch's order may be drawn from, or put the checkpoint's back."""
-        if self._rng is None:
-            self.checkpoints.epoch_rng = capture_rng()
-            self.trainer._past = None
-        else:
-            restore_rng(self.checkpoints.epoch_rng)
+        if self._rng is not None:
+            is_within = self.progress.micro_steps_in_epoch > 0
+            restore_rng(self.checkpoints.epoch_rng if is_within else dict(self._rng))
+            if is_within:
+                return
+        self.checkpoints.epoch_rng = capture_rng()
+        self.trainer._past = None
 
     def _restore_rng(self) -> None:
         """Put the checkpoint's random numbers back, once the first epoch's data is open."""
