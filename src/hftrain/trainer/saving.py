@@ -35,6 +35,7 @@ from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng
 from hftrain.core.tree import map_tensors
+from hftrain.data.feed import TrainFeed
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
@@ -88,6 +89,7 @@ class RunCheckpoints:
         self.saved_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
         self.plan: RunPlan
+        self.feed: TrainFeed
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
         """Commit a checkpoint of everything a resume needs, now or in the background, then rotate; collective."""
@@ -168,6 +170,7 @@ class RunCheckpoints:
         own = {
             **capture_rng(),
             "epoch_rng": self.epoch_rng,
+            "data": self.feed.state_dict(),
             "loss_window": self.losses.state_dict(),
             "log_window": self.logs.state_dict(),
             "train_metrics": metric_states(self.trainer.task.metrics("train")),
@@ -207,6 +210,7 @@ class RunCheckpoints:
         trainer._load_optimizer_and_scheduler(str(folder))
         own = load_own(trainer, folder, num_saved=self.plan.saved.facts["geometry"]["world_size"])
         self.epoch_rng = own.pop("epoch_rng", {})
+        self.feed.load_state_dict(own.pop("data", None))
         self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
         self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
         unknown = restore_metric_states(

@@ -24,6 +24,7 @@ from hftrain.core.seed import capture_rng, restore_rng, set_seed
 from hftrain.core.types import TrainOutput
 from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
+from hftrain.data.states import resumable_loader
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
 from hftrain.loops.window import LogWindow, LossWindow, merge_reports
 from hftrain.optim.weight_modes import training_weights
@@ -108,7 +109,9 @@ class TrainSession:
             with trainer.strategy.building():
                 trainer._adopt_model(trainer.call_model_init(trainer._trial))
             trainer.optimizer = trainer.lr_scheduler = None
-        loader = self._loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
+        loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
+        loader = resumable_loader(loader, seed=data_seed(args), rank=trainer.strategy.rank)
+        self._loader, self.checkpoints.feed = loader, TrainFeed(loader, seed=data_seed(args))
         batch_size = trainer.get_total_train_batch_size(args)
         plan = trainer.set_initial_training_values(args, loader, batch_size)
         goal = self.checkpoints.plan = plan_run(trainer, self.resume, loader, plan, progress=self.progress)
@@ -278,6 +281,7 @@ class TrainSession:
         if trainer.args.ignore_data_skip:
             # Documented: start the epoch's data over, with random numbers as they come.
             self._rng, self.progress.micro_steps_in_epoch, self.progress.offset_in_epoch = None, 0, 0
+            self.checkpoints.feed.load_state_dict(None)
 
     def _loop(self, config: FitConfig, loader: Any, stepper: Any) -> FitLoop:
         trainer, strategy = self.trainer, self.trainer.strategy
@@ -301,7 +305,7 @@ class TrainSession:
         return FitLoop(
             config,
             slots=slots,
-            feed=TrainFeed(loader, seed=data_seed(trainer.args)),
+            feed=self.checkpoints.feed,
             stepper=stepper,
             model=trainer.model_wrapped,
             optimizer=self.optimizer,
@@ -323,15 +327,14 @@ class TrainSession:
 
     def _before_epoch(self) -> None:
         """Remember the random numbers an epoch's order may be drawn from, or put the checkpoint's back."""
-        if self._rng is not None and not (self.progress.micro_steps_in_epoch or self.progress.offset_in_epoch):
-            # Saved between two epochs: the next one's order is drawn from what the checkpoint holds.
-            self._restore_rng()
-        if self._rng is None:
-            self.checkpoints.epoch_rng = capture_rng()
-            self.trainer._past = None
-        else:
-            # A checkpoint of another trainer has none.
-            restore_rng(self.checkpoints.epoch_rng or dict(self._rng))
+        if self._rng is not None:
+            is_within = bool(self.progress.micro_steps_in_epoch or self.progress.offset_in_epoch)
+            # A checkpoint of another trainer does not tell what the epoch's order was drawn from.
+            restore_rng((is_within and self.checkpoints.epoch_rng) or dict(self._rng))
+            if is_within:
+                return
+        self.checkpoints.epoch_rng = capture_rng()
+        self.trainer._past = None
 
     def _restore_rng(self) -> None:
         """Put the checkpoint's random numbers back, once the first epoch's data is open."""
