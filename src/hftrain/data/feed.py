@@ -97,7 +97,7 @@ class TrainFeed:
         loader, to_drop = (loader, 0) if is_placed or skip == 0 else _skip_indices(loader, skip)
         _start_epoch(loader, epoch=epoch, seed=self._seed)
         # A loader that begins elsewhere is another object, and leaves the state of this one as it was.
-        self._is_open = loader is self.loader or isinstance(loader, StatefulLoader)
+        self._is_open = loader is self.loader
         if is_placed and not is_within:
             return _restarted(loader)
         if _draws_here(self.loader, self._reader):
