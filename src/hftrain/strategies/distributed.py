@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -126,6 +127,12 @@ class DistributedStrategy(Strategy):
 
     def all_true(self, flag: bool) -> bool:
         return flag if self.world_size == 1 else not self.reduce(torch.tensor(int(not flag)), "max").item()
+
+    def _share_buffers(self, model: nn.Module) -> None:
+        """Send rank 0's buffers, those that it would save, to every process. Collective; mutates the buffers."""
+        if self.world_size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
 
     def _join(self) -> torch.device:
         """Find the device of this process in a group that somebody else made."""

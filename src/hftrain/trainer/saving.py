@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -309,11 +310,23 @@ def load_task(trainer: Trainer, folder: Path, *, model: nn.Module | None = None)
     load = strategy.load_model_state if target is trainer.model else None
     # Where there are none yet, the process that holds the weights sends them.
     if not any(parameter.is_meta for parameter in target.parameters()):
-        load_weights(target, folder, load=load)
-    own = task_state(trainer.task)
-    trainer.task.load_state_dict(load_task_state(folder, own.keys()), strict=False)
+        load_weights(target, folder, load=load, own=strategy.own_state(target) if load else None)
+    with _without_model(trainer.task) as task:
+        task.load_state_dict(load_task_state(folder, task.state_dict().keys()))
 
 
 def task_state(task: TaskModule) -> dict[str, torch.Tensor]:
     """Return what the task itself holds beside its model."""
-    return {name: value for name, value in task.state_dict().items() if name.partition(".")[0] != "model"}
+    with _without_model(task):
+        return task.state_dict()
+
+
+@contextmanager
+def _without_model(task: TaskModule) -> Iterator[TaskModule]:
+    """Take the model out for a while: its state may be in pieces, and reading it a thing for all processes."""
+    model = task.model
+    del task.model
+    try:
+        yield task
+    finally:
+        task.model = model
