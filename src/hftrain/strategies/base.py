@@ -200,6 +200,10 @@ class Strategy:
         """
         return self.unwrap(model).state_dict()
 
+    def own_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the model's state as this process holds it: names, and which of them are one and the same tensor."""
+        return self.unwrap(model).state_dict(keep_vars=True)
+
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         """Return what this process writes of the model's state; None where states are saved whole."""
         return None

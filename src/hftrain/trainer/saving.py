@@ -39,7 +39,7 @@ from hftrain.data.feed import TrainFeed
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
-from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, task_state
+from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, without_model
 from hftrain.trainer.resuming import RunPlan
 from hftrain.trainer.room import checkpoint_bytes
 from hftrain.trainer.sharding import load_own, shard_writers
@@ -335,6 +335,6 @@ def load_task(trainer: Trainer, folder: Path, *, model: nn.Module | None = None)
     load = strategy.load_model_state if target is trainer.model else None
     # Where there are none yet, the process that holds the weights sends them.
     if not any(parameter.is_meta for parameter in target.parameters()):
-        load_weights(target, folder, load=load)
-    own = task_state(trainer.task)
-    trainer.task.load_state_dict(load_task_state(folder, own.keys()), strict=False)
+        load_weights(target, folder, load=load, own=strategy.own_state(target) if load else None)
+    with without_model(trainer.task) as task:
+        task.load_state_dict(load_task_state(folder, task.state_dict().keys()))
