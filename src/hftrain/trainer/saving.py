@@ -13,8 +13,6 @@ from hftrain.adapter.checkpoint import checkpoint_config
 from hftrain.checkpoint.foreign import check_foreign, check_foreign_optimizer, is_foreign
 from hftrain.checkpoint.layout import (
     ARGUMENTS,
-    checkpoint_name,
-    list_checkpoints,
 )
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import check_geometry
@@ -40,6 +38,7 @@ from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, without_model
+from hftrain.trainer.remote import checkpoint_text, fetch_best, fetch_named, publish_quietly, remote_of
 from hftrain.trainer.resuming import RunPlan
 from hftrain.trainer.room import checkpoint_bytes
 from hftrain.trainer.sharding import load_own, shard_writers
@@ -100,7 +99,7 @@ class RunCheckpoints:
             return
         former_best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(self.manager.config.output_dir / checkpoint_name(state.global_step))
+            state.best_model_checkpoint = checkpoint_text(trainer, self.manager.config.output_dir, state.global_step)
         state.stateful_callbacks = trainer.callback_handler.stateful_states()
         self.writes.begin()
         each: list[Writer] = [
@@ -140,6 +139,7 @@ class RunCheckpoints:
                 trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.config.output_dir))
             self.saved_step = save.step
             trainer.callback_handler.fire("on_save")
+        publish_quietly(trainer)
 
     def rotate(self) -> None:
         """Delete the oldest checkpoints beyond the limit."""
@@ -181,13 +181,15 @@ class RunCheckpoints:
 
     def warn_of_others(self) -> None:
         """Say so if the folder of a run that starts anew holds checkpoints already."""
-        found = list_checkpoints(self.manager.config.output_dir)
-        if found and self.manager.is_committer and not self.trainer.args.overwrite_output_dir:
+        if not self.manager.is_committer or self.trainer.args.overwrite_output_dir:
+            return
+        found = self.manager.names()
+        if found:
             logger.warning(
                 "%s holds checkpoints of another run (%s). They stay, except that those of the same step are replaced. "
                 "Use another output_dir, or overwrite_output_dir=True to say that this is meant.",
-                self.manager.config.output_dir,
-                ", ".join(path.name for path in found),
+                self.manager.config.url or self.manager.config.output_dir,
+                ", ".join(found),
             )
 
     def take_over(self, folder: Path, plan: RunPlan) -> None:
@@ -246,6 +248,8 @@ class RunCheckpoints:
         """Load the best checkpoint's model, saying so if there is none."""
         self.settle()
         best = best_checkpoint(self.trainer)
+        if best is not None:
+            fetch_best(self.trainer, best)
         if best is None or not best.is_dir():
             logger.warning("load_best_model_at_end=True found no saved best model (%s); the last one stays.", best)
             return
@@ -274,7 +278,8 @@ class RunCheckpoints:
 def make_manager(trainer: Trainer) -> CheckpointManager:
     """Return what saves and finds the run's checkpoints."""
     folder = Path(trainer._get_output_dir(trainer._trial))
-    return CheckpointManager(checkpoint_config(trainer.args, output_dir=folder), group=trainer.strategy)
+    config = checkpoint_config(trainer.args, output_dir=folder, url=remote_of(trainer, folder))
+    return CheckpointManager(config, group=trainer.strategy)
 
 
 def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
@@ -306,7 +311,7 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
                 )
             )
         return latest
-    folder = find_folder(resume, trainer.output_dir)
+    folder = fetch_named(trainer, resume) or find_folder(resume, trainer.output_dir)
     if manager.open(folder) is None:
         check_foreign(folder)
     return folder
@@ -325,7 +330,7 @@ def best_checkpoint(trainer: Trainer) -> Path | None:
         return None
     # By name first: the folder of the run may have been moved or copied since.
     here = trainer.output_dir / Path(best).name
-    return here if here.is_dir() else Path(best)
+    return here if here.is_dir() or remote_of(trainer, here.parent) else Path(best)
 
 
 def load_task(trainer: Trainer, folder: Path, *, model: nn.Module | None = None) -> None:

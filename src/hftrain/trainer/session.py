@@ -43,6 +43,7 @@ from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
+from hftrain.trainer.remote import check_mirror, publish_quietly
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.resuming import plan_run
 from hftrain.trainer.room import check_room
@@ -104,6 +105,7 @@ class TrainSession:
         trainer.is_in_train = True
         resume = trainer.strategy.broadcast_object(None if self.resume is None else str(self.resume))
         self.resume = None if resume is None else own_checkpoint(trainer, Path(resume))
+        check_mirror(trainer)
         if trainer.model_init is not None:
             set_seed(args.seed)
             with trainer.strategy.building():
@@ -430,6 +432,7 @@ class TrainSession:
         if trainer.args.save_total_limit == 1 and trainer.args.load_best_model_at_end and best is not None:
             self.checkpoints.manager.keep_only(best)
         trainer.callback_handler.fire("on_train_end")
+        publish_quietly(trainer)
         if trainer.args.push_to_hub:
             trainer._hub.after_training()
         return TrainOutput(trainer.state.global_step, training_loss, metrics)
