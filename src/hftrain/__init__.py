@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         TrackioCallback,
         WandbCallback,
     )
+    from hftrain.checkpoint.policy import SavePolicy
     from hftrain.cli import HfArgumentParser
     from hftrain.core.errors import (
         CheckpointError,
@@ -108,6 +109,7 @@ _HOMES = {
         "TrackioCallback",
         "WandbCallback",
     ),
+    "hftrain.checkpoint.policy": ("SavePolicy",),
     "hftrain.cli": ("HfArgumentParser",),
     "hftrain.core.errors": (
         "CheckpointError",
@@ -204,6 +206,7 @@ __all__ = [
     "PredictionWriter",
     "PrinterCallback",
     "ProgressCallback",
+    "SavePolicy",
     "SaveStrategy",
     "SchedulerType",
     "Seq2SeqTrainer",

@@ -161,6 +161,17 @@ def met_again(late_rank: int) -> int:
     return int(total)
 
 
+def noted(strategy: Strategy) -> list[str | None]:
+    """Leave notes on two boards, and wait for the other's."""
+    first, second = strategy.make_board(), strategy.make_board()
+    other = str(1 - strategy.rank)
+    first.post(str(strategy.rank), f"from {strategy.rank}")
+    deadline = time.monotonic() + 20
+    while first.read(other) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [first.read(other), second.read(other)]
+
+
 def work() -> dict[str, Any]:
     """Do everything that the tests ask about, in one launch."""
     strategy = create_strategy("auto", use_cpu=True, find_unused_parameters=True, timeout_s=60)
@@ -176,6 +187,7 @@ def work() -> dict[str, Any]:
         "train fp16": train(strategy, accumulation=1, precision="fp16", overflow_at=1),
         "gathered": gathered(strategy),
         "talked": talked(strategy),
+        "noted": noted(strategy),
     }
     strategy.close()
     from accelerate import PartialState
@@ -202,6 +214,10 @@ def test_ranks_know_who_they_are_before_and_after_launch(answers: list[dict[str,
 
 def test_processes_meet_as_often_as_they_like_and_wait_for_the_late_one(answers: list[dict[str, Any]]) -> None:
     assert [answer["met again"] for answer in answers] == [[3, 3], [3, 3]]
+
+
+def test_board_passes_notes_and_keeps_them_from_other_boards(answers: list[dict[str, Any]]) -> None:
+    assert [answer["noted"] for answer in answers] == [["from 1", None], ["from 0", None]]
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

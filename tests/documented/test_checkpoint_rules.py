@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.resuming import StopAt
 from support.source import ROOT
 from support.tiny import Net, make_arguments, make_rows
 from torch import nn
@@ -29,17 +30,6 @@ class Tool:
 
     def save_pretrained(self, folder: str) -> None:
         (Path(folder) / "tool.json").write_text("{}", encoding="utf-8")
-
-
-class StopAt(TrainerCallback):
-    """Save and stop at one step."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 def make(folder: Path, *callbacks: Any, kind: type[Trainer] = Trainer, **options: Any) -> Trainer:

@@ -7,12 +7,12 @@ import json
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hftrain.checkpoint.layout import MANIFEST, checkpoint_step, is_part
 from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.optional import installed_versions
 from hftrain.storage.files import read_json, sha256, walk_files, write_text
 
 FORMAT_VERSION = 1
@@ -48,7 +48,7 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], *, step: int) -> Mani
     files = {
         path.relative_to(folder).as_posix(): _record(path) for path in walk_files(folder) if path != folder / MANIFEST
     }
-    manifest = Manifest(step=step, facts=dict(facts), versions=_versions(), files=files)
+    manifest = Manifest(step=step, facts=dict(facts), versions=installed_versions(*_PACKAGES), files=files)
     body = json.loads(json.dumps(asdict(manifest), allow_nan=False))
     write_text(folder / MANIFEST, json.dumps({**body, "checksum": _checksum(body)}, indent=1, sort_keys=True) + "\n")
     return manifest
@@ -119,10 +119,20 @@ def check_geometry(manifest: Manifest, **current: Any) -> None:
         )
 
 
-def _verify_file(folder: Path, name: str, record: Any) -> None:
+def inner_path(folder: Path, name: str) -> Path:
+    """Return the path of a file that a manifest names.
+
+    Raises:
+        CheckpointError: It lies outside the folder.
+    """
     parts = PurePosixPath(name).parts
     if not parts or name != "/".join(parts) or parts[0] == "/" or ".." in parts or "\\" in name or ":" in parts[0]:
         raise _refused(folder / MANIFEST, f"It names {name!r}, which is no path inside the folder")
+    return folder.joinpath(*parts)
+
+
+def _verify_file(folder: Path, name: str, record: Any) -> None:
+    parts = inner_path(folder, name).relative_to(folder).parts
     path = folder
     for part in parts:
         path = path / part
@@ -165,13 +175,3 @@ def _refused(path: Path, reason: str) -> CheckpointError:
 
 def _checksum(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -19,6 +19,8 @@ def share_out(states: Sequence[dict[str, Any]], *, rank: int) -> dict[str, Any]:
         rank: The new process.
     """
     own = dict(states[min(rank, len(states) - 1)])
+    # Where each process was in its own share of the data, which is another one now.
+    own.pop("data", None)
     losses = [state["loss_window"] for state in states if "loss_window" in state]
     if losses:
         own["loss_window"] = {**losses[0], **{name: _mean([window[name] for window in losses]) for name in _MEANS}}

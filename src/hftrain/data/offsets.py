@@ -123,7 +123,7 @@ def with_offset(loader: Any, offset: int) -> Any:
     if not is_plain_loader(loader):
         raise _cannot_begin(f"a {type(loader).__name__}, which iterates in its own way", offset)
     # The one-off loader's workers must end with the epoch.
-    options = {"persistent_workers": False}
+    options: dict[str, Any] = {"persistent_workers": False}
     if isinstance(loader.dataset, IterableDataset):
         if loader.num_workers > 1:
             raise _cannot_begin(f"a stream that {loader.num_workers} workers read, each its part", offset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,8 @@ class FitSlots:
         empty_cache: Gives cached device memory back.
         act: (the loop's own `act`, last gradient norm, last learning rate); called in place of `FitLoop.act` where
             something must see the end of every step, and calls what it is given. None costs nothing.
+        pending: What to call at the end of the next step, and of each one after, until it takes itself out again: put
+            there by another thread or a signal handler, which may change the list at any time. Empty costs nothing.
     """
 
     get_batch_samples: Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
@@ -62,6 +64,7 @@ class FitSlots:
     save: Callable[[], None]
     empty_cache: Callable[[], None]
     act: Callable[[Callable[[], None], Any, Any], None] | None = None
+    pending: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Feed(Protocol):
@@ -143,6 +146,7 @@ class FitLoop:
         self.control = control
         self.events = events
         self.losses = losses
+        self.pending = slots.pending
         self._grad_norm: torch.Tensor | float | None = None
         self._learning_rate: Any = None
         self._batches_per_epoch = 1
@@ -227,7 +231,13 @@ class FitLoop:
         self._advance(last + 1, num_samples)
         if "on_step_end" in heard:
             events.fire("on_step_end")
+        if self.pending:
+            self._attend()
         self._act()
+
+    def _attend(self) -> None:
+        for call in tuple(self.pending):
+            call()
 
     def _advance(self, num_micro_steps: int, num_samples: int) -> None:
         progress, state = self.progress, self.state

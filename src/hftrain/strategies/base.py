@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hftrain.core.errors import StrategyError, explain
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
+from hftrain.strategies.board import Board
 
 
 class Strategy:
@@ -36,6 +37,8 @@ class Strategy:
         owns: What the strategy's own engine takes over from the step.
         makes: What of ``"optimizer"`` and ``"scheduler"`` the strategy makes itself, in `setup`.
         schedule: The schedule that it made there.
+        saves_in_background: Whether copies of the states that it gives are all that a checkpoint needs, to be written
+            while training goes on.
         shards_model: Whether each process holds a part of the model, in parameters that `setup` makes.
         rank: This process among all; as the launcher said until `launch`, then as the process group says.
         local_rank: This process among those of its machine, likewise.
@@ -50,6 +53,7 @@ class Strategy:
 
     name = ""
     owns = Owns.NOTHING
+    saves_in_background = True
     shards_model = False
     makes: frozenset[str] = frozenset()
     schedule: Any = None
@@ -196,6 +200,10 @@ class Strategy:
         """
         return self.unwrap(model).state_dict()
 
+    def own_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the model's state as this process holds it: names, and which of them are one and the same tensor."""
+        return self.unwrap(model).state_dict(keep_vars=True)
+
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         """Return what this process writes of the model's state; None where states are saved whole."""
         return None
@@ -250,6 +258,14 @@ class Strategy:
     def all_true(self, flag: bool) -> bool:
         """Tell whether a flag is set in every process. Collective; synchronises."""
         return flag
+
+    def make_board(self) -> Board:
+        """Return a new board for notes among the processes. Collective in this: all must make theirs in the same order.
+
+        Raises:
+            StrategyError: The processes share no store, as under MPI.
+        """
+        return Board()
 
     def _take(self, device: torch.device) -> None:
         """Make `device` this process's own."""

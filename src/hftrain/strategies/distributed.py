@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -20,6 +21,7 @@ from hftrain.core.errors import ConfigError, StrategyError, explain
 from hftrain.core.log import get_logger
 from hftrain.strategies import collectives
 from hftrain.strategies.base import Strategy
+from hftrain.strategies.board import Board
 from hftrain.strategies.environment import (
     find_device_type,
     launched_local_rank,
@@ -29,6 +31,7 @@ from hftrain.strategies.environment import (
 
 _DRAIN_S = 0.1
 _meetings = itertools.count()
+_boards = itertools.count()
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
@@ -126,6 +129,28 @@ class DistributedStrategy(Strategy):
 
     def all_true(self, flag: bool) -> bool:
         return flag if self.world_size == 1 else not self.reduce(torch.tensor(int(not flag)), "max").item()
+
+    def make_board(self) -> Board:
+        if self.world_size == 1:
+            return Board()
+        if "MASTER_ADDR" not in os.environ or dist.get_backend() == "mpi":
+            raise StrategyError(
+                explain(
+                    f"strategy={self.name!r} should pass notes among {self.world_size} processes.",
+                    "They share no store that a launcher made.",
+                    "Start with torchrun or `accelerate launch`, and use another backend than MPI.",
+                )
+            )
+        address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+        # A connection of its own: the group's waits hold theirs.
+        store = _launchers_store(*address, self.rank, self.world_size, self.timeout).clone()  # type: ignore[attr-defined]
+        return Board(PrefixStore(f"hftrain/board/{next(_boards)}", store))
+
+    def _share_buffers(self, model: nn.Module) -> None:
+        """Send rank 0's buffers, those that it would save, to every process. Collective; mutates the buffers."""
+        if self.world_size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
 
     def _join(self) -> torch.device:
         """Find the device of this process in a group that somebody else made."""

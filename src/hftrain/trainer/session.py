@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,14 @@ from hftrain.adapter.data import data_seed
 from hftrain.adapter.plan import fit_config
 from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.checkpoint.parts import load_trainer_state
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, restore_rng, set_seed
 from hftrain.core.types import TrainOutput
 from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
+from hftrain.data.states import resumable_loader
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
 from hftrain.loops.window import LogWindow, LossWindow, merge_reports
 from hftrain.optim.weight_modes import training_weights
@@ -32,17 +33,20 @@ from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
 from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer.announce import announce_training
+from hftrain.trainer.best import read_metric, rehearse_best_metric
 from hftrain.trainer.checks import best_metric_key, check_optimizer
 from hftrain.trainer.counting import RunCounts
 from hftrain.trainer.debugging import watch_overflow
 from hftrain.trainer.engines import forget_taken
-from hftrain.trainer.eval_sets import check_cadences, is_due, own_metrics
+from hftrain.trainer.eval_sets import check_cadences, is_due
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
+from hftrain.trainer.remote import check_mirror, publish_quietly
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.resuming import plan_run
+from hftrain.trainer.room import check_room
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.weighing import LossShares
 
@@ -52,15 +56,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-class _Silence:
-    """Events that nobody hears, for rehearsals."""
-
-    heard: frozenset[str] = frozenset()
-
-    def fire(self, event: str, **extra: Any) -> None:
-        """Tell nobody."""
 
 
 class TrainSession:
@@ -90,7 +85,10 @@ class TrainSession:
         )
         self._rng: Mapping[str, Any] | None = None
         self.changes = ModelChanges(trainer)
-        self.checkpoints = RunCheckpoints(trainer, progress=self.progress, losses=self.losses, logs=self.logs)
+        self.pending: list[Callable[[], None]] = []
+        self.checkpoints = RunCheckpoints(
+            trainer, progress=self.progress, losses=self.losses, logs=self.logs, pending=self.pending
+        )
         self.optimizer: torch.optim.Optimizer
         self._watch: DebugUnderflowOverflow | None = None
         self._loader: Any = None
@@ -107,12 +105,15 @@ class TrainSession:
         trainer.is_in_train = True
         resume = trainer.strategy.broadcast_object(None if self.resume is None else str(self.resume))
         self.resume = None if resume is None else own_checkpoint(trainer, Path(resume))
+        check_mirror(trainer)
         if trainer.model_init is not None:
             set_seed(args.seed)
             with trainer.strategy.building():
                 trainer._adopt_model(trainer.call_model_init(trainer._trial))
             trainer.optimizer = trainer.lr_scheduler = None
-        loader = self._loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
+        loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
+        loader = resumable_loader(loader, seed=data_seed(args), rank=trainer.strategy.rank)
+        self._loader, self.checkpoints.feed = loader, TrainFeed(loader, seed=data_seed(args))
         batch_size = trainer.get_total_train_batch_size(args)
         plan = trainer.set_initial_training_values(args, loader, batch_size)
         goal = self.checkpoints.plan = plan_run(trainer, self.resume, loader, plan, progress=self.progress)
@@ -132,7 +133,10 @@ class TrainSession:
             lr_scheduler=trainer.lr_scheduler,
             train_dataloader=loader,
         )
-        self._rehearse_best_metric()
+        if args.save_strategy != "no":
+            check_room(trainer, self.checkpoints.manager, self.optimizer)
+        self.checkpoints.writes.start()
+        rehearse_best_metric(trainer, ignore_keys=self.ignore_keys)
         announce_training(trainer, plan, batch_size=batch_size, progress=self.progress)
         self.counts.begin()
         start_s, first = time.perf_counter(), replace(self.progress)
@@ -148,15 +152,18 @@ class TrainSession:
         )
         with training_weights(self.optimizer):
             self._loop(config, loader, stepper).run()
+        self.checkpoints.settle()
         has_trained = self.progress.step > first.step
         if args.save_strategy == "steps" and has_trained and self.checkpoints.saved_step != self.progress.step:
             # Stopped by the evaluation of the last epoch's end, after which no event follows.
             self._save()
+            self.checkpoints.settle()
         return self._finish(start_s=start_s, first=first)
 
     def close(self) -> None:
         """Put the unwrapped model back and mark the run as over; safe after an error."""
         trainer = self.trainer
+        self.checkpoints.writes.close(is_urgent=isinstance(sys.exc_info()[1], KeyboardInterrupt))
         if self._watch is not None:
             self._watch.remove()
         self.changes.undo()
@@ -276,6 +283,7 @@ class TrainSession:
         if trainer.args.ignore_data_skip:
             # Documented: start the epoch's data over, with random numbers as they come.
             self._rng, self.progress.micro_steps_in_epoch, self.progress.offset_in_epoch = None, 0, 0
+            self.checkpoints.feed.load_state_dict(None)
 
     def _loop(self, config: FitConfig, loader: Any, stepper: Any) -> FitLoop:
         trainer, strategy = self.trainer, self.trainer.strategy
@@ -294,11 +302,12 @@ class TrainSession:
             save=self._save,
             empty_cache=_empty_cache,
             act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
+            pending=self.pending,
         )
         return FitLoop(
             config,
             slots=slots,
-            feed=TrainFeed(loader, seed=data_seed(trainer.args)),
+            feed=self.checkpoints.feed,
             stepper=stepper,
             model=trainer.model_wrapped,
             optimizer=self.optimizer,
@@ -320,15 +329,14 @@ class TrainSession:
 
     def _before_epoch(self) -> None:
         """Remember the random numbers an epoch's order may be drawn from, or put the checkpoint's back."""
-        if self._rng is not None and not (self.progress.micro_steps_in_epoch or self.progress.offset_in_epoch):
-            # Saved between two epochs: the next one's order is drawn from what the checkpoint holds.
-            self._restore_rng()
-        if self._rng is None:
-            self.checkpoints.epoch_rng = capture_rng()
-            self.trainer._past = None
-        else:
-            # A checkpoint of another trainer has none.
-            restore_rng(self.checkpoints.epoch_rng or dict(self._rng))
+        if self._rng is not None:
+            is_within = bool(self.progress.micro_steps_in_epoch or self.progress.offset_in_epoch)
+            # A checkpoint of another trainer does not tell what the epoch's order was drawn from.
+            restore_rng((is_within and self.checkpoints.epoch_rng) or dict(self._rng))
+            if is_within:
+                return
+        self.checkpoints.epoch_rng = capture_rng()
+        self.trainer._past = None
 
     def _restore_rng(self) -> None:
         """Put the checkpoint's random numbers back, once the first epoch's data is open."""
@@ -388,63 +396,7 @@ class TrainSession:
         """Step a schedule that follows the evaluations."""
         trainer = self.trainer
         if self._follows_metric and trainer.state.global_step > 0:
-            trainer.lr_scheduler.step(self._metric(metrics, trainer.args.metric_for_best_model or "loss"))
-
-    def note_best(self, metrics: Mapping[str, Any]) -> bool:
-        """Remember the best evaluation so far in the state, and tell whether this is it."""
-        state, args = self.trainer.state, self.trainer.args
-        if args.metric_for_best_model is None:
-            return False
-        value = self._metric(metrics, args.metric_for_best_model)
-        best = state.best_metric
-        # NaN is never better, and everything is better than NaN.
-        is_better = best is None or best != best or (value > best if args.greater_is_better else value < best)
-        is_better = is_better and value == value
-        if is_better:
-            state.best_metric, state.best_global_step = value, state.global_step
-        return bool(is_better)
-
-    @staticmethod
-    def _metric(metrics: Mapping[str, Any], wanted: str) -> float:
-        key = best_metric_key(wanted)
-        if key not in metrics:
-            raise ConfigError(
-                explain(
-                    f"metric_for_best_model={wanted!r} was asked for.",
-                    f"An evaluation reported no {key!r}.",
-                    f"Available: {', '.join(sorted(metrics))}. {suggest(key, metrics)}",
-                    metric_for_best_model=wanted,
-                )
-            )
-        return float(metrics[key])
-
-    def _rehearse_best_metric(self) -> None:
-        """Evaluate one batch to see that the metric that picks the best model exists, before hours are spent."""
-        trainer = self.trainer
-        wanted = trainer.args.metric_for_best_model
-        datasets = trainer.eval_dataset
-        if wanted is None or trainer.args.eval_strategy == "no" or best_metric_key(wanted) == "eval_loss":
-            return
-        if trainer._adds_metrics:
-            return
-        names = list(datasets) if isinstance(datasets, Mapping) else [None]
-        found: dict[str, Any] = {}
-        with trainer._evaluating("eval"):
-            for name in names:
-                loader = trainer._sharded(trainer.get_eval_dataloader(name), is_training=False)
-                with own_metrics(trainer, trainer._eval_sets.get(name or "")):
-                    loop = trainer._evaluate_loop(
-                        loss_only=trainer.compute_metrics is None, ignore_keys=self.ignore_keys, events=_Silence()
-                    )
-                try:
-                    metrics = loop.run(islice(iter(loader), 1)).metrics
-                except Exception as error:
-                    # One batch may lack what a metric needs (a second class, say): the full evaluation decides.
-                    logger.warning("The rehearsal of metric_for_best_model on one batch failed: %r", error)
-                    return
-                prefix = "eval" if name is None else f"eval_{name}"
-                found.update({key if key.startswith(prefix) else f"{prefix}_{key}": v for key, v in metrics.items()})
-        self._metric(found, wanted)
+            trainer.lr_scheduler.step(read_metric(metrics, trainer.args.metric_for_best_model or "loss"))
 
     def _save(self) -> None:
         self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial))
@@ -480,6 +432,7 @@ class TrainSession:
         if trainer.args.save_total_limit == 1 and trainer.args.load_best_model_at_end and best is not None:
             self.checkpoints.manager.keep_only(best)
         trainer.callback_handler.fire("on_train_end")
+        publish_quietly(trainer)
         if trainer.args.push_to_hub:
             trainer._hub.after_training()
         return TrainOutput(trainer.state.global_step, training_loss, metrics)

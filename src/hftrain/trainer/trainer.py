@@ -30,8 +30,7 @@ from hftrain.adapter.strategy import strategy_request
 from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackRunner, TrainerCallback, default_callbacks
-from hftrain.checkpoint.parts import save_arguments
-from hftrain.checkpoint.weights import save_task_state, save_weights
+from hftrain.checkpoint.policy import SavePolicy
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
 from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
 from hftrain.core.progress import TrainerControl
@@ -59,7 +58,7 @@ from hftrain.precision.registry import precisions
 from hftrain.search.config import BestRun, HPSearchBackend
 from hftrain.step.in_backward import check_in_backward
 from hftrain.step.legality import check_legal
-from hftrain.storage.files import check_writable
+from hftrain.storage.mirrors import Mirror
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.compilation import Compiler
@@ -70,6 +69,8 @@ from hftrain.task.module import TaskModule, as_step_output
 from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.acceleration import has_engine, make_accelerator
 from hftrain.trainer.announce import announce_evaluation
+from hftrain.trainer.best import note_best
+from hftrain.trainer.capture import task_state, write_model
 from hftrain.trainer.checks import (
     check_arguments,
     check_best_metric,
@@ -108,6 +109,7 @@ from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.nodes import check_nodes
 from hftrain.trainer.numerics import check_training, prepare_model
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
+from hftrain.trainer.remote import check_output, output_folder, prepare_output, publish, publish_together
 from hftrain.trainer.replicas import forget_devices, note_devices
 from hftrain.trainer.reports import (
     format_metrics,
@@ -117,7 +119,7 @@ from hftrain.trainer.reports import (
     to_plain,
     with_prefix,
 )
-from hftrain.trainer.saving import find_resume, load_task, task_state
+from hftrain.trainer.saving import find_resume, load_task
 from hftrain.trainer.searching import TrialRun, search, trying
 from hftrain.trainer.session import TrainSession, place_task
 from hftrain.trainer.signatures import accepts, takes_trial, taking
@@ -150,6 +152,7 @@ class Trainer:
         precision: A precision's name or an instance; likewise.
         spill_dir: A folder for predictions larger than memory: what an evaluation or `predict` keeps is held in unnamed
             files there, mapped into memory as NumPy arrays. A file's space is free again when its array is gone.
+        save_policy: When and how to save beyond what the arguments say.
         loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
@@ -181,6 +184,7 @@ class Trainer:
         strategy: str | Strategy | None = None,
         precision: str | Precision | None = None,
         spill_dir: str | Path | None = None,
+        save_policy: SavePolicy | None = None,
         loggers: str | Logger | Sequence[str | Logger] | None = None,
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
@@ -201,9 +205,9 @@ class Trainer:
         eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
+        self.save_policy = save_policy or SavePolicy()
         self._check_eval_data()
-        self.model_init, self.compute_loss_func = model_init, compute_loss_func
-        self.compute_metrics = compute_metrics
+        self.model_init, self.compute_loss_func, self.compute_metrics = model_init, compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer: torch.optim.Optimizer | None = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
@@ -264,6 +268,7 @@ class Trainer:
         check_strategy(self.args, self.strategy)
         settle_deepspeed(self.args, self.strategy, self.precision)
         check_nodes(self.args, self.strategy)
+        check_output(self.args)
         check_legal(self.strategy, self.precision)
         check_configured_state(self.args, self.strategy.planned_device)
         self.strategy.non_blocking = non_blocking_copies(self.args)
@@ -369,6 +374,7 @@ class Trainer:
     def _start_idle(self) -> None:
         """Set what only a running verb changes."""
         self._start_folder = Path.cwd()
+        self._mirrors: dict[str, Mirror] = {}
         self._hub = TrainerHub(self)
         self.is_in_train = False
         self._found: dict[str, Any] = {}
@@ -410,9 +416,11 @@ class Trainer:
 
     @property
     def output_dir(self) -> Path:
-        """The folder that checkpoints and results go to; it stays where it is when the working directory changes."""
-        folder = str(self.args.output_dir)
-        return Path(folder) if "://" in folder else self._start_folder / folder
+        """The folder that checkpoints and results go to; it stays where it is when the working directory changes.
+
+        For a remote `args.output_dir` it is the local mirror, from which they are uploaded.
+        """
+        return output_folder(self, str(self.args.output_dir))
 
     @property
     def place_model_on_device(self) -> bool:
@@ -541,7 +549,7 @@ class Trainer:
                 if not self._is_overridden("_get_eval_sampler"):
                     self._check_lengths(dataset, is_training=False)
         if self.args.save_strategy != "no":
-            check_writable(self.output_dir)
+            prepare_output(self)
         self._check_optimizer()
         check_training(self)
         self.strategy.check_model(self.model)
@@ -740,11 +748,14 @@ class Trainer:
         With `push_to_hub=True` the model is pushed as well, from `args.output_dir`, and waited for.
 
         Args:
-            output_dir: The folder; None takes `args.output_dir`.
+            output_dir: The folder, local or remote; None takes `args.output_dir`.
+
+        Raises:
+            CheckpointError: A remote folder cannot be written to; the files are in its local mirror.
 
         Source: the documented `Trainer.save_model`.
         """
-        folder = Path(output_dir) if output_dir else self.output_dir
+        folder = output_folder(self, output_dir) if output_dir else self.output_dir
         # In a checkpoint each process may write a part of its own; asked for by name, a model is always whole.
         is_split = _internal_call and self.strategy.model_shards(self.model_wrapped) is not None
         with evaluation_weights(self.optimizer):
@@ -752,24 +763,23 @@ class Trainer:
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._save(str(folder), state_dict=weights)
+        if not (_internal_call and output_dir):
+            publish_together(self, output_dir)
         if not _internal_call:
             self.strategy.barrier()
             if self.args.push_to_hub:
                 self._hub.after_save_model(message="Model save", folder=folder)
 
     def _save(self, output_dir: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        folder = Path(output_dir)
-        save_weights(self.model, folder, state_dict=state_dict, safe=bool(self.args.save_safetensors))
-        save_task_state(task_state(self.task), folder)
-        if hasattr(self.processing_class, "save_pretrained"):
-            self.processing_class.save_pretrained(output_dir)
-        save_arguments(self.args.to_dict(), folder)
+        own, arguments = task_state(self.task), self.args.to_dict()
+        write_model(self, Path(output_dir), model=self.model, weights=state_dict, own=own, arguments=arguments)
 
     def save_state(self) -> None:
         """Write `trainer_state.json` into `output_dir`; the main process writes."""
         if self.args.should_save:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
+            publish(self)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add `logs` to the history and tell the callbacks.
@@ -802,6 +812,7 @@ class Trainer:
         """Write ``<split>_results.json`` and add to ``all_results.json``; the main process writes."""
         if self.is_world_process_zero():
             store_metrics(self.output_dir, split, metrics, combined=combined)
+            publish(self)
 
     # -- the Hub -------------------------------------------------------------------------------------------------
 
@@ -880,6 +891,7 @@ class Trainer:
             dataset=dataset,
             dataset_args=dataset_args,
         )
+        publish(self)
 
     def push_to_hub(
         self,
@@ -1004,7 +1016,8 @@ class Trainer:
 
     def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
         """Remember the best evaluation so far in the state, and tell whether this is it."""
-        return self._running_session("_determine_best_metric").note_best(metrics)
+        self._running_session("_determine_best_metric")
+        return note_best(self, metrics)
 
     def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
         """Return the processes' tensors, concatenated, in the same nesting; collective, and the logged loss's mean."""

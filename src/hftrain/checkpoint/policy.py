@@ -1,0 +1,58 @@
+"""When and how a run saves, beyond what the documented arguments can say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hftrain.core.errors import ConfigError, explain
+
+OnFullDisk = Literal["warn", "prune", "stop"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavePolicy:
+    """When and how a run saves, beyond `save_strategy` and its company.
+
+    Args:
+        save_async: Whether a save copies the state to host memory and writes it in the background, while training
+            goes on. At most one write is in flight; its error is raised at a later step.
+        on_signal: Whether SIGTERM and SIGINT end the run at the next step boundary with a checkpoint, and SIGUSR1 saves
+            one and goes on. Handlers that the program has set itself stay.
+        on_exception: Whether an error in training leaves a checkpoint of the last whole step.
+        every_s: Save when this much time has passed since the last checkpoint, beside what `save_strategy` says.
+        keep_best: How many checkpoints with the best metric rotation keeps, beside the newest; needs
+            `metric_for_best_model`. None keeps the one best, as documented.
+        on_full_disk: What to do about a checkpoint for which there is no room: ``"warn"`` and train on with the last
+            one, ``"prune"`` older ones first, or ``"stop"`` the run with an error.
+
+    Units:
+        every_s: seconds.
+
+    Raises:
+        ConfigError: A value is none of these.
+    """
+
+    save_async: bool = False
+    on_signal: bool = True
+    on_exception: bool = False
+    every_s: float | None = None
+    keep_best: int | None = None
+    on_full_disk: OnFullDisk = "warn"
+
+    def __post_init__(self) -> None:
+        is_wrong = {
+            "every_s": self.every_s is not None and not self.every_s > 0,
+            "keep_best": self.keep_best is not None and self.keep_best < 1,
+            "on_full_disk": self.on_full_disk not in get_args(OnFullDisk),
+        }
+        for name in (name for name, wrong in is_wrong.items() if wrong):
+            raise ConfigError(
+                explain(
+                    f"SavePolicy({name}={getattr(self, name)!r}) was asked for.",
+                    "It has no such meaning.",
+                    f"Give {name} a number above 0, or leave it out."
+                    if name != "on_full_disk"
+                    else f"Use one of {', '.join(get_args(OnFullDisk))}.",
+                )
+            )
