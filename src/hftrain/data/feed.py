@@ -60,6 +60,11 @@ class TrainFeed:
         """Batches in one epoch of this rank, or None where the loader cannot tell."""
         return len(self.loader) if has_length(self.loader) else None  # type: ignore[arg-type]
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data can only be iterated."""
+        return isinstance(getattr(self._reader, "dataset", None), IterableDataset)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the loader and of the dataset, where they have one, as of the batch taken last."""
         reader = self._reader
@@ -117,12 +122,14 @@ class TrainFeed:
     def _restore(self, state: dict[str, Any], *, is_within: bool) -> bool:
         """Put states back; tell whether that is the place in the data, too."""
         reader, is_placed = self._reader, False
-        is_stream = isinstance(getattr(reader, "dataset", None), IterableDataset)
-        shape = {name: getattr(reader, name, None) for name in _SHAPE}
+        # A dataset stands at a sample, whatever the batches.
+        shape = {name: getattr(reader, name, None) for name in (_SHAPE if "loader" in state else _SHAPE[:1])}
         differing = [
-            f"{name} was {state.get(name)!r}, now {shape[name]!r}" for name in _SHAPE if state.get(name) != shape[name]
+            f"{name} was {state.get(name)!r}, now {value!r}"
+            for name, value in shape.items()
+            if state.get(name) != value
         ]
-        if differing and is_within and (is_stream or "loader" in state):
+        if differing and is_within and (self.is_stream or "loader" in state):
             _logger.warning("The data cannot go on exactly where it was: %s.", ", ".join(differing))
             return False
         # A torch loader begins each epoch anew; its state is one within an epoch.
@@ -131,7 +138,7 @@ class TrainFeed:
             return True
         if "dataset" in state and _is_read_here(reader) and has_state(reader.dataset):
             reader.dataset.load_state_dict(state["dataset"])
-            is_placed = is_stream
+            is_placed = self.is_stream
         return is_placed
 
 
