@@ -57,6 +57,17 @@ class TrainerControl:
         return {"args": dict(self.__dict__), "attributes": {}}
 
 
+class Requests:
+    """What is asked of a run from outside: by a signal, by a clock, by another process.
+
+    Attributes:
+        is_pending: Whether to look at the next step boundary what it is. Set by any thread, read by the loop after each
+            step; one that is never set costs nothing else.
+    """
+
+    is_pending = False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cadence:
     """When something is due: never, every so many steps, or at each epoch's end.

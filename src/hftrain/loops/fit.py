@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import TaskError, explain
-from hftrain.core.progress import Progress, TrainerControl
+from hftrain.core.progress import Progress, Requests, TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import batch_size_of
 from hftrain.loops.window import LossWindow, as_number
@@ -44,22 +44,24 @@ class FitSlots:
         get_batch_samples: (iterator, number, device) -> the step's micro-batches (none left: empty), item count.
         training_step: (model, batch, item count) -> detached loss, its share of the step; runs backward.
         before_epoch: Called before an epoch's data is opened.
-        restore_rng: Called once it is open.
+        restore_rng: Called once it is open; returns whether the pass is over already.
         log, evaluate, save: Act on what callbacks asked for.
         empty_cache: Gives cached device memory back.
         act: (the loop's own `act`, last gradient norm, last learning rate); called in place of `FitLoop.act` where
             something must see the end of every step, and calls what it is given. None costs nothing.
+        heed: Called at the boundaries where `Requests.is_pending` is set, after the log and before the rest.
     """
 
     get_batch_samples: Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
     training_step: Callable[[nn.Module, Any, Any], torch.Tensor]
     before_epoch: Callable[[], None]
-    restore_rng: Callable[[], None]
+    restore_rng: Callable[[], bool | None]
     log: Callable[[dict[str, Any]], None]
     evaluate: Callable[[], Any]
     save: Callable[[], None]
     empty_cache: Callable[[], None]
     act: Callable[[Callable[[], None], Any, Any], None] | None = None
+    heed: Callable[[], None] = lambda: None
 
 
 class Feed(Protocol):
@@ -107,6 +109,7 @@ class FitLoop:
         progress, state, control: Where the run is; mutated.
         events: Tells the callbacks.
         losses: Sums the losses.
+        requests: What is asked from outside.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class FitLoop:
         control: TrainerControl,
         events: Events,
         losses: LossWindow,
+        requests: Requests | None = None,
     ) -> None:
         self.config = config
         self.slots = slots
@@ -141,6 +145,7 @@ class FitLoop:
         self.control = control
         self.events = events
         self.losses = losses
+        self.requests = requests or Requests()
         self._grad_norm: torch.Tensor | float | None = None
         self._learning_rate: Any = None
         self._batches_per_epoch = config.num_batches or config.max_steps * config.accumulation
@@ -165,10 +170,10 @@ class FitLoop:
         batches = self.feed.open(progress.epoch, skip=num_skipped)
         control.should_epoch_stop = False
         self.events.fire("on_epoch_begin")
-        self.slots.restore_rng()
+        is_over = self.slots.restore_rng()
         num_steps = 0
         is_exhausted = False
-        while progress.step < self.config.max_steps:
+        while progress.step < self.config.max_steps and not is_over:
             window, num_items = self.slots.get_batch_samples(batches, accumulation, self.device)
             if not window:
                 is_exhausted = True
@@ -244,12 +249,14 @@ class FitLoop:
         control = self.control
         if self.config.empty_cache_every and self.progress.step % self.config.empty_cache_every == 0:
             self.slots.empty_cache()
-        if not (control.should_log or control.should_evaluate or control.should_save):
+        if not (control.should_log or control.should_evaluate or control.should_save or self.requests.is_pending):
             return
         if control.should_log:
             control.should_log = False
             if self.losses.num_steps:
                 self.slots.log(self._read_logs())
+        if self.requests.is_pending:
+            self.slots.heed()
         if control.should_evaluate:
             control.should_evaluate = False
             self.slots.evaluate()

@@ -41,6 +41,7 @@ from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.task.module import TaskModule
+from hftrain.trainer.leftovers import to_do
 from hftrain.trainer.sharding import load_own, shard_writers
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ logger = get_logger(__name__)
 
 Writer = Callable[[Path], None]
 
+# Resume if there is something to resume.
+AUTO = "auto"
 # What the optimizer's and the schedule's state carry on, whatever the arguments say now.
 _OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # When things happen follows the present arguments, and so is no longer what it was before the resume.
@@ -90,7 +93,8 @@ class RunCheckpoints:
                 main += self._resume_writers(optimizer)
             each.append(self._rank_writer())
         each += shard_writers(trainer, optimizer)
-        facts = {"progress": self.progress.state_dict(), "geometry": self._geometry(optimizer)}
+        facts: dict[str, Any] = {"progress": self.progress.state_dict(), "geometry": self._geometry(optimizer)}
+        facts["left"] = to_do(trainer.control, self.progress)
         committed = self.manager.save(state.global_step, main=main, each=each, facts=facts)
         if trainer.args.push_to_hub:
             # Before rotation, which may delete it.
@@ -248,6 +252,10 @@ def make_manager(trainer: Trainer) -> CheckpointManager:
 def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
     """Return the checkpoint to continue from, verified by the main process; nothing is launched.
 
+    Args:
+        trainer: Whose folder to look into; its arguments are asked if they say ``"auto"``.
+        resume: A folder, True for the newest valid checkpoint, ``"auto"`` for that or none, None or False for none.
+
     Raises:
         CheckpointError: There is no valid one, or the folder named is none.
     """
@@ -256,13 +264,20 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
             explain(
                 "train(resume_from_checkpoint=...) was called.",
                 f"A {type(resume).__name__} names no checkpoint.",
-                "Pass a folder, or True for the newest one in output_dir.",
+                "Pass a folder, True for the newest one in output_dir, or 'auto' for that if there is one.",
                 resume_from_checkpoint=resume,
             )
         )
+    if resume is None and trainer.args.resume_from_checkpoint == AUTO:
+        resume = AUTO
     if resume is None or resume is False or not trainer.strategy.is_main:
         return None
     manager = make_manager(trainer)
+    if resume == AUTO:
+        latest = manager.latest()
+        found = "nothing valid to resume; the run starts anew" if latest is None else f"{latest.name} to resume"
+        logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, manager.config.output_dir)
+        return latest
     if resume is True:
         latest = manager.latest()
         if latest is None:

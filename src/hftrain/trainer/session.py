@@ -39,6 +39,8 @@ from hftrain.trainer.engines import forget_taken
 from hftrain.trainer.eval_sets import check_cadences, is_due
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
+from hftrain.trainer.interrupts import Interrupts
+from hftrain.trainer.leftovers import END_EPOCH, EVALUATE, SAVE, left_in
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.reports import speed_metrics
@@ -79,6 +81,7 @@ class TrainSession:
             ),
         )
         self._rng: Mapping[str, Any] | None = None
+        self._left: frozenset[str] = frozenset()
         self.changes = ModelChanges(trainer)
         self.checkpoints = RunCheckpoints(trainer, progress=self.progress, losses=self.losses, logs=self.logs)
         self.optimizer: torch.optim.Optimizer
@@ -90,6 +93,7 @@ class TrainSession:
         self.used_rate: float | None = None
         self._start_time = time.time()
         self.counts: RunCounts
+        self.interrupts: Interrupts
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -133,13 +137,16 @@ class TrainSession:
             num_epochs=num_epochs if plan[4] else None,
             world_size=trainer.strategy.world_size,
         )
-        with training_weights(self.optimizer):
-            self._loop(config, loader, stepper).run()
-        has_trained = self.progress.step > first.step
-        if args.save_strategy == "steps" and has_trained and self.checkpoints.saved_step != self.progress.step:
-            # Stopped by the evaluation of the last epoch's end, after which no event follows.
-            self._save()
-        return self._finish(start_s=start_s, first=first)
+        with Interrupts(self, save=self._save) as self.interrupts:
+            with training_weights(self.optimizer):
+                self._loop(config, loader, stepper).run()
+            has_trained = self.progress.step > first.step
+            if args.save_strategy == "steps" and has_trained and self.checkpoints.saved_step != self.progress.step:
+                # Stopped by the evaluation of the last epoch's end, after which no event follows.
+                self._save()
+            output = self._finish(start_s=start_s, first=first)
+            self.interrupts.settle()
+        return output
 
     def close(self) -> None:
         """Put the unwrapped model back and mark the run as over; safe after an error."""
@@ -256,7 +263,7 @@ class TrainSession:
     def _load_rest(self, folder: Path) -> None:
         """Load what a checkpoint holds beside the model."""
         trainer = self.trainer
-        self._rng = self.checkpoints.load_rest(folder, self.optimizer)
+        self._rng, self._left = self.checkpoints.load_rest(folder, self.optimizer), left_in(folder)
         for flag in vars(trainer.control):
             # A run that was stopped is resumed to go on; the plan says how far.
             setattr(trainer.control, flag, False)
@@ -281,6 +288,7 @@ class TrainSession:
             save=self._save,
             empty_cache=_empty_cache,
             act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
+            heed=self.interrupts.heed,
         )
         return FitLoop(
             config,
@@ -297,6 +305,7 @@ class TrainSession:
             control=trainer.control,
             events=trainer.callback_handler,
             losses=self.losses,
+            requests=self.interrupts.requests,
         )
 
     @property
@@ -313,11 +322,24 @@ class TrainSession:
         else:
             restore_rng(self.checkpoints.epoch_rng)
 
-    def _restore_rng(self) -> None:
-        """Put the checkpoint's random numbers back, once the first epoch's data is open."""
+    def _restore_rng(self) -> bool:
+        """Put the checkpoint's random numbers back, once the first epoch's data is open, and do what it left to do.
+
+        Returns:
+            Whether that ends the epoch.
+        """
         if self._rng is not None:
             restore_rng(dict(self._rng))
             self._rng = None
+        control, left = self.trainer.control, self._left
+        self._left = frozenset()
+        if EVALUATE in left and self.trainer.args.eval_strategy != "no":
+            self._evaluate()
+            if SAVE in left or control.should_save:
+                control.should_save = False
+                self._save()
+        control.should_epoch_stop = control.should_epoch_stop or END_EPOCH in left
+        return bool(left) and (control.should_epoch_stop or control.should_training_stop)
 
     def _log(self, logs: dict[str, Any]) -> None:
         self.counts.read()
@@ -374,6 +396,7 @@ class TrainSession:
             trainer.lr_scheduler.step(read_metric(metrics, trainer.args.metric_for_best_model or "loss"))
 
     def _save(self) -> None:
+        self.interrupts.note_save()
         self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial))
 
     # -- the end -------------------------------------------------------------------------------------------------
