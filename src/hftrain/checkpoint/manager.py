@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +11,12 @@ from typing import Any, Protocol
 
 from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_name, checkpoint_step, list_checkpoints
 from hftrain.checkpoint.manifest import Manifest, read_manifest, verify, write_manifest
+from hftrain.checkpoint.remote import RemoteCheckpoints
+from hftrain.checkpoint.rotation import commit_order, surplus
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.log import get_logger
 from hftrain.storage import files
+from hftrain.storage.space import free_bytes, is_disk_full
 
 Writer = Callable[[Path], None]
 
@@ -47,6 +49,10 @@ class Group(Protocol):
         """Tell every process whether the flag is set on all; collective."""
 
 
+class NoSpaceError(CheckpointError):
+    """A checkpoint could not be written for want of room; the earlier ones are as they were."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
     """Where checkpoints go, what they hold and how many are kept.
@@ -57,6 +63,7 @@ class CheckpointConfig:
         only_model: Whether what only a resume needs is left out.
         safe_weights: Whether weights are written as safetensors.
         on_each_node: Whether each machine writes to storage of its own.
+        url: The remote folder where the checkpoints are kept; `output_dir` is then its local mirror.
 
     Source: the documented `output_dir`, `save_total_limit`, `save_only_model`, `save_safetensors`,
     `save_on_each_node`.
@@ -67,6 +74,7 @@ class CheckpointConfig:
     only_model: bool = False
     safe_weights: bool = True
     on_each_node: bool = False
+    url: str | None = None
 
 
 class CheckpointManager:
@@ -82,10 +90,19 @@ class CheckpointManager:
         self.group = group
         # A run that is resumed keeps its name; rotation touches no other run's checkpoints.
         self.run_id = uuid.uuid4().hex
+        self.remote = None if config.url is None else RemoteCheckpoints(config.url, mirror=config.output_dir)
         self._committed: Path | None = None
         self._begun: Path | None = None
 
-    def save(self, step: int, *, main: Sequence[Writer], each: Sequence[Writer] = (), facts: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        *,
+        main: Sequence[Writer],
+        each: Sequence[Writer] = (),
+        facts: Mapping[str, Any],
+        group: Group | None = None,
+    ) -> Path:
         """Write the checkpoint of a step; collective, and durable on return.
 
         Nothing is visible under the final name before every process has written its part. A checkpoint of the same
@@ -96,22 +113,25 @@ class CheckpointManager:
             main: What the main process writes; each is called with the folder to write to.
             each: What every process writes, under names that differ by rank.
             facts: What the manifest tells beside the files: numbers, text, lists and dictionaries.
+            group: Lets the processes agree; by default as the manager's own does, by collectives.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
+            NoSpaceError: A disk or a quota is full, and nothing else is wrong anywhere.
             CheckpointError: A writer or the commit failed, on whichever process; the earlier checkpoints are as they
                 were. The cause is attached on the process where it happened.
         """
         target = self.config.output_dir / checkpoint_name(step)
+        group = group or self.group
         # In this order, for what all write together: no process may wait for one that has failed at its own part.
         writers = [*each, *main] if self.is_committer else each
-        self._together(target, self._begin, is_for_main=True)
+        self._together(target, self._begin, group, is_for_main=True)
         if self.config.on_each_node:
-            self._together(target, self._check_own_storage, is_for_main=True)
-        self._together(target, lambda path: self._write(path, writers))
-        self._together(target, lambda path: self._commit(path, step, facts), is_for_main=True)
+            self._together(target, self._check_own_storage, group, is_for_main=True)
+        self._together(target, lambda path: self._write(path, writers), group)
+        self._together(target, lambda path: self._commit(path, step, facts), group, is_for_main=True)
         self._committed = target
         return target
 
@@ -128,14 +148,24 @@ class CheckpointManager:
         """
         if self.group.is_main:
             files.restore(self.config.output_dir, is_ours=_is_ours)
+        if self.remote is not None:
+            return self.remote.latest()
         for path in reversed(_by_commit(list_checkpoints(self.config.output_dir))):
             try:
+                if not (path / MANIFEST).exists():
+                    raise CheckpointError(f"It has no {MANIFEST}, which proves it whole. Name it to resume from it.")
                 verify(path)
             except CheckpointError as error:
                 logger.warning("Passed over %s when looking for the newest checkpoint: %s", path, error)
             else:
                 return path
         return None
+
+    def names(self) -> list[str]:
+        """List the folders in the output folder, or the remote one, that are named like checkpoints."""
+        if self.remote is not None:
+            return self.remote.names()
+        return [path.name for path in list_checkpoints(self.config.output_dir)]
 
     def open(self, path: str | Path) -> Manifest | None:
         """Verify a checkpoint that was named explicitly.
@@ -157,6 +187,10 @@ class CheckpointManager:
             explain(f"Resuming from {path} was asked for.", f"It is not a checkpoint: {_contents(path)}.", _hint(path))
         )
 
+    def own_checkpoints(self) -> list[Path]:
+        """List this run's checkpoints in the order of their commits."""
+        return _by_commit([path for path in list_checkpoints(self.config.output_dir) if self._is_known(path)])
+
     def rotate(self, *, best: Path | None = None) -> None:
         """Delete the oldest checkpoints beyond the limit; for the main process alone, others do nothing.
 
@@ -167,14 +201,35 @@ class CheckpointManager:
             best: The checkpoint with the best metric so far.
         """
         limit = self.config.save_total_limit
-        known = _by_commit([path for path in list_checkpoints(self.config.output_dir) if self._is_known(path)])
+        if self.remote is not None and self.is_committer:
+            kept_names = {path.name for path in (best, self._committed) if path is not None}
+            self.remote.rotate(run_id=self.run_id, limit=limit, protected=kept_names)
+            limit = 1  # of their copies here
+        known = self.own_checkpoints()
         if not self.is_committer or limit is None or limit < 1 or not known:
             return
         protected = {path.resolve() for path in (known[-1], best, self._committed) if path is not None}
         kept = [path for path in known if path.resolve() in protected]
-        others = [path for path in known if path not in kept]
-        for path in others[: max(0, len(known) - max(limit, len(kept)))]:
+        for path in surplus(known, protected=kept, limit=limit):
             files.discard(path)
+
+    def prune(self, needed_bytes: int, *, best: Path | None = None) -> bool:
+        """Delete this run's oldest checkpoints, at least one, until there is room; for the committer alone.
+
+        The newest and the best stay.
+
+        Returns:
+            Whether anything was deleted, there being room now or not.
+        """
+        known = self.own_checkpoints()
+        protected = {path.resolve() for path in (*known[-1:], best, self._committed) if path is not None}
+        has_deleted = False
+        for path in known if self.is_committer else ():
+            if path.resolve() in protected or (has_deleted and free_bytes(self.config.output_dir) >= needed_bytes):
+                continue
+            files.discard(path)
+            has_deleted = has_deleted or not path.exists()
+        return has_deleted
 
     def keep_only(self, path: Path) -> None:
         """Delete all other checkpoints at a run's end, if this one is whole; for the main process alone.
@@ -183,7 +238,7 @@ class CheckpointManager:
         """
         known = [each for each in list_checkpoints(self.config.output_dir) if self._is_known(each)]
         others = [each for each in known if each.resolve() != path.resolve()]
-        if not self.is_committer or not others:
+        if not self.is_committer or not (others or self.remote):
             return
         try:
             verify(path)
@@ -192,6 +247,8 @@ class CheckpointManager:
             return
         for other in others:
             files.discard(other)
+        if self.remote is not None:
+            self.remote.rotate(run_id=self.run_id, limit=1, protected={path.name}, keeps_newest=False)
 
     def _is_known(self, path: Path) -> bool:
         """Tell whether a checkpoint is one of this run's."""
@@ -229,8 +286,10 @@ class CheckpointManager:
         own = {"only_model": self.config.only_model, "run_id": self.run_id, "saved_at_s": time.time()}
         write_manifest(staged, {**facts, **own}, step=step)
         files.commit(staged, target)
+        if self.remote is not None:
+            self.remote.publish(target, run_id=self.run_id)
 
-    def _together(self, target: Path, work: Writer, *, is_for_main: bool = False) -> None:
+    def _together(self, target: Path, work: Writer, group: Group, *, is_for_main: bool = False) -> None:
         """Do one stage on every process, and raise on all of them if it failed on one."""
         cause: Exception | None = None
         try:
@@ -238,20 +297,21 @@ class CheckpointManager:
                 work(target)
         except Exception as error:
             cause = error
-        if self.group.all_true(cause is None):
+        if group.all_true(cause is None):
             return
         try:
             if self.is_committer:
                 files.sweep(target.parent, is_ours=_is_ours)
         finally:
-            self.group.barrier()
+            lacks_space = group.all_true(cause is None or is_disk_full(cause))
         reason = (
             "Another process failed, and says why."
             if cause is None
             else f"{type(cause).__name__}: {str(cause).rstrip('.')}."
         )
         remedy = "Earlier checkpoints are untouched. Mend the cause, then resume from the newest."
-        raise CheckpointError(explain(f"{target} should be written.", reason, remedy)) from cause
+        kind = NoSpaceError if lacks_space else CheckpointError
+        raise kind(explain(f"{target} should be written.", reason, remedy)) from cause
 
 
 def _is_ours(name: str) -> bool:
@@ -259,18 +319,14 @@ def _is_ours(name: str) -> bool:
 
 
 def _by_commit(paths: Sequence[Path]) -> list[Path]:
-    """Order checkpoints as they were committed, by what their manifests say.
-
-    Within a run that is the order of steps; after a run was begun anew in its folder, or resumed from an older
-    checkpoint, higher steps may belong to the abandoned one. Folders without a readable manifest come last.
-    """
+    """Order checkpoints as they were committed, by what their manifests say."""
 
     def committed_at(path: Path) -> tuple[float, int]:
         try:
-            saved_at_s = read_manifest(path).facts.get("saved_at_s", 0.0)
+            manifest = read_manifest(path)
         except CheckpointError:
-            saved_at_s = math.inf
-        return saved_at_s if isinstance(saved_at_s, (int, float)) else math.inf, checkpoint_step(path) or 0
+            manifest = None
+        return commit_order(manifest, step=checkpoint_step(path) or 0)
 
     return sorted(paths, key=committed_at)
 

@@ -8,12 +8,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from hftrain.core.log import get_logger
-from hftrain.core.progress import Progress, Requests
+from hftrain.core.progress import Progress
 from hftrain.strategies.board import Board
 
 logger = get_logger(__name__)
@@ -40,17 +40,22 @@ def strongest(asked: Iterable[str | None]) -> str | None:
     return max((each for each in asked if each is not None), key=_BY_STRENGTH.index, default=None)
 
 
-class StepRequests(Requests):
+class StepRequests:
     """Take what is asked of one process, and hand it out at the next step boundary.
 
     Args:
+        heed: Called by the loop at each step boundary while something is asked; see `pending`.
+        pending: What the loop calls at each step's end, see `FitSlots`.
         every_s: Ask for a save whenever this much time has passed since the last one.
 
     Units:
         every_s: seconds.
     """
 
-    def __init__(self, *, every_s: float | None = None) -> None:
+    def __init__(
+        self, heed: Callable[[], None], pending: list[Callable[[], None]], *, every_s: float | None = None
+    ) -> None:
+        self._heed, self._pending = heed, pending
         self._asked: set[str] = set()
         self._every_s = every_s
         self._saved_at_s = time.monotonic()
@@ -69,13 +74,13 @@ class StepRequests(Requests):
             Whether somebody will see to it.
         """
         self._asked.add(what)
-        self.is_pending = True
+        self._raise_flag()
         return True
 
     def due(self, step: int) -> str | None:
-        """Return what to do at the boundary after `step`, if anything; for the main thread, where `is_pending`."""
+        """Return what to do at the boundary after `step`, if anything; for the main thread, from `heed`."""
         # First this: what is asked from here on shows at the next boundary.
-        self.is_pending = False
+        self._lower_flag()
         return strongest({self._asked.pop() for _ in range(len(self._asked))})
 
     def left_over(self) -> str | None:
@@ -102,6 +107,14 @@ class StepRequests(Requests):
         if self._watcher.is_alive():
             self._watcher.join(_JOIN_S)
 
+    def _raise_flag(self) -> None:
+        if self._heed not in self._pending:
+            self._pending.append(self._heed)
+
+    def _lower_flag(self) -> None:
+        while self._heed in self._pending:
+            self._pending.remove(self._heed)
+
     def _watch(self) -> None:
         while not self._is_closing:
             self._doze(self._look_at_clock())
@@ -123,13 +136,14 @@ class StepRequests(Requests):
 class SharedRequests(StepRequests):
     """Let several processes agree on the step boundary at which they do what any one of them was asked.
 
-    A round begins when a process opens it on the board. On seeing that, each process's thread first sets `is_pending`,
-    then reads the process's step and posts it. From then on that process passes no boundary but the one it may be at
-    before it sees `is_pending` and waits, so none can be further than one step from what it posted: the boundary after
-    the highest step posted is one that nobody has passed. The first process finds it and posts it. Nobody's training
-    waits in a collective for this, and nothing depends on how long anything takes.
+    A round begins when a process opens it on the board. On seeing that, each process's thread first puts `heed` where
+    the loop calls it at the next step boundary, then reads the process's step and posts it. From then on that process
+    passes no boundary but the one it may be at before `heed` is called and waits: the boundary after the highest step
+    posted is one that nobody has passed. The first process finds it and posts it. Nobody's training waits in a
+    collective for this, and nothing depends on how long anything takes.
 
     Args:
+        heed, pending: As in `StepRequests`.
         board: Where the processes leave notes; a new one.
         rank: This process.
         world_size: How many there are.
@@ -138,9 +152,17 @@ class SharedRequests(StepRequests):
     """
 
     def __init__(
-        self, board: Board, *, rank: int, world_size: int, progress: Progress, every_s: float | None = None
+        self,
+        heed: Callable[[], None],
+        pending: list[Callable[[], None]],
+        *,
+        board: Board,
+        rank: int,
+        world_size: int,
+        progress: Progress,
+        every_s: float | None = None,
     ) -> None:
-        super().__init__(every_s=every_s if rank == 0 else None)
+        super().__init__(heed, pending, every_s=every_s if rank == 0 else None)
         self._board = board
         self._rank = rank
         self._world_size = world_size
@@ -162,7 +184,7 @@ class SharedRequests(StepRequests):
             return None
         what, self._agreed = self._agreed[0], None
         self._is_known.clear()
-        self.is_pending = False
+        self._lower_flag()
         # Only now may the thread begin another round.
         self._is_taken.set()
         return what
@@ -203,7 +225,7 @@ class SharedRequests(StepRequests):
         self._board.post(f"{number}/open", "")
         self._is_known.clear()
         # In this order: see the class.
-        self.is_pending = True
+        self._raise_flag()
         self._board.post(f"{number}/at/{self._rank}", json.dumps([self._progress.step, strongest(set(self._asked))]))
         if self._rank == 0:
             collected = self._collect(number)
@@ -269,7 +291,7 @@ class SharedRequests(StepRequests):
 
     def _release(self) -> None:
         self._agreed = None
-        self.is_pending = False
+        self._lower_flag()
         self._is_known.set()
 
     def _end_if_asked(self, reason: str) -> None:

@@ -15,8 +15,9 @@ from hftrain.checkpoint.requests import SAVE, SharedRequests, StepRequests, stro
 from hftrain.checkpoint.signals import SignalHandlers, stopped_by
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger, warn_once
-from hftrain.core.progress import Requests
 from hftrain.storage.files import write_text
+from hftrain.storage.remote import RemoteFolder
+from hftrain.trainer.remote import output_url, publish_quietly
 
 if TYPE_CHECKING:
     from hftrain.trainer.session import TrainSession
@@ -49,21 +50,23 @@ class Interrupts:
         self._open = ExitStack()
         self._is_stopped = False
 
-    def _make_requests(self) -> Requests:
-        policy, strategy = self.trainer.save_policy, self.trainer.strategy
+    def _make_requests(self) -> StepRequests | None:
+        policy, strategy, pending = self.trainer.save_policy, self.trainer.strategy, self.session.pending
         if not policy.on_signal and policy.every_s is None:
-            return Requests()
+            return None
         if strategy.world_size == 1:
-            return StepRequests(every_s=policy.every_s)
+            return StepRequests(self.heed, pending, every_s=policy.every_s)
         try:
             board = strategy.make_board()
         except StrategyError as error:
             if policy.every_s is not None:
                 raise
             warn_once(f"Signals act as if no training ran. {error}")
-            return Requests()
+            return None
         return SharedRequests(
-            board,
+            self.heed,
+            pending,
+            board=board,
             rank=strategy.rank,
             world_size=strategy.world_size,
             progress=self.session.progress,
@@ -72,8 +75,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if self.trainer.strategy.is_main:
-            marker_of(self.trainer).unlink(missing_ok=True)
-        if isinstance(self.requests, StepRequests):
+            self._remove_marker()
+        if self.requests is not None:
             self.requests.start()
             if self.trainer.save_policy.on_signal:
                 self._open.enter_context(SignalHandlers(self.requests))
@@ -81,7 +84,7 @@ class Interrupts:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._open.close()
-        if isinstance(self.requests, StepRequests):
+        if self.requests is not None:
             self.requests.close(is_failed=kind is not None and not self._is_stopped)
             late = self.requests.left_over()
             if late is not None and kind is None:
@@ -90,13 +93,16 @@ class Interrupts:
 
     def note_save(self) -> None:
         """Hear that a checkpoint was saved."""
-        if isinstance(self.requests, StepRequests):
+        if self.requests is not None:
             self.requests.note_save()
 
     def heed(self) -> None:
-        """Do what was asked, if this is the step boundary for it; collective there, and may end the run."""
+        """Do what was asked, if this is the step boundary for it; collective there, and may end the run.
+
+        Comes before what callbacks have asked for at this boundary.
+        """
         control, step = self.trainer.control, self.session.progress.step
-        assert isinstance(self.requests, StepRequests)
+        assert self.requests is not None
         if step >= self.trainer.state.max_steps or control.should_training_stop:
             # The run ends here by itself, as it does in the other processes: nobody may wait for them.
             return
@@ -109,7 +115,7 @@ class Interrupts:
 
     def settle(self) -> None:
         """End a run that is complete like one that was stopped, if the stop was asked for too late; collective."""
-        if isinstance(self.requests, StepRequests) and self.trainer.save_policy.on_signal:
+        if self.requests is not None and self.trainer.save_policy.on_signal:
             asked = strongest(self.trainer.strategy.gather_object(self.requests.left_over()))
             if asked is not None:
                 self._stop(asked, "when it was complete", is_complete=True)
@@ -119,14 +125,22 @@ class Interrupts:
         if not saves_at_all(self.trainer):
             warn_once(f"Nothing is saved as was asked: save_strategy={str(args.save_strategy)!r}.")
             return
+        is_due = control.should_evaluate, control.should_save
+        # What is due at this boundary, as far as it takes no time: the log.
+        control.should_evaluate = control.should_save = False
+        self.session.loop.act()
+        control.should_evaluate, control.should_save = is_due
         if not control.should_evaluate:
             # This is the checkpoint that was due anyway. Before an evaluation, it notes what is left to do.
             control.should_save = False
         self.save()
 
     def _stop(self, name: str, when: str, *, is_complete: bool = False) -> None:
-        trainer, step = self.trainer, self.session.checkpoints.saved_step
+        trainer = self.trainer
         self._is_stopped = True
+        # Nothing may be on its way to the disk any more.
+        self.session.checkpoints.settle()
+        step = self.session.checkpoints.saved_step
         saved = "No checkpoint was saved" if step is None else f"The last checkpoint is {checkpoint_name(step)}"
         message = f"{name} stopped the training {when}. {saved}."
         if trainer.strategy.is_main:
@@ -141,9 +155,16 @@ class Interrupts:
 
     def _leave_marker(self, name: str, step: int) -> None:
         facts = {"signal": name, "step": step, "checkpoint": checkpoint_name(step), "stopped_at_s": time.time()}
-        write_text(marker_of(self.trainer), json.dumps(facts, indent=1) + "\n")
+        write_text(self._marker, json.dumps(facts, indent=1) + "\n")
+        publish_quietly(self.trainer)
 
+    def _remove_marker(self) -> None:
+        """Forget an earlier stop: from here on this run is what its folder is about."""
+        url = output_url(self.trainer)
+        self._marker.unlink(missing_ok=True)
+        if url is not None and saves_at_all(self.trainer):
+            RemoteFolder(url).delete(MARKER)
 
-def marker_of(trainer: Trainer) -> Path:
-    """Return the file that says that a run was stopped by a signal and waits to be resumed."""
-    return Path(trainer._get_output_dir(trainer._trial)) / MARKER
+    @property
+    def _marker(self) -> Path:
+        return Path(self.trainer._get_output_dir(self.trainer._trial)) / MARKER

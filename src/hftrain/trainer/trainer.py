@@ -30,9 +30,7 @@ from hftrain.adapter.strategy import strategy_request
 from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackRunner, TrainerCallback, default_callbacks
-from hftrain.checkpoint.parts import save_arguments
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
 from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
 from hftrain.core.progress import TrainerControl
@@ -60,7 +58,7 @@ from hftrain.precision.registry import precisions
 from hftrain.search.config import BestRun, HPSearchBackend
 from hftrain.step.in_backward import check_in_backward
 from hftrain.step.legality import check_legal
-from hftrain.storage.files import check_writable
+from hftrain.storage.mirrors import Mirror
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.compilation import Compiler
@@ -72,6 +70,7 @@ from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.acceleration import has_engine, make_accelerator
 from hftrain.trainer.announce import announce_evaluation
 from hftrain.trainer.best import note_best
+from hftrain.trainer.capture import task_state, write_model
 from hftrain.trainer.checks import (
     check_arguments,
     check_best_metric,
@@ -111,6 +110,7 @@ from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.nodes import check_nodes
 from hftrain.trainer.numerics import check_training, prepare_model
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
+from hftrain.trainer.remote import check_output, output_folder, prepare_output, publish, publish_together
 from hftrain.trainer.replicas import forget_devices, note_devices
 from hftrain.trainer.reports import (
     format_metrics,
@@ -120,7 +120,7 @@ from hftrain.trainer.reports import (
     to_plain,
     with_prefix,
 )
-from hftrain.trainer.saving import find_resume, load_task, task_state
+from hftrain.trainer.saving import find_resume, load_task
 from hftrain.trainer.searching import TrialRun, search, trying
 from hftrain.trainer.session import TrainSession, place_task
 from hftrain.trainer.signatures import accepts, takes_trial, taking
@@ -269,6 +269,7 @@ class Trainer:
         check_strategy(self.args, self.strategy)
         settle_deepspeed(self.args, self.strategy, self.precision)
         check_nodes(self.args, self.strategy)
+        check_output(self.args)
         check_legal(self.strategy, self.precision)
         check_configured_state(self.args, self.strategy.planned_device)
         self.strategy.non_blocking = non_blocking_copies(self.args)
@@ -374,6 +375,7 @@ class Trainer:
     def _start_idle(self) -> None:
         """Set what only a running verb changes."""
         self._start_folder = Path.cwd()
+        self._mirrors: dict[str, Mirror] = {}
         self._hub = TrainerHub(self)
         self.is_in_train = False
         self._found: dict[str, Any] = {}
@@ -415,9 +417,11 @@ class Trainer:
 
     @property
     def output_dir(self) -> Path:
-        """The folder that checkpoints and results go to; it stays where it is when the working directory changes."""
-        folder = str(self.args.output_dir)
-        return Path(folder) if "://" in folder else self._start_folder / folder
+        """The folder that checkpoints and results go to; it stays where it is when the working directory changes.
+
+        For a remote `args.output_dir` it is the local mirror, from which they are uploaded.
+        """
+        return output_folder(self, str(self.args.output_dir))
 
     @property
     def place_model_on_device(self) -> bool:
@@ -550,7 +554,7 @@ class Trainer:
                 if not self._is_overridden("_get_eval_sampler"):
                     self._check_lengths(dataset, is_training=False)
         if saves_at_all(self):
-            check_writable(self.output_dir)
+            prepare_output(self)
         self._check_optimizer()
         check_training(self)
         self.strategy.check_model(self.model)
@@ -749,11 +753,14 @@ class Trainer:
         With `push_to_hub=True` the model is pushed as well, from `args.output_dir`, and waited for.
 
         Args:
-            output_dir: The folder; None takes `args.output_dir`.
+            output_dir: The folder, local or remote; None takes `args.output_dir`.
+
+        Raises:
+            CheckpointError: A remote folder cannot be written to; the files are in its local mirror.
 
         Source: the documented `Trainer.save_model`.
         """
-        folder = Path(output_dir) if output_dir else self.output_dir
+        folder = output_folder(self, output_dir) if output_dir else self.output_dir
         # In a checkpoint each process may write a part of its own; asked for by name, a model is always whole.
         is_split = _internal_call and self.strategy.model_shards(self.model_wrapped) is not None
         with evaluation_weights(self.optimizer):
@@ -761,24 +768,23 @@ class Trainer:
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._save(str(folder), state_dict=weights)
+        if not (_internal_call and output_dir):
+            publish_together(self, output_dir)
         if not _internal_call:
             self.strategy.barrier()
             if self.args.push_to_hub:
                 self._hub.after_save_model(message="Model save", folder=folder)
 
     def _save(self, output_dir: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        folder = Path(output_dir)
-        save_weights(self.model, folder, state_dict=state_dict, safe=bool(self.args.save_safetensors))
-        save_task_state(task_state(self.task), folder)
-        if hasattr(self.processing_class, "save_pretrained"):
-            self.processing_class.save_pretrained(output_dir)
-        save_arguments(self.args.to_dict(), folder)
+        own, arguments = task_state(self.task), self.args.to_dict()
+        write_model(self, Path(output_dir), model=self.model, weights=state_dict, own=own, arguments=arguments)
 
     def save_state(self) -> None:
         """Write `trainer_state.json` into `output_dir`; the main process writes."""
         if self.args.should_save:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
+            publish(self)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add `logs` to the history and tell the callbacks.
@@ -811,6 +817,7 @@ class Trainer:
         """Write ``<split>_results.json`` and add to ``all_results.json``; the main process writes."""
         if self.is_world_process_zero():
             store_metrics(self.output_dir, split, metrics, combined=combined)
+            publish(self)
 
     # -- the Hub -------------------------------------------------------------------------------------------------
 
@@ -889,6 +896,7 @@ class Trainer:
             dataset=dataset,
             dataset_args=dataset_args,
         )
+        publish(self)
 
     def push_to_hub(
         self,
