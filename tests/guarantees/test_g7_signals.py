@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import signal
 import threading
 import time
@@ -12,16 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.distributed import DistributedRun
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import Trainer, TrainerCallback, set_seed
+from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.signals import TrainingStopped
 
 MAX_STEPS = 14
 STRIKE = 6
-PHASES = ("train", "evaluate", "save")
-WHO = ([0], [1], [0, 1])
+CASES = [
+    *itertools.product(["SIGTERM"], ["train", "evaluate", "save"], ([0], [1], [0, 1])),
+    ("SIGINT", "train", [1]),
+]
 
 
 class Strike(TrainerCallback):
@@ -113,35 +119,117 @@ def all_moments(folder: str) -> dict[str, Any]:
     whole, strategy = outcome(undisturbed), undisturbed.strategy
     pids = strategy.gather_object(os.getpid())
     found: dict[str, Any] = {}
-    for name in ("SIGTERM", "SIGINT"):
-        for phase in PHASES if name == "SIGTERM" else PHASES[:1]:
-            for who in WHO:
-                case = f"{name} {phase} {who}"
-                run = Path(folder) / case.replace(" ", "_")
-                sends = [(0.25 * index, rank, name) for index, rank in enumerate(who)]
-                step = stop(make_trainer(run, Strike(sends, phase, pids)))
-                marked = (run / "requeue.json").exists()
-                resumed = make_trainer(run)
-                resumed.train(resume_from_checkpoint="auto")
-                found[case] = [
-                    step,
-                    strategy.gather_object(step),
-                    marked and not (run / "requeue.json").exists(),
-                    outcome(resumed) == whole,
-                    strategy.all_true(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL),
-                ]
+    for name, phase, who in CASES:
+        case = f"{name} {phase} {who}"
+        run = Path(folder) / case.replace(" ", "_")
+        sends = [(0.25 * index, rank, name) for index, rank in enumerate(who)]
+        step = stop(make_trainer(run, Strike(sends, phase, pids)))
+        marked = (run / "requeue.json").exists()
+        resumed = make_trainer(run)
+        resumed.train(resume_from_checkpoint="auto")
+        found[case] = [
+            step,
+            strategy.gather_object(step),
+            marked and not (run / "requeue.json").exists(),
+            outcome(resumed) == whole,
+            strategy.all_true(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL),
+        ]
+    found["SIGUSR1"] = saved_in_passing(Path(folder) / "passing", pids, whole)
     return found
 
 
-@pytest.mark.distributed
-@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs POSIX signals")
+def saved_in_passing(run: Path, pids: list[int], whole: list[Any]) -> list[Any]:
+    """Let SIGUSR1 save one checkpoint more, and resume from it."""
+    trainer = make_trainer(run, Strike([(0.0, 1, "SIGUSR1")], "train", pids), save_steps=100)
+    done = trainer.train().global_step
+    steps = [int(path.name.removeprefix("checkpoint-")) for path in list_checkpoints(run)]
+    resumed = make_trainer(run, save_steps=100)
+    resumed.train(resume_from_checkpoint=str(run / f"checkpoint-{steps[0]}"))
+    return [done, steps, outcome(trainer) == whole, outcome(resumed) == whole]
+
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has other signals"),
+]
+
+
 def test_a_signal_to_any_process_at_any_moment_stops_all_and_the_resume_is_exact(
     run_distributed: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     answers = run_distributed(all_moments, folder=str(tmp_path))
     assert answers[0] == answers[1]
-    assert len(answers[0]) == 12
+    done, steps, is_same, is_resumed = answers[0].pop("SIGUSR1")
+    assert (done, is_same, is_resumed, len(steps)) == (MAX_STEPS, True, True, 2)
+    assert STRIKE <= steps[0] < steps[1] == MAX_STEPS
+    assert len(answers[0]) == len(CASES)
     for case, (step, steps, was_marked, is_same, is_back) in answers[0].items():
         assert steps == [step, step], case
         assert STRIKE <= step <= STRIKE + 7, case
         assert [was_marked, is_same, is_back] == [True] * 3, case
+
+
+def struck(folder: str, sends: list[tuple[float, int, str]], **options: Any) -> None:
+    """Train until signals end the process; the last of the receivers is torchrun."""
+    import torch.distributed
+
+    trainer = make_trainer(Path(folder), max_steps=40, save_steps=30, eval_steps=50, **options)
+    trainer.strategy.launch()
+    pids = [*trainer.strategy.gather_object(os.getpid()), os.getppid()]
+    assert torch.distributed.is_initialized()
+    trainer.add_callback(Strike(sends, "train", pids))
+    trainer.train()
+
+
+def continued(folder: str, **options: Any) -> list[Any]:
+    """Resume a run, and compare it with one that was never disturbed."""
+    settings = {"max_steps": 40, "save_steps": 30, "eval_steps": 50, **options}
+    resumed = make_trainer(Path(folder), **settings)
+    first: list[int] = []
+
+    class First(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            first.append(state.global_step)
+
+    resumed.add_callback(First)
+    resumed.train(resume_from_checkpoint="auto")
+    undisturbed = make_trainer(Path(folder) / "whole", **settings)
+    undisturbed.train()
+    return [first[0], outcome(resumed) == outcome(undisturbed)]
+
+
+def exit_codes(run: DistributedRun) -> list[int]:
+    return [int(code) for code in re.findall(r"exitcode +: (-?\d+)", run.output)]
+
+
+def test_a_signal_ends_the_processes_with_its_own_status(
+    launch_distributed: Callable[..., DistributedRun], tmp_path: Path
+) -> None:
+    run = launch_distributed(struck, kwargs={"folder": str(tmp_path), "sends": [(0.0, 1, "SIGTERM")]}, timeout_s=120)
+    # torchrun ends the process that is not gone yet when it sees that one is: by SIGTERM too.
+    assert set(exit_codes(run)) <= {143, -15}, run.output
+    assert 143 in exit_codes(run), run.output
+    assert "SIGTERM stopped the training after step" in run.output
+    (path,) = list_checkpoints(tmp_path)
+    assert verify(path).step >= STRIKE
+
+
+def test_a_signal_to_the_launcher_saves_with_workers_alive_and_the_resume_is_exact(
+    launch_distributed: Callable[..., DistributedRun], run_distributed: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    # torchrun hands its signal on to the whole group of each process, loader workers included.
+    kwargs = {"folder": str(tmp_path), "sends": [(0.0, 2, "SIGTERM")], "dataloader_num_workers": 1}
+    run = launch_distributed(struck, kwargs=kwargs, timeout_s=120)
+    assert run.returncode not in (0, None), run.output
+    assert "DataLoader worker" not in run.output
+    (path,) = list_checkpoints(tmp_path)
+    answers = run_distributed(continued, folder=str(tmp_path))
+    assert answers == [[verify(path).step, True]] * 2
+
+
+def test_the_second_interrupt_ends_at_once(launch_distributed: Callable[..., DistributedRun], tmp_path: Path) -> None:
+    sends = [(0.0, 0, "SIGINT"), (0.02, 0, "SIGINT")]
+    run = launch_distributed(struck, kwargs={"folder": str(tmp_path), "sends": sends}, timeout_s=120)
+    assert run.returncode not in (0, None), run.output
+    assert "Once more stops it at once" in run.output
+    assert "KeyboardInterrupt" in run.output
