@@ -38,6 +38,7 @@ from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, without_model
+from hftrain.trainer.leftovers import to_do
 from hftrain.trainer.remote import checkpoint_text, fetch_best, fetch_named, publish_quietly, remote_of
 from hftrain.trainer.resuming import RunPlan
 from hftrain.trainer.room import checkpoint_bytes
@@ -51,6 +52,8 @@ logger = get_logger(__name__)
 
 Writer = Callable[[Path], None]
 
+# Resume if there is something to resume.
+AUTO = "auto"
 # What the optimizer's and the schedule's state carry on, whatever the arguments say now.
 _OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # When things happen follows the present arguments, and so is no longer what it was before the resume.
@@ -118,6 +121,7 @@ class RunCheckpoints:
         each += shard_writers(trainer, optimizer, keep)
         facts = self.plan.facts(self.progress)
         facts["geometry"] = {**facts["geometry"], "optimizer": type(optimizer).__name__}
+        facts["left"] = to_do(trainer.control, self.progress)
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
         self.writes.write(save, lambda save, path: self._after(save, path, former_best=former_best))
 
@@ -285,6 +289,10 @@ def make_manager(trainer: Trainer) -> CheckpointManager:
 def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
     """Return the checkpoint to continue from, verified by the main process; nothing is launched.
 
+    Args:
+        trainer: Whose folder to look into; its arguments are asked if they say ``"auto"``.
+        resume: A folder, True for the newest valid checkpoint, ``"auto"`` for that or none, None or False for none.
+
     Raises:
         CheckpointError: There is no valid one, or the folder named is none.
     """
@@ -293,13 +301,20 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
             explain(
                 "train(resume_from_checkpoint=...) was called.",
                 f"A {type(resume).__name__} names no checkpoint.",
-                "Pass a folder, or True for the newest one in output_dir.",
+                "Pass a folder, True for the newest one in output_dir, or 'auto' for that if there is one.",
                 resume_from_checkpoint=resume,
             )
         )
+    if resume is None and trainer.args.resume_from_checkpoint == AUTO:
+        resume = AUTO
     if resume is None or resume is False or not trainer.strategy.is_main:
         return None
     manager = make_manager(trainer)
+    if resume == AUTO:
+        latest = manager.latest()
+        found = "nothing valid to resume; the run starts anew" if latest is None else f"{latest.name} to resume"
+        logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, trainer.args.output_dir)
+        return latest
     if resume is True:
         latest = manager.latest()
         if latest is None:

@@ -41,6 +41,8 @@ from hftrain.trainer.engines import forget_taken
 from hftrain.trainer.eval_sets import check_cadences, is_due
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
+from hftrain.trainer.interrupts import Interrupts, saves_at_all
+from hftrain.trainer.leftovers import END_EPOCH, EVALUATE, SAVE, left_in
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.remote import check_mirror, publish_quietly
@@ -84,6 +86,7 @@ class TrainSession:
             ),
         )
         self._rng: Mapping[str, Any] | None = None
+        self._left: frozenset[str] = frozenset()
         self.changes = ModelChanges(trainer)
         self.pending: list[Callable[[], None]] = []
         self.checkpoints = RunCheckpoints(
@@ -98,6 +101,8 @@ class TrainSession:
         self.used_rate: float | None = None
         self._start_time = time.time()
         self.counts: RunCounts
+        self.loop: FitLoop
+        self.interrupts: Interrupts
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -133,7 +138,7 @@ class TrainSession:
             lr_scheduler=trainer.lr_scheduler,
             train_dataloader=loader,
         )
-        if args.save_strategy != "no":
+        if saves_at_all(trainer):
             check_room(trainer, self.checkpoints.manager, self.optimizer)
         self.checkpoints.writes.start()
         rehearse_best_metric(trainer, ignore_keys=self.ignore_keys)
@@ -150,15 +155,15 @@ class TrainSession:
             num_epochs=num_epochs if plan[4] else None,
             world_size=trainer.strategy.world_size,
         )
-        with training_weights(self.optimizer):
-            self._loop(config, loader, stepper).run()
-        self.checkpoints.settle()
-        has_trained = self.progress.step > first.step
-        if args.save_strategy == "steps" and has_trained and self.checkpoints.saved_step != self.progress.step:
-            # Stopped by the evaluation of the last epoch's end, after which no event follows.
-            self._save()
+        with Interrupts(self, save=self._save) as self.interrupts:
+            with training_weights(self.optimizer):
+                self.loop = self._loop(config, loader, stepper)
+                self.loop.run()
             self.checkpoints.settle()
-        return self._finish(start_s=start_s, first=first)
+            self._save_end(first)
+            output = self._finish(start_s=start_s, first=first)
+            self.interrupts.settle()
+        return output
 
     def close(self) -> None:
         """Put the unwrapped model back and mark the run as over; safe after an error."""
@@ -276,7 +281,7 @@ class TrainSession:
     def _load_rest(self, folder: Path) -> None:
         """Load what a checkpoint holds beside the model."""
         trainer = self.trainer
-        self._rng = self.checkpoints.load_rest(folder, self.optimizer)
+        self._rng, self._left = self.checkpoints.load_rest(folder, self.optimizer), left_in(folder)
         for flag in vars(trainer.control):
             # A run that was stopped is resumed to go on; the plan says how far.
             setattr(trainer.control, flag, False)
@@ -338,11 +343,24 @@ class TrainSession:
         self.checkpoints.epoch_rng = capture_rng()
         self.trainer._past = None
 
-    def _restore_rng(self) -> None:
-        """Put the checkpoint's random numbers back, once the first epoch's data is open."""
+    def _restore_rng(self) -> bool:
+        """Put the checkpoint's random numbers back, once the first epoch's data is open, and do what it left to do.
+
+        Returns:
+            Whether that ends the epoch.
+        """
         if self._rng is not None:
             restore_rng(dict(self._rng))
             self._rng = None
+        control, left = self.trainer.control, self._left
+        self._left = frozenset()
+        if EVALUATE in left and self.trainer.args.eval_strategy != "no":
+            self._evaluate()
+            if SAVE in left or control.should_save:
+                control.should_save = False
+                self._save()
+        control.should_epoch_stop = control.should_epoch_stop or END_EPOCH in left
+        return bool(left) and (control.should_epoch_stop or control.should_training_stop)
 
     def _log(self, logs: dict[str, Any]) -> None:
         self.counts.read()
@@ -399,9 +417,18 @@ class TrainSession:
             trainer.lr_scheduler.step(read_metric(metrics, trainer.args.metric_for_best_model or "loss"))
 
     def _save(self) -> None:
+        self.interrupts.note_save()
         self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial))
 
     # -- the end -------------------------------------------------------------------------------------------------
+
+    def _save_end(self, first: Progress) -> None:
+        """Save what no event has: a run that the evaluation of the last epoch's end has stopped."""
+        has_trained = self.progress.step > first.step
+        is_saved = self.checkpoints.saved_step == self.progress.step
+        if self.trainer.args.save_strategy == "steps" and has_trained and not is_saved:
+            self._save()
+            self.checkpoints.settle()
 
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
         trainer = self.trainer

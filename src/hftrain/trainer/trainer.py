@@ -104,6 +104,7 @@ from hftrain.trainer.generating import generates
 from hftrain.trainer.hooks import call_with, check_hooks
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.instep import in_step
+from hftrain.trainer.interrupts import saves_at_all
 from hftrain.trainer.ipex import optimize_with_ipex
 from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.nodes import check_nodes
@@ -505,7 +506,9 @@ class Trainer:
         """Train until the planned number of optimizer updates; collective.
 
         Args:
-            resume_from_checkpoint: A checkpoint's folder, or True for the newest valid one in `output_dir`.
+            resume_from_checkpoint: A checkpoint's folder; True for the newest valid one in `output_dir`; ``"auto"`` for
+                that if there is one, else a new run. None does what the arguments say if they say ``"auto"``, else
+                starts a new run, as False does.
             trial: An Optuna trial (what it has suggested, else the default space), or a dict of hyper-parameters. They
                 are written into the arguments for as long as the run lasts; needs `model_init`.
             ignore_keys_for_eval: Outputs that evaluations during training leave out of the predictions.
@@ -517,6 +520,8 @@ class Trainer:
         Raises:
             ConfigError: The run cannot work as set up; raised before any device is touched.
             CheckpointError: There is nothing valid to resume from.
+            SystemExit: SIGTERM has stopped the run, after a checkpoint; the exit status is 128 + 15.
+            KeyboardInterrupt: SIGINT has, likewise.
 
         Source: the documented `Trainer.train`.
         """
@@ -548,7 +553,7 @@ class Trainer:
                 self._check_columns(dataset)
                 if not self._is_overridden("_get_eval_sampler"):
                     self._check_lengths(dataset, is_training=False)
-        if self.args.save_strategy != "no":
+        if saves_at_all(self):
             prepare_output(self)
         self._check_optimizer()
         check_training(self)
