@@ -146,6 +146,8 @@ class CheckpointManager:
             files.restore(self.config.output_dir, is_ours=_is_ours)
         for path in reversed(_by_commit(list_checkpoints(self.config.output_dir))):
             try:
+                if not (path / MANIFEST).exists():
+                    raise CheckpointError(f"It has no {MANIFEST}, which proves it whole. Name it to resume from it.")
                 verify(path)
             except CheckpointError as error:
                 logger.warning("Passed over %s when looking for the newest checkpoint: %s", path, error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -37,6 +37,45 @@ def start_worker(worker_id: int, *, rank: int, seed: int | None = None) -> None:
         seed: The seed to start from; None for torch's base seed, which the loader's generator draws for each epoch.
     """
     seed_process(derive_seed(torch.initial_seed() if seed is None else seed, rank, worker_id))
+
+
+def with_own_numbers(open_batches: Callable[[], Iterator[Any]], *, seed: int) -> Iterator[Any]:
+    """Read batches in this process with random numbers apart from those of the training, such as dropout's.
+
+    What a stream remembers (a shuffled buffer, say) then depends on the seed alone, and comes out the same when the
+    stream is read again up to some batch. NumPy's generator is exchanged, as copying its state takes long; for both
+    that forgets the second one of a pair of normal numbers.
+
+    Args:
+        open_batches: Begins to read.
+        seed: What the numbers start from.
+    """
+    numbers: tuple[Any, ...] = (
+        random.Random(seed).getstate(),
+        numpy.random.MT19937(numpy.random.SeedSequence(seed)),
+        torch.Generator().manual_seed(seed).get_state(),
+    )
+    batches: Iterator[Any] | None = None
+    while True:
+        outer = _exchange(numbers)
+        try:
+            if batches is None:
+                batches = open_batches()
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            numbers = _exchange(outer)
+        yield batch
+
+
+def _exchange(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    of_numpy: Any = numpy.random
+    found = random.getstate(), of_numpy.get_bit_generator(), torch.default_generator.get_state()
+    random.setstate(numbers[0])
+    of_numpy.set_bit_generator(numbers[1])
+    torch.default_generator.set_state(numbers[2])
+    return found
 
 
 def new_generator(seed: int) -> torch.Generator:

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from hftrain.adapter.checkpoint import checkpoint_config
-from hftrain.adapter.data import data_seed, read_accelerator_config
+from hftrain.checkpoint.foreign import check_foreign, check_foreign_optimizer, is_foreign
 from hftrain.checkpoint.layout import (
     ARGUMENTS,
     checkpoint_name,
     list_checkpoints,
 )
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.manifest import check_geometry, read_manifest
+from hftrain.checkpoint.manifest import check_geometry
 from hftrain.checkpoint.parts import (
     load_arguments,
     load_optimizer,
@@ -29,18 +29,18 @@ from hftrain.checkpoint.parts import (
     save_scheduler,
     save_trainer_state,
 )
-from hftrain.checkpoint.ranks import fit_geometry
 from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng
 from hftrain.core.tree import map_tensors
-from hftrain.data.sizes import has_length
+from hftrain.data.feed import TrainFeed
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, task_state
+from hftrain.trainer.resuming import RunPlan
 from hftrain.trainer.room import checkpoint_bytes
 from hftrain.trainer.sharding import load_own, shard_writers
 from hftrain.trainer.writing import CheckpointWrites, Save, as_of
@@ -88,6 +88,8 @@ class RunCheckpoints:
         )
         self.saved_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
+        self.plan: RunPlan
+        self.feed: TrainFeed
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
         """Commit a checkpoint of everything a resume needs, now or in the background, then rotate; collective."""
@@ -115,7 +117,8 @@ class RunCheckpoints:
                 main += self._resume_writers(optimizer, keep)
             each.append(self._rank_writer())
         each += shard_writers(trainer, optimizer, keep)
-        facts = {"progress": self.progress.state_dict(), "geometry": self._geometry(optimizer)}
+        facts = self.plan.facts(self.progress)
+        facts["geometry"] = {**facts["geometry"], "optimizer": type(optimizer).__name__}
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
         self.writes.write(save, lambda save, path: self._after(save, path, former_best=former_best))
 
@@ -167,6 +170,7 @@ class RunCheckpoints:
         own = {
             **capture_rng(),
             "epoch_rng": self.epoch_rng,
+            "data": self.feed.state_dict(),
             "loss_window": self.losses.state_dict(),
             "log_window": self.logs.state_dict(),
             "train_metrics": metric_states(self.trainer.task.metrics("train")),
@@ -186,18 +190,12 @@ class RunCheckpoints:
                 ", ".join(path.name for path in found),
             )
 
-    def check(self, folder: Path) -> None:
-        """Take over a checkpoint's position; raises `CheckpointError` if this run has another shape."""
-        manifest = read_manifest(folder)
-        geometry = self._geometry(None)
-        if self.trainer.args.ignore_data_skip:
-            geometry = {name: geometry[name] for name in ("world_size", "batch_size", "accumulation", "precision")}
-        if not read_accelerator_config(self.trainer.args).get("split_batches"):
-            geometry = fit_geometry(manifest.facts.get("geometry", {}), geometry)
-        check_geometry(manifest, **geometry)
-        self._report_changed_arguments(folder)
-        self.manager.run_id = manifest.facts["run_id"]
-        self.progress.load_state_dict(manifest.facts["progress"])
+    def take_over(self, folder: Path, plan: RunPlan) -> None:
+        """Go on as the checkpoint's run, and say which arguments have changed."""
+        assert plan.saved is not None
+        if not is_foreign(folder):
+            self._report_changed_arguments(folder)
+            self.manager.run_id = plan.saved.facts["run_id"]
 
     def load_model(self, folder: Path) -> None:
         """Load the weights, and what the task holds beside its model, in place."""
@@ -206,10 +204,13 @@ class RunCheckpoints:
     def load_rest(self, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Load what the optimizer and its company had reached, and return the random numbers' state."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        check_geometry(read_manifest(folder), optimizer=type(optimizer).__name__)
+        assert self.plan.saved is not None
+        if not is_foreign(folder):
+            check_geometry(self.plan.saved, optimizer=type(optimizer).__name__)
         trainer._load_optimizer_and_scheduler(str(folder))
-        own = load_own(trainer, folder)
-        self.epoch_rng = own.pop("epoch_rng")
+        own = load_own(trainer, folder, num_saved=self.plan.saved.facts["geometry"]["world_size"])
+        self.epoch_rng = own.pop("epoch_rng", {})
+        self.feed.load_state_dict(own.pop("data", None))
         self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
         self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
         unknown = restore_metric_states(
@@ -231,7 +232,10 @@ class RunCheckpoints:
     def read_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Load optimizer, schedule and scaler. Collective."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        strategy.load_optimizer_state(trainer.model_wrapped, optimizer, load_optimizer(folder))
+        state = load_optimizer(folder)
+        if is_foreign(folder):
+            check_foreign_optimizer(state, optimizer, folder)
+        strategy.load_optimizer_state(trainer.model_wrapped, optimizer, state)
         if trainer.lr_scheduler is not None:
             trainer.lr_scheduler.load_state_dict(load_scheduler(folder))
             refresh_rate(trainer.lr_scheduler)
@@ -248,20 +252,6 @@ class RunCheckpoints:
         self.manager.open(best)
         self.load_model(best)
         logger.info("Loaded the best model from %s (%s).", best, self.trainer.state.best_metric)
-
-    def _geometry(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Return what a resume must find as it was: the shape of a step, and what decides the data's order."""
-        trainer, args = self.trainer, self.trainer.args
-        geometry = {
-            "world_size": trainer.strategy.world_size,
-            "batch_size": args.train_batch_size,
-            "accumulation": args.gradient_accumulation_steps,
-            "samples": len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
-            "data_seed": data_seed(args),
-            "drop_last": args.dataloader_drop_last,
-            "precision": trainer.precision.policy.name,
-        }
-        return geometry if optimizer is None else {**geometry, "optimizer": type(optimizer).__name__}
 
     def _report_changed_arguments(self, folder: Path) -> None:
         """Name the arguments whose values the checkpoint's state overrides, and those that change the rhythm."""
@@ -311,20 +301,14 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
             raise CheckpointError(
                 explain(
                     "resume_from_checkpoint=True was asked for.",
-                    f"There is no valid checkpoint in {trainer.args.output_dir!r}.",
+                    f"There is no valid checkpoint with a manifest in {trainer.args.output_dir!r}.",
                     "Leave resume_from_checkpoint out to start a new run, or name a checkpoint's folder.",
                 )
             )
         return latest
     folder = find_folder(resume, trainer.output_dir)
     if manager.open(folder) is None:
-        raise CheckpointError(
-            explain(
-                f"Resuming from {str(resume)!r} was asked for.",
-                "It was not written by hftrain (it has no manifest), and this version resumes only its own.",
-                "Load its weights into the model and start a new run.",
-            )
-        )
+        check_foreign(folder)
     return folder
 
 

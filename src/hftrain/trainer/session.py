@@ -24,6 +24,7 @@ from hftrain.core.seed import capture_rng, restore_rng, set_seed
 from hftrain.core.types import TrainOutput
 from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
+from hftrain.data.states import resumable_loader
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
 from hftrain.loops.window import LogWindow, LossWindow, merge_reports
 from hftrain.optim.weight_modes import training_weights
@@ -43,6 +44,7 @@ from hftrain.trainer.hooks import call_with
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.reports import speed_metrics
+from hftrain.trainer.resuming import plan_run
 from hftrain.trainer.room import check_room
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.weighing import LossShares
@@ -107,10 +109,14 @@ class TrainSession:
             with trainer.strategy.building():
                 trainer._adopt_model(trainer.call_model_init(trainer._trial))
             trainer.optimizer = trainer.lr_scheduler = None
-        loader = self._loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
+        loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
+        loader = resumable_loader(loader, seed=data_seed(args), rank=trainer.strategy.rank)
+        self._loader, self.checkpoints.feed = loader, TrainFeed(loader, seed=data_seed(args))
         batch_size = trainer.get_total_train_batch_size(args)
         plan = trainer.set_initial_training_values(args, loader, batch_size)
-        num_epochs, max_steps = plan[0], plan[6]
+        goal = self.checkpoints.plan = plan_run(trainer, self.resume, loader, plan, progress=self.progress)
+        num_epochs, max_steps = plan[0], goal.max_steps
+        plan = (*plan[:6], max_steps)
         self.counts = RunCounts(trainer)
         self._start_state(max_steps=max_steps, num_epochs=num_epochs)
         stepper = self._set_up(max_steps)
@@ -138,6 +144,7 @@ class TrainSession:
             args,
             max_steps=max_steps,
             num_batches=plan[5],
+            num_batches_first=goal.num_batches_first,
             num_epochs=num_epochs if plan[4] else None,
             world_size=trainer.strategy.world_size,
         )
@@ -189,7 +196,7 @@ class TrainSession:
         for flag in vars(trainer.control):
             setattr(trainer.control, flag, False)
         if self.resume is not None:
-            self.checkpoints.check(self.resume)
+            self.checkpoints.take_over(self.resume, self.checkpoints.plan)
 
     def _set_up(self, max_steps: int) -> Any:
         """Place and wrap the model, make optimizer and schedule, assemble the step."""
@@ -273,7 +280,8 @@ class TrainSession:
             setattr(trainer.control, flag, False)
         if trainer.args.ignore_data_skip:
             # Documented: start the epoch's data over, with random numbers as they come.
-            self._rng, self.progress.micro_steps_in_epoch = None, 0
+            self._rng, self.progress.micro_steps_in_epoch, self.progress.offset_in_epoch = None, 0, 0
+            self.checkpoints.feed.load_state_dict(None)
 
     def _loop(self, config: FitConfig, loader: Any, stepper: Any) -> FitLoop:
         trainer, strategy = self.trainer, self.trainer.strategy
@@ -297,7 +305,7 @@ class TrainSession:
         return FitLoop(
             config,
             slots=slots,
-            feed=TrainFeed(loader, seed=data_seed(trainer.args)),
+            feed=self.checkpoints.feed,
             stepper=stepper,
             model=trainer.model_wrapped,
             optimizer=self.optimizer,
@@ -319,11 +327,14 @@ class TrainSession:
 
     def _before_epoch(self) -> None:
         """Remember the random numbers an epoch's order may be drawn from, or put the checkpoint's back."""
-        if self._rng is None:
-            self.checkpoints.epoch_rng = capture_rng()
-            self.trainer._past = None
-        else:
-            restore_rng(self.checkpoints.epoch_rng)
+        if self._rng is not None:
+            is_within = bool(self.progress.micro_steps_in_epoch or self.progress.offset_in_epoch)
+            # A checkpoint of another trainer does not tell what the epoch's order was drawn from.
+            restore_rng((is_within and self.checkpoints.epoch_rng) or dict(self._rng))
+            if is_within:
+                return
+        self.checkpoints.epoch_rng = capture_rng()
+        self.trainer._past = None
 
     def _restore_rng(self) -> None:
         """Put the checkpoint's random numbers back, once the first epoch's data is open."""

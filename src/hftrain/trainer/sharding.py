@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrain.checkpoint.layout import OPTIMIZER_SHARDS, WEIGHT_SHARDS
-from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.parts import load_rng
 from hftrain.checkpoint.ranks import share_out
 from hftrain.core.log import get_logger
@@ -46,10 +45,9 @@ def shard_writers(
     return writers
 
 
-def load_own(trainer: Trainer, folder: Path) -> dict[str, Any]:
-    """Read what differs by process; another number of processes than now may have saved it."""
+def load_own(trainer: Trainer, folder: Path, *, num_saved: int) -> dict[str, Any]:
+    """Read what differs by process; another number of processes than now, `num_saved`, may have saved it."""
     strategy = trainer.strategy
-    num_saved = read_manifest(folder).facts["geometry"]["world_size"]
     if num_saved == strategy.world_size:
         return load_rng(folder, rank=strategy.rank, world_size=strategy.world_size)
     logger.warning(

@@ -86,7 +86,7 @@ class Bench:
     def count(self, entry: Any) -> int:
         return self.diary.count(entry)
 
-    def open(self, epoch: int, *, skip: int = 0) -> Iterator[Any]:
+    def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
         self.note(("open", epoch, skip))
         per_epoch = self.num_batches if isinstance(self.num_batches, int) else self.num_batches[epoch]
         return (torch.full((2,), float(number)) for number in range(skip, per_epoch))
