@@ -49,7 +49,7 @@ class At(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.step = state.global_step
         self.weights[self.step] = {name: value.clone() for name, value in kwargs["model"].state_dict().items()}
-        control.should_save = self.step in self.saves
+        control.should_save = control.should_save or self.step in self.saves
         if self.step in self.do:
             self.do[self.step]()
 
@@ -57,7 +57,16 @@ class At(TrainerCallback):
         self.told.append((state.global_step, self.step))
 
 
-def make_trainer(folder: Path, *callbacks: TrainerCallback, policy: SavePolicy | None = None, **options: Any) -> Trainer:
+def wait_for_writes() -> None:
+    """Return when nothing is written in the background of this process."""
+    for thread in threading.enumerate():
+        if thread.name == "hftrain-save":
+            thread.join(SYNC_LIMIT_S)
+
+
+def make_trainer(
+    folder: Path, *callbacks: TrainerCallback, policy: SavePolicy | None = None, **options: Any
+) -> Trainer:
     """Return a Trainer of 12 steps that saves when a callback says so, and at the end."""
     set_seed(1)
     kind = options.pop("kind", Trainer)

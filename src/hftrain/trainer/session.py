@@ -152,7 +152,7 @@ class TrainSession:
             self._loop(config, loader, stepper).run()
         self.checkpoints.settle()
         has_trained = self.progress.step > first.step
-        if args.save_strategy == "steps" and has_trained and self.checkpoints.saved_step != self.progress.step:
+        if args.save_strategy == "steps" and has_trained and self.checkpoints.tried_step != self.progress.step:
             # Stopped by the evaluation of the last epoch's end, after which no event follows.
             self._save()
             self.checkpoints.settle()

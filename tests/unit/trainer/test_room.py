@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import Net, make_arguments, make_rows
-from support.writes import At, make_trainer
+from support.writes import At, make_trainer, wait_for_writes
 from torch import nn
 
 from hftrain import CheckpointError, ConfigError, SavePolicy, Trainer
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
-from hftrain.storage import space
+from hftrain.storage import files, space
 from hftrain.trainer import room, writing
 from hftrain.trainer.room import expected_state_bytes, tree_bytes
 
@@ -37,6 +37,16 @@ def names(folder: Path) -> list[str]:
 
 def policy(on_full_disk: Any, save_async: bool) -> SavePolicy:
     return SavePolicy(on_full_disk=on_full_disk, save_async=save_async)
+
+
+def once_written(function: Callable[[], None]) -> Callable[[], None]:
+    """Return what waits for a write in the background, and then calls a function."""
+
+    def call() -> None:
+        wait_for_writes()
+        function()
+
+    return call
 
 
 def folder_bytes(folder: Path) -> int:
@@ -209,10 +219,13 @@ def test_stop_ends_the_run(tmp_path: Path, say_free: Callable[[Any], None], save
 def fill(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
     """Return a function that lets every flush fail with an error of the system, until it is told None: a stand-in."""
 
+    fsync_tree = files.fsync_tree
+
     def set_error(number: int | None) -> None:
         def fail(folder: Path) -> None:
             if number is not None:
                 raise OSError(number, "stand-in")
+            fsync_tree(folder)
 
         monkeypatch.setattr("hftrain.storage.files.fsync_tree", fail)
 
@@ -224,7 +237,7 @@ def fill(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
 def test_warn_goes_on_when_the_disk_is_full_after_all(
     tmp_path: Path, fill: Callable[[int | None], None], number: int, save_async: bool
 ) -> None:
-    steps = At(2, 4, 8, do={3: lambda: fill(number), 7: lambda: fill(None)})
+    steps = At(2, 4, 8, do={3: once_written(lambda: fill(number)), 7: once_written(lambda: fill(None))})
     make_trainer(tmp_path, steps, policy=policy("warn", save_async)).train()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-12", "checkpoint-2", "checkpoint-8"]
     assert [saved for saved, _ in steps.told] == [2, 8, 12]
@@ -235,7 +248,7 @@ def test_warn_goes_on_when_the_disk_is_full_after_all(
 def test_other_errors_of_the_disk_still_end_the_run(
     tmp_path: Path, fill: Callable[[int | None], None], on_full_disk: Any, save_async: bool
 ) -> None:
-    steps = At(2, 4, do={3: lambda: fill(errno.EIO)})
+    steps = At(2, 4, do={3: once_written(lambda: fill(errno.EIO))})
     with pytest.raises(CheckpointError, match="checkpoint-4 should be written"):
         make_trainer(tmp_path, steps, policy=policy(on_full_disk, save_async)).train()
     assert names(tmp_path) == ["checkpoint-2"]
@@ -245,10 +258,9 @@ def test_other_errors_of_the_disk_still_end_the_run(
 def test_stop_ends_the_run_when_the_disk_is_full_after_all(
     tmp_path: Path, fill: Callable[[int | None], None], save_async: bool
 ) -> None:
+    steps = At(2, 4, do={3: once_written(lambda: fill(errno.ENOSPC))})
     with pytest.raises(CheckpointError, match="checkpoint-4 should be written"):
-        make_trainer(
-            tmp_path, At(2, 4, do={3: lambda: fill(errno.ENOSPC)}), policy=policy("stop", save_async)
-        ).train()
+        make_trainer(tmp_path, steps, policy=policy("stop", save_async)).train()
 
 
 # -- a real small disk -----------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_async_error_is_raised_within_one_step(tmp_path: Path, monkeypatch: pyte
 
     steps = At(2, do={5: open_and_wait})
     trainer = make_trainer(tmp_path, steps, policy=ASYNC)
-    with pytest.raises(CheckpointError, match="checkpoint-2 should be written.*not allowed"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 should be written.*not allowed"):
         trainer.train()
     assert steps.step == 5
     assert list(tmp_path.iterdir()) == []
