@@ -89,6 +89,7 @@ class RunCheckpoints:
             trainer, self.manager, progress=progress, pending=pending, best=lambda: best_checkpoint(trainer)
         )
         self.saved_step: int | None = None
+        self.tried_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
         self.plan: RunPlan
         self.feed: TrainFeed
@@ -98,6 +99,7 @@ class RunCheckpoints:
         self.writes.finish(for_next=True)
         trainer, state, keep = self.trainer, self.trainer.state, self.writes.keep
         num_bytes = checkpoint_bytes(trainer, optimizer)
+        self.tried_step = state.global_step
         if not self.writes.has_room(num_bytes, step=state.global_step):
             return
         former_best = state.best_model_checkpoint
