@@ -140,18 +140,18 @@ class TrainFeed:
     def _placed(self, loader: Any, *, may_start_over: bool) -> Iterator[Any]:
         """Iterate data whose state was put back, and may be that of its end.
 
-        Then this epoch is over; the next one begins anew, for which some data have to be asked twice.
+        Then this epoch is over. The next one begins anew, for which each of data and wrapper has to be asked again.
         """
         iterator = iter(loader)
 
         def batches() -> Iterator[Any]:
             self._is_at_end = True
-            for batch in iterator:
-                self._is_at_end = False
-                yield batch
-            if self._is_at_end and may_start_over:
-                self._is_at_end = False
-                yield from loader
+            for attempt in (iterator, loader, loader):
+                for batch in attempt:
+                    self._is_at_end = False
+                    yield batch
+                if not self._is_at_end or not may_start_over:
+                    return
 
         return batches()
 

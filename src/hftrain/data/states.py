@@ -122,7 +122,7 @@ class StatefulLoader(RankLoader):
             next(batches, None)
         return batches
 
-    def _unpacked(self, iterator: Iterator[_Stamped]) -> Iterator[Any]:
+    def _unpacked(self, iterator: Iterator[Stamped]) -> Iterator[Any]:
         for stamped in iterator:
             states = self._states[stamped.worker]
             states.append((states[-1][0] + 1 if states else 1, stamped.state))
@@ -131,7 +131,7 @@ class StatefulLoader(RankLoader):
             yield stamped.batch
 
 
-class _Stamped:
+class Stamped:
     """A batch on its way from a worker, with the state of the worker's dataset."""
 
     def __init__(self, batch: Any, worker: int, state: Any) -> None:
@@ -139,7 +139,7 @@ class _Stamped:
         self.worker = worker
         self.state = state
 
-    def pin_memory(self, *args: Any) -> _Stamped:
+    def pin_memory(self, *args: Any) -> Stamped:
         """Pin the batch, not the state; called by torch's loader."""
         self.batch = pin_memory(self.batch, *args)  # type: ignore[no-untyped-call]
         return self
@@ -156,7 +156,7 @@ class _Stamp:
         if callable(getattr(self.collate, "set_epoch", None)):
             self.collate.set_epoch(epoch)  # type: ignore[attr-defined]
 
-    def __call__(self, samples: Any) -> _Stamped:
+    def __call__(self, samples: Any) -> Stamped:
         batch = self.collate(samples)
         worker: Any = get_worker_info()
         # A copy, because it is sent while the dataset goes on.
@@ -164,7 +164,7 @@ class _Stamp:
         stream = epoch_stream(worker.dataset)
         if stream is not None:
             stream.end_batch()
-        return _Stamped(batch, worker.id, state)
+        return Stamped(batch, worker.id, state)
 
 
 class _WorkerStart:
