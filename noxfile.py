@@ -21,7 +21,20 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", "constraints.txt")
 
 # Tests with one of these marks have a session of their own.
-MARKS = ("slow", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "optimizers", "trackers", "bench")
+MARKS = (
+    "slow",
+    "distributed",
+    "interop",
+    "cuda",
+    "mps",
+    "xla",
+    "deepspeed",
+    "optimizers",
+    "trackers",
+    "remote",
+    "guarantees",
+    "bench",
+)
 
 # Experiment trackers by what their installation costs.
 QUICK_TRACKERS = ("tensorboard", "wandb", "codecarbon")
@@ -180,6 +193,14 @@ def tests_trackers_all(session: nox.Session) -> None:
     """Run them with every tracker; needs uv, as pip takes very long to find versions that fit together."""
     install(session, "test", *QUICK_TRACKERS, *SLOW_TRACKERS)
     pytest(session, "trackers and not slow")
+
+
+@nox.session(name="tests-remote")
+def tests_remote(session: nox.Session) -> None:
+    """Run the tests against a real S3 server on the loopback, which fails on request."""
+    install(session, "test", "s3")
+    session.install(*CONSTRAINTS, "moto[server]")
+    pytest(session, "remote and not guarantees and not bench")
 
 
 @nox.session
