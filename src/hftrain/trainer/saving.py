@@ -216,9 +216,13 @@ class RunCheckpoints:
         if not is_foreign(folder):
             check_geometry(self.plan.saved, optimizer=type(optimizer).__name__)
         trainer._load_optimizer_and_scheduler(str(folder))
-        own = load_own(trainer, folder, num_saved=self.plan.saved.facts["geometry"]["world_size"])
+        num_saved = self.plan.saved.facts["geometry"]["world_size"]
+        own = load_own(trainer, folder, num_saved=num_saved)
         self.epoch_rng = own.pop("epoch_rng", {})
-        self.feed.load_state_dict(own.pop("data", None))
+        data = own.pop("data", None)
+        # Where several processes read a stream, each may have stood elsewhere in it than all together.
+        is_alone = num_saved == strategy.world_size == 1
+        self.feed.load_state_dict(data if is_alone or not (self.plan.is_reshaped and self.feed.is_stream) else None)
         self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
         self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
         unknown = restore_metric_states(
@@ -230,7 +234,7 @@ class RunCheckpoints:
                 ", ".join(unknown),
             )
         past = own.pop("past", None)
-        if self.progress.micro_steps_in_epoch:
+        if self.progress.micro_steps_in_epoch and not self.plan.is_reshaped:
             trainer._past = strategy.to_device(past)
         trainer.callback_handler.restore(
             trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
