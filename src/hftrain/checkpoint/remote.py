@@ -148,22 +148,23 @@ class RemoteCheckpoints:
         """Delete a checkpoint, its manifest first; what cannot be deleted is left behind with a warning."""
         try:
             self._claim(name, run_id)
-            self.folder.delete(f"{name}/{MANIFEST}")
-            self.folder.delete(name)
+            self.folder.delete_file(f"{name}/{MANIFEST}")
+            self.folder.delete_folder(name)
         except OSError as error:
             logger.warning("Could not delete %s/%s: %s", self.folder.url, name, error)
 
     def _upload(self, path: Path, run_id: str) -> None:
         claim = self._claim(path.name, run_id)
         names = [file.relative_to(path).as_posix() for file in files.walk_files(path)]
-        self.folder.delete(f"{path.name}/{MANIFEST}")
-        for name in self.folder.sizes(path.name).keys() - {*names, claim}:
-            self.folder.delete(f"{path.name}/{name}")
+        there = self.folder.sizes(path.name).keys() - {claim}
+        # The manifest first; the new files replace those of their names.
+        for name in sorted(there & {MANIFEST}) + sorted(there - {*names}):
+            self.folder.delete_file(f"{path.name}/{name}")
         for name in sorted(names, key=lambda name: name == MANIFEST):
             if name == MANIFEST:
                 self._check_sizes(path, names)
             self.folder.upload(path / name, f"{path.name}/{name}")
-        self.folder.delete(f"{path.name}/{claim}")
+        self.folder.delete_file(f"{path.name}/{claim}")
         logger.info("Uploaded %s to %s.", path.name, self.folder.url)
 
     def _check_sizes(self, path: Path, names: list[str]) -> None:
@@ -184,7 +185,7 @@ class RemoteCheckpoints:
             if checkpoint_step(name) is not None and name != besides:
                 found = self.folder.sizes(name)
                 if MANIFEST not in found and f"{_CLAIM}{run_id}" in found:
-                    self.folder.delete(name)
+                    self.folder.delete_folder(name)
         self._has_swept = True
 
     def _manifests(self) -> dict[str, Manifest | None]:

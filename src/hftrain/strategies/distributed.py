@@ -32,7 +32,7 @@ from hftrain.strategies.environment import (
 _DRAIN_S = 0.1
 _meetings = itertools.count()
 _boards = itertools.count()
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}
 
 
 class DistributedStrategy(Strategy):

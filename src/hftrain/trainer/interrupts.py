@@ -163,7 +163,7 @@ class Interrupts:
         url = output_url(self.trainer)
         self._marker.unlink(missing_ok=True)
         if url is not None and saves_at_all(self.trainer):
-            RemoteFolder(url).delete(MARKER)
+            RemoteFolder(url).delete_file(MARKER)
 
     @property
     def _marker(self) -> Path:

@@ -90,6 +90,7 @@ class RunCheckpoints:
             trainer, self.manager, progress=progress, pending=pending, best=lambda: best_checkpoint(trainer)
         )
         self.saved_step: int | None = None
+        self.tried_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
         # By the step of the evaluation, the last one only; None for NaN.
         self.metric: dict[int, float | None] = {}
@@ -103,6 +104,7 @@ class RunCheckpoints:
         self.writes.finish(for_next=True)
         trainer, state, keep = self.trainer, self.trainer.state, self.writes.keep
         num_bytes = checkpoint_bytes(trainer, optimizer)
+        self.tried_step = state.global_step
         if not self.writes.has_room(num_bytes, step=state.global_step):
             return
         former_best = state.best_model_checkpoint

@@ -433,7 +433,7 @@ class TrainSession:
     def _save_end(self, first: Progress) -> None:
         """Save what no event has: a run that the evaluation of the last epoch's end has stopped."""
         has_trained = self.progress.step > first.step
-        is_saved = self.checkpoints.saved_step == self.progress.step
+        is_saved = self.checkpoints.tried_step == self.progress.step
         if self.trainer.args.save_strategy == "steps" and has_trained and not is_saved:
             self._save()
             self.checkpoints.settle()
