@@ -10,6 +10,7 @@ from torch import nn
 
 from hftrain.adapter.plan import require_max_steps
 from hftrain.arguments.training import TrainingArguments
+from hftrain.checkpoint.policy import SavePolicy
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
 from hftrain.core.log import warn_once
 from hftrain.data.sizes import has_length
@@ -329,3 +330,29 @@ def check_best_metric(
 def best_metric_key(metric: str) -> str:
     """Return the name a metric has in an evaluation's results."""
     return metric if metric.startswith("eval_") else f"eval_{metric}"
+
+
+def check_save_policy(args: Any, policy: SavePolicy) -> None:
+    """Raise where what a `SavePolicy` asks for could not happen.
+
+    Raises:
+        ConfigError: It names both settings.
+    """
+    if policy.keep_best is not None and (args.metric_for_best_model is None or args.eval_strategy == "no"):
+        raise ConfigError(
+            explain(
+                f"SavePolicy(keep_best={policy.keep_best}) was asked for.",
+                "No evaluation says which checkpoints are the best.",
+                "Set metric_for_best_model, and eval_strategy to 'steps' or 'epoch'.",
+                metric_for_best_model=args.metric_for_best_model,
+                eval_strategy=str(args.eval_strategy),
+            )
+        )
+    if policy.on_exception and args.auto_find_batch_size == "smaller_batch":
+        raise ConfigError(
+            explain(
+                "SavePolicy(on_exception=True) was asked for with auto_find_batch_size='smaller_batch'.",
+                "That starts the run again after an error, while a checkpoint is for going on.",
+                "Use auto_find_batch_size=True, which cuts the batches of the step instead.",
+            )
+        )

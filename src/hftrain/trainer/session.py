@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -49,6 +50,7 @@ from hftrain.trainer.remote import check_mirror, publish_quietly
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.resuming import plan_run
 from hftrain.trainer.room import check_room
+from hftrain.trainer.salvage import Salvage
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.weighing import LossShares
 
@@ -103,6 +105,8 @@ class TrainSession:
         self.counts: RunCounts
         self.loop: FitLoop
         self.interrupts: Interrupts
+        self.salvage: Salvage
+        self.is_evaluating = False
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -156,8 +160,8 @@ class TrainSession:
             world_size=trainer.strategy.world_size,
         )
         with Interrupts(self, save=self._save) as self.interrupts:
-            with training_weights(self.optimizer):
-                self.loop = self._loop(config, loader, stepper)
+            with training_weights(self.optimizer), Salvage(self, save=self._save) as self.salvage:
+                self.loop = self._loop(config, loader, self.salvage.watch(stepper))
                 self.loop.run()
             self.checkpoints.settle()
             self._save_end(first)
@@ -298,7 +302,7 @@ class TrainSession:
             fitting = MicroBatches(trainer, logs=self.logs, found=found_size(trainer.args, self.resume))
             take, step = fitting.take, fitting.step
         slots = FitSlots(
-            get_batch_samples=self.counts.watching(take),
+            get_batch_samples=self.salvage.watching(self.counts.watching(take)),
             training_step=step,
             before_epoch=self._before_epoch,
             restore_rng=self._restore_rng,
@@ -400,12 +404,16 @@ class TrainSession:
     def _evaluate(self) -> None:
         trainer = self.trainer
         self.counts.read()
+        self.is_evaluating = True
         metrics = trainer._evaluate(trainer._trial, self.ignore_keys)
+        self.is_evaluating = False
         wanted = best_metric_key(trainer.args.metric_for_best_model or "loss")
         if wanted not in metrics and not all(is_due(entry, trainer) for entry in trainer._eval_sets.values()):
             # The set that decides has a cadence of its own, and was not evaluated now.
             return
         if trainer.args.metric_for_best_model is not None and trainer.state.global_step > 0:
+            value = read_metric(metrics, wanted)
+            self.checkpoints.metric = {trainer.state.global_step: value if math.isfinite(value) else None}
             is_best = trainer._determine_best_metric(metrics, trainer._trial)
             if trainer.args.save_strategy == "best" and is_best:
                 trainer.control.should_save = True
@@ -456,7 +464,8 @@ class TrainSession:
         trainer._report_memory(metrics)
         trainer._log(metrics)
         best = best_checkpoint(trainer)
-        if trainer.args.save_total_limit == 1 and trainer.args.load_best_model_at_end and best is not None:
+        keeps_one = trainer.args.save_total_limit == 1 and trainer.save_policy.keep_best in (None, 1)
+        if keeps_one and trainer.args.load_best_model_at_end and best is not None:
             self.checkpoints.manager.keep_only(best)
         trainer.callback_handler.fire("on_train_end")
         publish_quietly(trainer)

@@ -78,6 +78,7 @@ from hftrain.trainer.checks import (
     check_evaluation,
     check_model,
     check_parts,
+    check_save_policy,
     check_sharding,
     check_strategy,
     check_task,
@@ -207,6 +208,7 @@ class Trainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
         self.save_policy = save_policy or SavePolicy()
+        check_save_policy(self.args, self.save_policy)
         self._check_eval_data()
         self.model_init, self.compute_loss_func, self.compute_metrics = model_init, compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
