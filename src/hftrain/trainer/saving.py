@@ -11,9 +11,7 @@ from torch import nn
 
 from hftrain.adapter.checkpoint import checkpoint_config
 from hftrain.adapter.data import data_seed, read_accelerator_config
-from hftrain.checkpoint.layout import (
-    ARGUMENTS,
-)
+from hftrain.checkpoint.layout import ARGUMENTS, checkpoint_name
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import check_geometry, read_manifest
 from hftrain.checkpoint.parts import (
@@ -78,7 +76,8 @@ class RunCheckpoints:
         """Commit a checkpoint of everything a resume needs, then rotate; collective."""
         trainer, state = self.trainer, self.trainer.state
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = checkpoint_text(trainer, self.manager.config.output_dir, state.global_step)
+            best = self.manager.config.output_dir / checkpoint_name(state.global_step)
+            state.best_model_checkpoint = checkpoint_text(trainer, best)
         state.stateful_callbacks = trainer.callback_handler.stateful_states()
         each: list[Writer] = [lambda folder: trainer.save_model(str(folder), _internal_call=True)]
         main: list[Writer] = [lambda folder: save_trainer_state(state, folder)]
