@@ -12,9 +12,7 @@ from torch import nn
 
 from hftrain.adapter.checkpoint import checkpoint_config
 from hftrain.checkpoint.foreign import check_foreign, check_foreign_optimizer, is_foreign
-from hftrain.checkpoint.layout import (
-    ARGUMENTS,
-)
+from hftrain.checkpoint.layout import ARGUMENTS, checkpoint_name
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import check_geometry
 from hftrain.checkpoint.parts import (
@@ -109,7 +107,8 @@ class RunCheckpoints:
             return
         former_best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = checkpoint_text(trainer, self.manager.config.output_dir, state.global_step)
+            best = self.manager.config.output_dir / checkpoint_name(state.global_step)
+            state.best_model_checkpoint = checkpoint_text(trainer, best)
         state.stateful_callbacks = trainer.callback_handler.stateful_states()
         self.writes.begin()
         each: list[Writer] = [

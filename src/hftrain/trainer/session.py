@@ -46,7 +46,7 @@ from hftrain.trainer.interrupts import Interrupts, saves_at_all
 from hftrain.trainer.leftovers import END_EPOCH, EVALUATE, SAVE, left_in
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
-from hftrain.trainer.remote import check_mirror, publish_quietly
+from hftrain.trainer.remote import meet_at_mirror, own_copy, publish_quietly
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.resuming import plan_run
 from hftrain.trainer.room import check_room
@@ -113,8 +113,8 @@ class TrainSession:
         trainer, args = self.trainer, self.trainer.args
         trainer.is_in_train = True
         resume = trainer.strategy.broadcast_object(None if self.resume is None else str(self.resume))
-        self.resume = None if resume is None else own_checkpoint(trainer, Path(resume))
-        check_mirror(trainer)
+        self.resume = None if resume is None else own_checkpoint(trainer, own_copy(trainer, Path(resume)))
+        self.checkpoints.manager.parcels = meet_at_mirror(trainer)
         if trainer.model_init is not None:
             set_seed(args.seed)
             with trainer.strategy.building():

@@ -378,6 +378,8 @@ class Trainer:
         """Set what only a running verb changes."""
         self._start_folder = Path.cwd()
         self._mirrors: dict[str, Mirror] = {}
+        # Where checkpoints were fetched from that were named by a URL.
+        self._origins: dict[Path, str] = {}
         self._hub = TrainerHub(self)
         self.is_in_train = False
         self._found: dict[str, Any] = {}
