@@ -15,6 +15,7 @@ from torch import nn
 from hftrain.adapter.data import data_seed
 from hftrain.adapter.plan import fit_config
 from hftrain.adapter.sharing import syncs_each_batch
+from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger, warn_once
@@ -90,6 +91,8 @@ class TrainSession:
         self.used_rate: float | None = None
         self._start_time = time.time()
         self.counts: RunCounts
+        # In words; None in a step or an evaluation.
+        self.phase: str | None = "set up the training"
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -133,6 +136,7 @@ class TrainSession:
             num_epochs=num_epochs if plan[4] else None,
             world_size=trainer.strategy.world_size,
         )
+        self.phase = None
         with training_weights(self.optimizer):
             self._loop(config, loader, stepper).run()
         has_trained = self.progress.step > first.step
@@ -374,12 +378,14 @@ class TrainSession:
             trainer.lr_scheduler.step(read_metric(metrics, trainer.args.metric_for_best_model or "loss"))
 
     def _save(self) -> None:
+        self.phase = f"save {checkpoint_name(self.trainer.state.global_step)}"
         self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial))
+        self.phase = None
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
-        trainer = self.trainer
+        trainer, self.phase = self.trainer, "finish the training"
         self.losses.read()
         self.counts.read()
         trainer.store_flos()

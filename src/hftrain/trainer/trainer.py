@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.nodes import check_nodes
 from hftrain.trainer.numerics import check_training, prepare_model
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
+from hftrain.trainer.rehearsal import cut_short, number_of_batches, rehearse, without_trackers
 from hftrain.trainer.replicas import forget_devices, note_devices
 from hftrain.trainer.reports import (
     format_metrics,
@@ -124,6 +126,7 @@ from hftrain.trainer.searching import TrialRun, search, trying
 from hftrain.trainer.session import TrainSession, place_task
 from hftrain.trainer.signatures import accepts, takes_trial, taking
 from hftrain.trainer.weighing import LossShares
+from hftrain.trainer.whereabouts import report_late_ranks, whereabouts
 
 logger = get_logger(__name__)
 
@@ -153,6 +156,9 @@ class Trainer:
         spill_dir: A folder for predictions larger than memory: what an evaluation or `predict` keeps is held in unnamed
             files there, mapped into memory as NumPy arrays. A file's space is free again when its array is gone.
         save_policy: When and how to save beyond what the arguments say.
+        fast_dev_run: Rehearse: `train` takes so many steps with a copy of the model, evaluates, saves and resumes in a
+            temporary folder, says how long a step took, and leaves nothing behind; `evaluate` and `predict` take so
+            many batches. Callbacks hear it all; trackers and the Hub do not. None for a real run, True for one batch.
         loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
@@ -185,6 +191,7 @@ class Trainer:
         precision: str | Precision | None = None,
         spill_dir: str | Path | None = None,
         save_policy: SavePolicy | None = None,
+        fast_dev_run: bool | int | None = None,
         loggers: str | Logger | Sequence[str | Logger] | None = None,
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
@@ -202,6 +209,8 @@ class Trainer:
         self._make_parts(model, strategy, precision)
         check_sharding(self.args, self.strategy, optimizers=optimizers)
         callbacks = self._with_trackers(loggers, [*(callbacks or ()), *(callback or ())])
+        self.fast_dev_run = number_of_batches(fast_dev_run)
+        callbacks = without_trackers(callbacks) if self.fast_dev_run else callbacks
         eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
@@ -223,7 +232,8 @@ class Trainer:
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
         self._resolve_hooks(given)
-        self._hub.start()
+        if not self.fast_dev_run:
+            self._hub.start()
         self._make_callbacks([*debug_callbacks(self), *callbacks])
 
     # -- construction --------------------------------------------------------------------------------------------
@@ -544,6 +554,7 @@ class Trainer:
                 self._check_columns(dataset)
                 if not self._is_overridden("_get_eval_sampler"):
                     self._check_lengths(dataset, is_training=False)
+        was_there = self.output_dir.exists()
         if self.args.save_strategy != "no":
             check_writable(self.output_dir)
         self._check_optimizer()
@@ -551,16 +562,22 @@ class Trainer:
         self.strategy.check_model(self.model)
         resume = find_resume(self, resume_from_checkpoint)
 
-        def run() -> TrainOutput:
-            session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
-            try:
-                return session.run()
-            finally:
-                session.close()
-                self._session = None
+        def run(resume: Path | None) -> TrainOutput:
+            def attempt() -> TrainOutput:
+                session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
+                try:
+                    return session.run()
+                finally:
+                    session.close()
+                    self._session = None
+
+            is_retried = self.args.auto_find_batch_size == SMALLER_BATCH
+            return with_smaller_batches(self, resume, attempt) if is_retried else attempt()
 
         with self._running("train"):
-            return with_smaller_batches(self, resume, run) if self.args.auto_find_batch_size == SMALLER_BATCH else run()
+            if self.fast_dev_run:
+                return rehearse(self, run, resume=resume, was_there=was_there)
+            return run(resume)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -583,7 +600,7 @@ class Trainer:
             return evaluate_sets(self, datasets, ignore_keys, metric_key_prefix, is_own=is_own)
         chosen = self._eval_sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
         with own_metrics(self, chosen), self._evaluating("eval"):
-            loader = self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False)
+            loader = cut_short(self, self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False))
             start_s = time.perf_counter()
             loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
             output = loop(
@@ -618,7 +635,7 @@ class Trainer:
         Source: the documented `Trainer.predict`.
         """
         with self._evaluating("predict"):
-            loader = self._sharded(self.get_test_dataloader(test_dataset), is_training=False)
+            loader = cut_short(self, self._sharded(self.get_test_dataloader(test_dataset), is_training=False))
             start_s = time.perf_counter()
             loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
             output = loop(
@@ -1692,7 +1709,12 @@ class Trainer:
                 if isinstance(self.task, ModelTask):
                     self.task.label_names, self.task.can_return_loss = list(self.label_names), self.can_return_loss
                 self.compiler.open()
+                if self.strategy.watch is not None:
+                    self.strategy.watch.where = partial(whereabouts, self)
             yield
+        except RuntimeError as error:
+            report_late_ranks(self, error)
+            raise
         finally:
             self._depth -= 1
             self._stage = previous
