@@ -79,8 +79,10 @@ from hftrain.trainer.checks import (
     check_eval_data,
     check_evaluation,
     check_model,
+    check_optimizer,
     check_parts,
     check_sharding,
+    check_step,
     check_strategy,
     check_task,
     check_tensor_parallel,
@@ -102,6 +104,7 @@ from hftrain.trainer.evaluating import (
     with_memory,
 )
 from hftrain.trainer.fitting import SMALLER_BATCH, check_fitting, with_smaller_batches
+from hftrain.trainer.foresight import check_ahead, check_fits
 from hftrain.trainer.generating import generates
 from hftrain.trainer.hooks import call_with, check_hooks
 from hftrain.trainer.hub import TrainerHub
@@ -227,6 +230,8 @@ class Trainer:
             set_verbosity(self.args.get_process_log_level())
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
+        if self.optimizer is not None and model_init is None:
+            check_optimizer(self.optimizer, self.lr_scheduler, self.model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
         self._check_evaluating()
         self.data_collator = data_collator or self._default_collator()
@@ -560,7 +565,10 @@ class Trainer:
         self._check_optimizer()
         check_training(self)
         self.strategy.check_model(self.model)
+        check_ahead(self)
         resume = find_resume(self, resume_from_checkpoint)
+        if resume is not None:
+            check_fits(self, resume)
 
         def run(resume: Path | None) -> TrainOutput:
             def attempt() -> TrainOutput:
@@ -1440,6 +1448,8 @@ class Trainer:
         is_made = "optimizer" in self.strategy.makes
         if not (is_own or makes_own or is_made or self._is_overridden("create_optimizer")):
             self._check_in_backward(self.get_optimizer_cls_and_kwargs(self.args, self.model)[0])
+        elif self.optimizer_cls_and_kwargs is not None:
+            check_step(self.optimizer_cls_and_kwargs[0])
 
     def _check_in_backward(self, optimizer: Any) -> None:
         accumulation = self.args.gradient_accumulation_steps
