@@ -17,6 +17,7 @@ from torch import nn
 from hftrain.adapter.data import data_seed
 from hftrain.adapter.plan import fit_config
 from hftrain.adapter.sharing import syncs_each_batch
+from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger, warn_once
@@ -107,6 +108,8 @@ class TrainSession:
         self.interrupts: Interrupts
         self.salvage: Salvage
         self.is_evaluating = False
+        # In words; None in a step or an evaluation.
+        self.phase: str | None = "set up the training"
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -159,6 +162,7 @@ class TrainSession:
             num_epochs=num_epochs if plan[4] else None,
             world_size=trainer.strategy.world_size,
         )
+        self.phase = None
         with Interrupts(self, save=self._save) as self.interrupts:
             with training_weights(self.optimizer), Salvage(self, save=self._save) as self.salvage:
                 self.loop = self._loop(config, loader, self.salvage.watch(stepper))
@@ -426,7 +430,9 @@ class TrainSession:
 
     def _save(self) -> None:
         self.interrupts.note_save()
+        self.phase = f"save {checkpoint_name(self.trainer.state.global_step)}"
         self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial))
+        self.phase = None
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -439,7 +445,7 @@ class TrainSession:
             self.checkpoints.settle()
 
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
-        trainer = self.trainer
+        trainer, self.phase = self.trainer, "finish the training"
         self.losses.read()
         self.counts.read()
         trainer.store_flos()

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,11 @@ from hftrain.trainer.checks import (
     check_eval_data,
     check_evaluation,
     check_model,
+    check_optimizer,
     check_parts,
     check_save_policy,
     check_sharding,
+    check_step,
     check_strategy,
     check_task,
     check_tensor_parallel,
@@ -101,6 +104,7 @@ from hftrain.trainer.evaluating import (
     with_memory,
 )
 from hftrain.trainer.fitting import SMALLER_BATCH, check_fitting, with_smaller_batches
+from hftrain.trainer.foresight import check_ahead, check_fits
 from hftrain.trainer.generating import generates
 from hftrain.trainer.hooks import call_with, check_hooks
 from hftrain.trainer.hub import TrainerHub
@@ -111,6 +115,7 @@ from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.nodes import check_nodes
 from hftrain.trainer.numerics import check_training, prepare_model
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
+from hftrain.trainer.rehearsal import cut_short, number_of_batches, rehearse, without_trackers
 from hftrain.trainer.remote import check_output, output_folder, prepare_output, publish, publish_together
 from hftrain.trainer.replicas import forget_devices, note_devices
 from hftrain.trainer.reports import (
@@ -126,6 +131,7 @@ from hftrain.trainer.searching import TrialRun, search, trying
 from hftrain.trainer.session import TrainSession, place_task
 from hftrain.trainer.signatures import accepts, takes_trial, taking
 from hftrain.trainer.weighing import LossShares
+from hftrain.trainer.whereabouts import report_late_ranks, whereabouts
 
 logger = get_logger(__name__)
 
@@ -155,6 +161,9 @@ class Trainer:
         spill_dir: A folder for predictions larger than memory: what an evaluation or `predict` keeps is held in unnamed
             files there, mapped into memory as NumPy arrays. A file's space is free again when its array is gone.
         save_policy: When and how to save beyond what the arguments say.
+        fast_dev_run: Rehearse: `train` takes so many steps with a copy of the model, evaluates, saves and resumes in a
+            temporary folder, says how long a step took, and leaves nothing behind; `evaluate` and `predict` take so
+            many batches. Callbacks hear it all; trackers and the Hub do not. None for a real run, True for one batch.
         loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
@@ -187,6 +196,7 @@ class Trainer:
         precision: str | Precision | None = None,
         spill_dir: str | Path | None = None,
         save_policy: SavePolicy | None = None,
+        fast_dev_run: bool | int | None = None,
         loggers: str | Logger | Sequence[str | Logger] | None = None,
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
@@ -204,6 +214,8 @@ class Trainer:
         self._make_parts(model, strategy, precision)
         check_sharding(self.args, self.strategy, optimizers=optimizers)
         callbacks = self._with_trackers(loggers, [*(callbacks or ()), *(callback or ())])
+        self.fast_dev_run = number_of_batches(fast_dev_run)
+        callbacks = without_trackers(callbacks) if self.fast_dev_run else callbacks
         eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
@@ -221,12 +233,15 @@ class Trainer:
             set_verbosity(self.args.get_process_log_level())
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
+        if self.optimizer is not None and model_init is None:
+            check_optimizer(self.optimizer, self.lr_scheduler, self.model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
         self._check_evaluating()
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
         self._resolve_hooks(given)
-        self._hub.start()
+        if not self.fast_dev_run:
+            self._hub.start()
         self._make_callbacks([*debug_callbacks(self), *callbacks])
 
     # -- construction --------------------------------------------------------------------------------------------
@@ -557,23 +572,33 @@ class Trainer:
                 self._check_columns(dataset)
                 if not self._is_overridden("_get_eval_sampler"):
                     self._check_lengths(dataset, is_training=False)
+        was_there = self.output_dir.exists()
         if saves_at_all(self):
             prepare_output(self)
         self._check_optimizer()
         check_training(self)
         self.strategy.check_model(self.model)
+        check_ahead(self)
         resume = find_resume(self, resume_from_checkpoint)
+        if resume is not None:
+            check_fits(self, resume)
 
-        def run() -> TrainOutput:
-            session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
-            try:
-                return session.run()
-            finally:
-                session.close()
-                self._session = None
+        def run(resume: Path | None) -> TrainOutput:
+            def attempt() -> TrainOutput:
+                session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
+                try:
+                    return session.run()
+                finally:
+                    session.close()
+                    self._session = None
+
+            is_retried = self.args.auto_find_batch_size == SMALLER_BATCH
+            return with_smaller_batches(self, resume, attempt) if is_retried else attempt()
 
         with self._running("train"):
-            return with_smaller_batches(self, resume, run) if self.args.auto_find_batch_size == SMALLER_BATCH else run()
+            if self.fast_dev_run:
+                return rehearse(self, run, resume=resume, was_there=was_there)
+            return run(resume)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -596,7 +621,7 @@ class Trainer:
             return evaluate_sets(self, datasets, ignore_keys, metric_key_prefix, is_own=is_own)
         chosen = self._eval_sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
         with own_metrics(self, chosen), self._evaluating("eval"):
-            loader = self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False)
+            loader = cut_short(self, self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False))
             start_s = time.perf_counter()
             loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
             output = loop(
@@ -631,7 +656,7 @@ class Trainer:
         Source: the documented `Trainer.predict`.
         """
         with self._evaluating("predict"):
-            loader = self._sharded(self.get_test_dataloader(test_dataset), is_training=False)
+            loader = cut_short(self, self._sharded(self.get_test_dataloader(test_dataset), is_training=False))
             start_s = time.perf_counter()
             loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
             output = loop(
@@ -1440,6 +1465,8 @@ class Trainer:
         is_made = "optimizer" in self.strategy.makes
         if not (is_own or makes_own or is_made or self._is_overridden("create_optimizer")):
             self._check_in_backward(self.get_optimizer_cls_and_kwargs(self.args, self.model)[0])
+        elif self.optimizer_cls_and_kwargs is not None:
+            check_step(self.optimizer_cls_and_kwargs[0])
 
     def _check_in_backward(self, optimizer: Any) -> None:
         accumulation = self.args.gradient_accumulation_steps
@@ -1709,7 +1736,12 @@ class Trainer:
                 if isinstance(self.task, ModelTask):
                     self.task.label_names, self.task.can_return_loss = list(self.label_names), self.can_return_loss
                 self.compiler.open()
+                if self.strategy.watch is not None:
+                    self.strategy.watch.where = partial(whereabouts, self)
             yield
+        except RuntimeError as error:
+            report_late_ranks(self, error)
+            raise
         finally:
             self._depth -= 1
             self._stage = previous
