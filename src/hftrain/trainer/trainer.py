@@ -128,7 +128,8 @@ from hftrain.trainer.reports import (
 )
 from hftrain.trainer.saving import find_resume, load_task
 from hftrain.trainer.searching import TrialRun, search, trying
-from hftrain.trainer.session import TrainSession, place_task
+from hftrain.trainer.session import TrainSession
+from hftrain.trainer.setup import place_task
 from hftrain.trainer.signatures import accepts, takes_trial, taking
 from hftrain.trainer.weighing import LossShares
 from hftrain.trainer.whereabouts import report_late_ranks, whereabouts
@@ -215,26 +216,20 @@ class Trainer:
         check_sharding(self.args, self.strategy, optimizers=optimizers)
         callbacks = self._with_trackers(loggers, [*(callbacks or ()), *(callback or ())])
         self.fast_dev_run = number_of_batches(fast_dev_run)
-        callbacks = without_trackers(callbacks) if self.fast_dev_run else callbacks
         eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
         self.save_policy = save_policy or SavePolicy()
         check_save_policy(self.args, self.save_policy)
         self._check_eval_data()
-        self.model_init, self.compute_loss_func, self.compute_metrics = model_init, compute_loss_func, compute_metrics
-        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.model_init, self.compute_loss_func = model_init, compute_loss_func
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.optimizer: torch.optim.Optimizer | None = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.processing_class = _one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
         self._start_idle()
-        if (self.args.log_level if self.args.should_log else self.args.log_level_replica) != "passive":
-            set_verbosity(self.args.get_process_log_level())
-        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
-        self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
-        if self.optimizer is not None and model_init is None:
-            check_optimizer(self.optimizer, self.lr_scheduler, self.model)
+        self._take_model(model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
         self._check_evaluating()
         self.data_collator = data_collator or self._default_collator()
@@ -242,9 +237,20 @@ class Trainer:
         self._resolve_hooks(given)
         if not self.fast_dev_run:
             self._hub.start()
-        self._make_callbacks([*debug_callbacks(self), *callbacks])
+        self._make_callbacks(
+            [*debug_callbacks(self), *(without_trackers(callbacks) if self.fast_dev_run else callbacks)]
+        )
 
     # -- construction --------------------------------------------------------------------------------------------
+
+    def _take_model(self, model: Any) -> None:
+        """Build the model, if it is not given, from the seed, and adopt it."""
+        if (self.args.log_level if self.args.should_log else self.args.log_level_replica) != "passive":
+            set_verbosity(self.args.get_process_log_level())
+        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+        self._adopt_model(self.call_model_init() if model is None or self.model_init is not None else model)
+        if self.optimizer is not None and self.model_init is None:
+            check_optimizer(self.optimizer, self.lr_scheduler, self.model)
 
     def _check_eval_data(self) -> None:
         check_cadences(self.args, self._eval_sets, eval_steps=self.args.eval_steps)
@@ -252,6 +258,21 @@ class Trainer:
         check_evaluation(
             self.args, eval_dataset=self.eval_dataset, has_own_loader=self._is_overridden("get_eval_dataloader")
         )
+
+    def _check_data(self) -> None:
+        """Refuse data that a training could not read as asked."""
+        check_tensor_parallel(self.get_tp_size(), self.strategy, is_handled=self.is_deepspeed_enabled)
+        if not self._is_overridden("get_train_dataloader"):
+            check_train_data(self.args, self.train_dataset)
+            self._check_columns(self.train_dataset)
+            if not self._is_overridden("_get_train_sampler"):
+                self._check_lengths(self.train_dataset, is_training=True)
+        if self.args.eval_strategy != "no" and self.eval_dataset is not None:
+            is_dict = isinstance(self.eval_dataset, Mapping)
+            for dataset in self.eval_dataset.values() if is_dict else [self.eval_dataset]:
+                self._check_columns(dataset)
+                if not self._is_overridden("_get_eval_sampler"):
+                    self._check_lengths(dataset, is_training=False)
 
     def _check_evaluating(self) -> None:
         """Refuse evaluations that cannot run as asked, and metrics that never come."""
@@ -560,18 +581,7 @@ class Trainer:
         if trial is not None and self._trial_run is None:
             with trying(self, trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
-        check_tensor_parallel(self.get_tp_size(), self.strategy, is_handled=self.is_deepspeed_enabled)
-        if not self._is_overridden("get_train_dataloader"):
-            check_train_data(self.args, self.train_dataset)
-            self._check_columns(self.train_dataset)
-            if not self._is_overridden("_get_train_sampler"):
-                self._check_lengths(self.train_dataset, is_training=True)
-        if self.args.eval_strategy != "no" and self.eval_dataset is not None:
-            is_dict = isinstance(self.eval_dataset, Mapping)
-            for dataset in self.eval_dataset.values() if is_dict else [self.eval_dataset]:
-                self._check_columns(dataset)
-                if not self._is_overridden("_get_eval_sampler"):
-                    self._check_lengths(dataset, is_training=False)
+        self._check_data()
         was_there = self.output_dir.exists()
         if saves_at_all(self):
             prepare_output(self)
