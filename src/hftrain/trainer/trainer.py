@@ -383,6 +383,10 @@ class Trainer:
         check_hooks(self, Trainer, given=given)
 
     def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
+        if self.fast_dev_run:
+            callbacks = without_trackers(callbacks)
+        else:
+            self._hub.start()
         disables = self.args.disable_tqdm
         disables = get_verbosity() > 30 if disables is None else disables
         self.control = TrainerControl()
