@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_name, checkpoint_step, list_checkpoints
-from hftrain.checkpoint.manifest import Manifest, read_manifest, verify, write_manifest
+from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_links, verify, write_manifest
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.log import get_logger
 from hftrain.storage import files
@@ -151,6 +151,7 @@ class CheckpointManager:
         if (path / MANIFEST).exists():
             return verify(path)
         if (path / TRAINER_STATE).is_file():
+            refuse_links(path)
             logger.warning("%s has no %s: its files are read as they are, without proof.", path, MANIFEST)
             return None
         raise CheckpointError(
