@@ -251,9 +251,9 @@ class RunCheckpoints:
         trainer.callback_handler.restore(
             trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
         )
-        with preserved_rng():  # here, for the loop that restores them is no place to find out that they are none
-            restore_rng(self.epoch_rng)
-            restore_rng(own)
+        with preserved_rng():  # now, for the loop that restores them is no place to find out that they are none
+            for numbers in (self.epoch_rng, own) if self.epoch_rng else (own,):
+                restore_rng(numbers)
         return own
 
     def read_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
