@@ -39,6 +39,7 @@ OPTIONAL_OR_HEAVY = frozenset(
         "deepspeed",
         "dvclive",
         "flytekit",
+        "fsspec",
         "galore_torch",
         "huggingface_hub",
         "intel_extension_for_pytorch",

@@ -7,15 +7,14 @@ The dataset draws random numbers of three kinds, the model drops out, and the la
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from support.resuming import StopAt, assert_same, outcome
+from support.stateful import StatefulRows, StatefulStream, disturbed
 from support.tiny import Net, make_arguments, make_rows
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
@@ -25,12 +24,6 @@ Row = dict[str, torch.Tensor]
 
 # 7 batches a pass for one rank, 4 for each of two.
 NUM_ROWS = 26
-
-
-def disturbed(row: Row) -> Row:
-    """Add what three generators draw."""
-    noise = torch.tensor([random.gauss(0, 1), *numpy.random.normal(size=2)], dtype=torch.float32)
-    return {**row, "x": row["x"] + 0.1 * torch.cat([noise, torch.randn(1)])}
 
 
 class Rows(Dataset[Row]):
@@ -59,12 +52,18 @@ class Stream(IterableDataset[Row]):
         yield from map(disturbed, buffer)
 
 
-DATA = {"map": Rows, "stream": Stream}
+DATA: dict[str, Callable[[], Any]] = {
+    "map": Rows,
+    "stream": Stream,
+    "stateful_map": lambda: StatefulRows(NUM_ROWS),
+    "stateful_stream": lambda: StatefulStream(NUM_ROWS),
+    "endless_stream": lambda: StatefulStream(NUM_ROWS, starts_over=False),
+}
 
 
 def steps_per_epoch(*, data: str, workers: int, accumulation: int, ranks: int) -> int:
     """Count the steps of a pass; each of two workers has its own last batch."""
-    num_batches = {1: 7 if data == "map" or not workers else 8, 2: 4}[ranks]
+    num_batches = {1: 8 if workers and "stream" in data else 7, 2: 4}[ranks]
     return -(-num_batches // accumulation)
 
 
@@ -117,6 +116,12 @@ SHORT = [
     {"data": "stream", "workers": 0, "accumulation": 1, "precision": "bf16"},
     {"data": "stream", "workers": 2, "accumulation": 3, "precision": "fp32"},
     {"data": "stream", "workers": 2, "accumulation": 3, "precision": "bf16", "persistent": True},
+    {"data": "stateful_map", "workers": 0, "accumulation": 1, "precision": "fp32"},
+    {"data": "stateful_map", "workers": 2, "accumulation": 3, "precision": "fp32"},
+    {"data": "stateful_stream", "workers": 0, "accumulation": 3, "precision": "fp32"},
+    {"data": "stateful_stream", "workers": 2, "accumulation": 1, "precision": "fp32"},
+    {"data": "stateful_stream", "workers": 2, "accumulation": 3, "precision": "fp32", "persistent": True},
+    {"data": "endless_stream", "workers": 0, "accumulation": 1, "precision": "fp32"},
 ]
 
 

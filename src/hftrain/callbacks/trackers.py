@@ -13,6 +13,8 @@ from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.loggers.base import Logger, RunFacts, numbers_of, regroup
 from hftrain.loggers.registry import create_logger
+from hftrain.storage.mirrors import local_folder
+from hftrain.storage.remote import is_url
 
 logger = get_logger(__name__)
 
@@ -68,7 +70,8 @@ class TrackerCallback(TrainerCallback, ExportableState):
         output_dir = str(args.output_dir)
         facts = {
             "name": str(args.run_name),
-            "output_dir": output_dir if "://" in output_dir else str(self._folder / output_dir),
+            # A remote folder's mirror: trackers that write files append to them.
+            "output_dir": str(local_folder(output_dir, start=self._folder)),
             "logging_dir": args.logging_dir,
             "project": args.project,
             "space_id": args.trackio_space_id,
@@ -135,7 +138,8 @@ class TrackerCallback(TrainerCallback, ExportableState):
         """Upload the checkpoint if each is asked for."""
         if not state.is_world_process_zero or self.logger.artifacts == "no":
             return
-        self._saved = self._folder / str(args.output_dir) / f"checkpoint-{state.global_step}", state.global_step
+        folder = local_folder(args.output_dir, start=self._folder)
+        self._saved = folder / f"checkpoint-{state.global_step}", state.global_step
         if self.logger.artifacts == "checkpoint" and self._is_open:
             self._try(self.logger.log_artifact, *self._saved)
 
@@ -173,6 +177,8 @@ class TrackerCallback(TrainerCallback, ExportableState):
 
     def _upload_last(self, args: Any, state: TrainerState) -> None:
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        if best and is_url(best):
+            best = str(local_folder(args.output_dir, start=self._folder) / Path(best).name)
         folder, step = (Path(best), state.best_global_step or 0) if best else self._saved or (None, 0)
         if folder is None:
             logger.warning("Tracker %s uploads no model: no checkpoint was saved.", self._name)

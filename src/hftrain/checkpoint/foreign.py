@@ -88,14 +88,14 @@ def read_foreign(folder: Path, current: Mapping[str, Any], grid: Grid) -> Manife
     world_size, batch_size = num_processes(folder), state.train_batch_size or current["batch_size"]
     geometry = {**current, "world_size": world_size, "batch_size": batch_size}
     num_batches = grid.num_batches
-    if (world_size, batch_size) != (current["world_size"], current["batch_size"]) and grid.round:
-        is_split = grid.round < current["world_size"] * current["batch_size"]
-        geometry["round"] = batch_size * (1 if is_split else world_size)
+    if (world_size, batch_size) != (current["world_size"], current["batch_size"]) and grid.round_size:
+        is_split = grid.round_size < current["world_size"] * current["batch_size"]
+        geometry["round_size"] = batch_size * (1 if is_split else world_size)
         if num_batches is not None and grid.num_samples is not None:
-            rest = grid.num_samples % geometry["round"] and not current["drop_last"]
-            num_batches = grid.num_samples // geometry["round"] + bool(rest)
+            rest = grid.num_samples % geometry["round_size"] and not current["drop_last"]
+            num_batches = grid.num_samples // geometry["round_size"] + bool(rest)
     epoch, used = _position(folder, state, num_batches=num_batches, accumulation=grid.accumulation)
-    done = epoch * (grid.num_samples or 0) + used * (geometry.get("round") or 0)
+    done = epoch * (grid.num_samples or 0) + used * (geometry.get("round_size") or 0)
     progress = {"step": state.global_step, "epoch": epoch, "micro_steps_in_epoch": used, "samples": done}
     plan = {"max_steps": state.max_steps, "asked": state.max_steps, "num_batches": num_batches}
     return Manifest(step=state.global_step, facts={"progress": progress, "geometry": geometry, "plan": plan})
@@ -130,7 +130,7 @@ def _position(folder: Path, state: TrainerState, *, num_batches: int | None, acc
         return epoch, round((passes - epoch) * state.max_steps * accumulation)
     used = round((passes - epoch) * num_batches)
     steps = epoch * -(-num_batches // accumulation) + -(-used // accumulation)
-    if abs((passes - epoch) * num_batches - used) > 1e-3 or steps != state.global_step:
+    if abs((passes - epoch) * num_batches - used) > 1e-4 or steps != state.global_step:
         raise _unusable(
             folder,
             f"It was at step {state.global_step} after {passes:g} passes, which {num_batches} batches a pass and "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,9 @@ from typing import Any, Protocol
 
 from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_name, checkpoint_step, list_checkpoints
 from hftrain.checkpoint.manifest import Manifest, read_manifest, verify, write_manifest
+from hftrain.checkpoint.parcels import Parcels
+from hftrain.checkpoint.remote import RemoteCheckpoints
+from hftrain.checkpoint.rotation import best_names, commit_order, surplus
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.log import get_logger
 from hftrain.storage import files
@@ -62,6 +64,9 @@ class CheckpointConfig:
         only_model: Whether what only a resume needs is left out.
         safe_weights: Whether weights are written as safetensors.
         on_each_node: Whether each machine writes to storage of its own.
+        url: The remote folder where the checkpoints are kept; `output_dir` is then its local mirror.
+        keep_best: How many of those with the best metrics are kept beside the newest; without a limit, no others are.
+        is_greater_better: Which way a metric is better.
 
     Source: the documented `output_dir`, `save_total_limit`, `save_only_model`, `save_safetensors`,
     `save_on_each_node`.
@@ -72,6 +77,9 @@ class CheckpointConfig:
     only_model: bool = False
     safe_weights: bool = True
     on_each_node: bool = False
+    url: str | None = None
+    keep_best: int | None = None
+    is_greater_better: bool = False
 
 
 class CheckpointManager:
@@ -87,6 +95,9 @@ class CheckpointManager:
         self.group = group
         # A run that is resumed keeps its name; rotation touches no other run's checkpoints.
         self.run_id = uuid.uuid4().hex
+        self.remote = None if config.url is None else RemoteCheckpoints(config.url, mirror=config.output_dir)
+        # Set where machines do not share the mirror of a remote folder.
+        self.parcels: Parcels | None = None
         self._committed: Path | None = None
         self._begun: Path | None = None
 
@@ -123,10 +134,12 @@ class CheckpointManager:
         group = group or self.group
         # In this order, for what all write together: no process may wait for one that has failed at its own part.
         writers = [*each, *main] if self.is_committer else each
-        self._together(target, self._begin, group, is_for_main=True)
+        self._together(target, self._begin, group, is_for_main=self.parcels is None)
         if self.config.on_each_node:
             self._together(target, self._check_own_storage, group, is_for_main=True)
         self._together(target, lambda path: self._write(path, writers), group)
+        if self.parcels is not None:
+            self._together(target, lambda path: self._send(path, step), group)
         self._together(target, lambda path: self._commit(path, step, facts), group, is_for_main=True)
         self._committed = target
         return target
@@ -144,6 +157,8 @@ class CheckpointManager:
         """
         if self.group.is_main:
             files.restore(self.config.output_dir, is_ours=_is_ours)
+        if self.remote is not None:
+            return self.remote.latest()
         for path in reversed(_by_commit(list_checkpoints(self.config.output_dir))):
             try:
                 if not (path / MANIFEST).exists():
@@ -154,6 +169,12 @@ class CheckpointManager:
             else:
                 return path
         return None
+
+    def names(self) -> list[str]:
+        """List the folders in the output folder, or the remote one, that are named like checkpoints."""
+        if self.remote is not None:
+            return self.remote.names()
+        return [path.name for path in list_checkpoints(self.config.output_dir)]
 
     def open(self, path: str | Path) -> Manifest | None:
         """Verify a checkpoint that was named explicitly.
@@ -189,14 +210,24 @@ class CheckpointManager:
             best: The checkpoint with the best metric so far.
         """
         limit = self.config.save_total_limit
+        if limit is None and self.config.keep_best is not None:
+            limit = 1  # the newest; the best are protected
+        if self.remote is not None and self.is_committer:
+            kept_names = {path.name for path in (best, self._committed) if path is not None}
+            self.remote.rotate(run_id=self.run_id, limit=limit, protected=kept_names, choose=self._best_names)
+            limit = 1  # of their copies here
         known = self.own_checkpoints()
         if not self.is_committer or limit is None or limit < 1 or not known:
             return
         protected = {path.resolve() for path in (known[-1], best, self._committed) if path is not None}
-        kept = [path for path in known if path.resolve() in protected]
-        others = [path for path in known if path not in kept]
-        for path in others[: max(0, len(known) - max(limit, len(kept)))]:
+        good = self._best_names({path.name: read_manifest(path) for path in known}) if self.config.keep_best else ()
+        kept = [path for path in known if path.resolve() in protected or path.name in good]
+        for path in surplus(known, protected=kept, limit=limit):
             files.discard(path)
+
+    def _best_names(self, manifests: Mapping[str, Manifest]) -> set[str]:
+        config = self.config
+        return best_names(manifests, number=config.keep_best, is_greater_better=config.is_greater_better)
 
     def prune(self, needed_bytes: int, *, best: Path | None = None) -> bool:
         """Delete this run's oldest checkpoints, at least one, until there is room; for the committer alone.
@@ -223,7 +254,7 @@ class CheckpointManager:
         """
         known = [each for each in list_checkpoints(self.config.output_dir) if self._is_known(each)]
         others = [each for each in known if each.resolve() != path.resolve()]
-        if not self.is_committer or not others:
+        if not self.is_committer or not (others or self.remote):
             return
         try:
             verify(path)
@@ -232,6 +263,8 @@ class CheckpointManager:
             return
         for other in others:
             files.discard(other)
+        if self.remote is not None:
+            self.remote.rotate(run_id=self.run_id, limit=1, protected={path.name}, keeps_newest=False)
 
     def _is_known(self, path: Path) -> bool:
         """Tell whether a checkpoint is one of this run's."""
@@ -243,6 +276,10 @@ class CheckpointManager:
         return is_whole and manifest.facts.get("run_id") == self.run_id
 
     def _begin(self, target: Path) -> None:
+        if self.parcels is not None and self.is_committer:
+            self.parcels.clear()
+        elif self.parcels is not None and not self.parcels.is_sender:
+            return
         files.sweep(target.parent, is_ours=_is_ours)
         self._begun = files.begin(target)
 
@@ -264,11 +301,19 @@ class CheckpointManager:
             writer(staged)
         files.fsync_tree(staged)  # on shared storage each machine can flush only what it wrote itself
 
+    def _send(self, target: Path, step: int) -> None:
+        if self.parcels is not None and self.parcels.is_sender:
+            self.parcels.send(files.find_staging(target), step=step)
+
     def _commit(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
         staged = files.find_staging(target)
         own = {"only_model": self.config.only_model, "run_id": self.run_id, "saved_at_s": time.time()}
+        if self.parcels is not None:
+            self.parcels.collect(staged, step=step)
         write_manifest(staged, {**facts, **own}, step=step)
         files.commit(staged, target)
+        if self.remote is not None:
+            self.remote.publish(target, run_id=self.run_id)
 
     def _together(self, target: Path, work: Writer, group: Group, *, is_for_main: bool = False) -> None:
         """Do one stage on every process, and raise on all of them if it failed on one."""
@@ -299,18 +344,14 @@ def _is_ours(name: str) -> bool:
 
 
 def _by_commit(paths: Sequence[Path]) -> list[Path]:
-    """Order checkpoints as they were committed, by what their manifests say.
-
-    Within a run that is the order of steps; after a run was begun anew in its folder, or resumed from an older
-    checkpoint, higher steps may belong to the abandoned one. Folders without a readable manifest come last.
-    """
+    """Order checkpoints as they were committed, by what their manifests say."""
 
     def committed_at(path: Path) -> tuple[float, int]:
         try:
-            saved_at_s = read_manifest(path).facts.get("saved_at_s", 0.0)
+            manifest = read_manifest(path)
         except CheckpointError:
-            saved_at_s = math.inf
-        return saved_at_s if isinstance(saved_at_s, (int, float)) else math.inf, checkpoint_step(path) or 0
+            manifest = None
+        return commit_order(manifest, step=checkpoint_step(path) or 0)
 
     return sorted(paths, key=committed_at)
 

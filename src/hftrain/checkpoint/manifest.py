@@ -119,10 +119,20 @@ def check_geometry(manifest: Manifest, **current: Any) -> None:
         )
 
 
-def _verify_file(folder: Path, name: str, record: Any) -> None:
+def inner_path(folder: Path, name: str) -> Path:
+    """Return the path of a file that a manifest names.
+
+    Raises:
+        CheckpointError: It lies outside the folder.
+    """
     parts = PurePosixPath(name).parts
     if not parts or name != "/".join(parts) or parts[0] == "/" or ".." in parts or "\\" in name or ":" in parts[0]:
         raise _refused(folder / MANIFEST, f"It names {name!r}, which is no path inside the folder")
+    return folder.joinpath(*parts)
+
+
+def _verify_file(folder: Path, name: str, record: Any) -> None:
+    parts = inner_path(folder, name).relative_to(folder).parts
     path = folder
     for part in parts:
         path = path / part

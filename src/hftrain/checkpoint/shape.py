@@ -26,12 +26,12 @@ class Grid:
     """How a pass over the data is cut.
 
     Units:
-        round: samples of one micro-step, all ranks together (None: unknown, or not always as many). accumulation:
+        round_size: samples of one micro-step, all ranks together (None: unknown, or not always as many). accumulation:
         micro-steps per update. num_batches: micro-steps of a pass (None: unknown). num_samples: of a pass (None:
         unknown).
     """
 
-    round: int | None
+    round_size: int | None
     accumulation: int
     num_batches: int | None
     num_samples: int | None
@@ -61,9 +61,8 @@ def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_with
     # Known to the ranks that shared the data only.
     alone = saved.get("own_shares") or current.get("own_shares") or current.get("seedable") is False
     fixed += ["world_size"] if is_within_epoch and alone else []
-    fixed += (
-        ["world_size", "batch_size"] if is_within_epoch and not (saved.get("round") and current.get("round")) else []
-    )
+    if is_within_epoch and not (saved.get("round_size") and current.get("round_size")):
+        fixed += ["world_size", "batch_size"]
     missing = object()
     differing = [
         f"{name}={current[name]!r} (the checkpoint has {saved.get(name)!r})"
@@ -93,15 +92,15 @@ def move(progress: Progress, saved: Grid, current: Grid) -> Progress:
     is_over = saved.num_batches is not None and used >= saved.num_batches
     if not (used or progress.offset_in_epoch):
         return progress
-    if not is_over and (saved.round == current.round or not (saved.round and current.round)):
+    if not is_over and (saved.round_size == current.round_size or not (saved.round_size and current.round_size)):
         return progress
-    samples = progress.offset_in_epoch + used * (saved.round or 0)
+    samples = progress.offset_in_epoch + used * (saved.round_size or 0)
     is_over = is_over or (saved.num_samples is not None and samples >= saved.num_samples)
     if is_over and current.num_batches is not None:
         return replace(progress, micro_steps_in_epoch=current.num_batches, offset_in_epoch=0)
-    if is_over or not (saved.round and current.round):
+    if is_over or not (saved.round_size and current.round_size):
         return replace(progress, epoch=progress.epoch + 1, micro_steps_in_epoch=0, offset_in_epoch=0)
-    used, offset = divmod(samples, current.round)
+    used, offset = divmod(samples, current.round_size)
     return replace(progress, micro_steps_in_epoch=used, offset_in_epoch=offset)
 
 

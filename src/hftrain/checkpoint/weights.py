@@ -54,16 +54,21 @@ def save_weights(
     elif not safe:
         save_containers(state, folder / BIN_WEIGHTS)
     else:
-        foreign = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-        if foreign:
-            raise CheckpointError(
-                explain(
-                    f"The weights of {type(model).__name__} should be saved as safetensors.",
-                    f"{', '.join(foreign)} are no tensors.",
-                    "Set save_safetensors=False, or return tensors from get_extra_state().",
-                )
-            )
+        check_saveable(model, state)
         save_tensors(state, folder / WEIGHTS)
+
+
+def check_saveable(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` where a model's state cannot be a safetensors file."""
+    foreign = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if foreign and not saves_adapters(model) and not _saves_itself(model):
+        raise CheckpointError(
+            explain(
+                f"The weights of {type(model).__name__} should be saved as safetensors.",
+                f"{', '.join(foreign)} are no tensors.",
+                "Set save_safetensors=False, or return tensors from get_extra_state().",
+            )
+        )
 
 
 def load_weights(
@@ -72,6 +77,7 @@ def load_weights(
     *,
     strict: bool = True,
     load: Callable[[torch.nn.Module, Mapping[str, Any]], Any] | None = None,
+    own: Mapping[str, Any] | None = None,
 ) -> None:
     """Overwrite a model's weights in place with those of a folder, in whichever form they are.
 
@@ -80,23 +86,29 @@ def load_weights(
         folder: What `save_weights` or `save_pretrained` wrote.
         strict: Raise if names are missing or left over, instead of warning.
         load: Puts a whole state into the model, where its parameters are split among processes.
+        own: See `matching_weights`.
 
     Raises:
         CheckpointError: There are no weights, a file is damaged, or names or shapes do not fit.
     """
     if saves_adapters(model):
         return load_adapters(model, folder)
-    state = matching_weights(model, folder, strict=strict)
+    state = matching_weights(model, folder, strict=strict, own=own)
     try:
         load(model, state) if load else model.load_state_dict(state, strict=strict)
     except RuntimeError as error:
         raise _unfit(model, folder, str(error)) from error
 
 
-def matching_weights(model: torch.nn.Module, folder: Path, *, strict: bool = True) -> dict[str, Any]:
-    """Read a folder's weights under the names of a model's state; see `load_weights`."""
-    # The parameters themselves, for names of one and the same to be seen.
-    state, own = read_weights(folder), model.state_dict(keep_vars=True)
+def matching_weights(
+    model: torch.nn.Module, folder: Path, *, strict: bool = True, own: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Read a folder's weights under the names of a model's state; see `load_weights`.
+
+    The state is `own`, where the model's own has other names; the parameters themselves, for names of one and the same
+    to be seen.
+    """
+    state, own = read_weights(folder), model.state_dict(keep_vars=True) if own is None else own
     _add_tied(state, own)
     if state.keys() != own.keys() and _saves_itself(model) and is_available("transformers>=5"):
         state = _renamed(model, folder, state)

@@ -46,7 +46,7 @@ class TrainFeed:
         self.loader = loader
         self._seed = seed
         self._state: dict[str, Any] | None = None
-        self._is_open = False
+        self._is_open = self._is_at_end = False
         if isinstance(loader, DispatchLoader):
             loader = loader.loader
         self._reader: Any = loader
@@ -59,6 +59,11 @@ class TrainFeed:
     def num_batches(self) -> int | None:
         """Batches in one epoch of this rank, or None where the loader cannot tell."""
         return len(self.loader) if has_length(self.loader) else None  # type: ignore[arg-type]
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data can only be iterated."""
+        return isinstance(getattr(self._reader, "dataset", None), IterableDataset)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the loader and of the dataset, where they have one, as of the batch taken last."""
@@ -97,9 +102,9 @@ class TrainFeed:
         loader, to_drop = (loader, 0) if is_placed or skip == 0 else _skip_indices(loader, skip)
         _start_epoch(loader, epoch=epoch, seed=self._seed)
         # A loader that begins elsewhere is another object, and leaves the state of this one as it was.
-        self._is_open = loader is self.loader or isinstance(loader, StatefulLoader)
-        if is_placed and not is_within:
-            return _restarted(loader)
+        self._is_open = loader is self.loader
+        if is_placed or self._is_at_end:
+            return self._placed(loader, may_start_over=not is_within)
         if _draws_here(self.loader, self._reader):
             iterator = with_own_numbers(lambda: iter(loader), seed=derive_seed(self._seed, epoch))
         else:
@@ -116,23 +121,48 @@ class TrainFeed:
 
     def _restore(self, state: dict[str, Any], *, is_within: bool) -> bool:
         """Put states back; tell whether that is the place in the data, too."""
-        reader, is_placed = self._reader, False
-        is_stream = isinstance(getattr(reader, "dataset", None), IterableDataset)
-        shape = {name: getattr(reader, name, None) for name in _SHAPE}
+        reader = self._reader
+        # A dataset stands at a sample, whatever the batches.
+        shape = {name: getattr(reader, name, None) for name in (_SHAPE if "loader" in state else _SHAPE[:1])}
         differing = [
-            f"{name} was {state.get(name)!r}, now {shape[name]!r}" for name in _SHAPE if state.get(name) != shape[name]
+            f"{name} was {state.get(name)!r}, now {value!r}"
+            for name, value in shape.items()
+            if state.get(name) != value
         ]
-        if differing and is_within and (is_stream or "loader" in state):
+        if differing and is_within and (self.is_stream or "loader" in state):
             _logger.warning("The data cannot go on exactly where it was: %s.", ", ".join(differing))
             return False
+        if is_within and "loader" in state and not isinstance(reader, StatefulLoader) and state["num_workers"]:
+            _logger.warning(
+                "%s goes on from its own state, which leaves out the random numbers that its workers draw.",
+                type(reader).__name__,
+            )
         # A torch loader begins each epoch anew; its state is one within an epoch.
         if "loader" in state and has_state(reader) and (is_within or not isinstance(reader, DataLoader)):
             reader.load_state_dict(state["loader"])
             return True
         if "dataset" in state and _is_read_here(reader) and has_state(reader.dataset):
             reader.dataset.load_state_dict(state["dataset"])
-            is_placed = is_stream
-        return is_placed
+            return self.is_stream
+        return False
+
+    def _placed(self, loader: Any, *, may_start_over: bool) -> Iterator[Any]:
+        """Iterate data whose state was put back, and may be that of its end.
+
+        Then this epoch is over. The next one begins anew, for which each of data and wrapper has to be asked again.
+        """
+        iterator = iter(loader)
+
+        def batches() -> Iterator[Any]:
+            self._is_at_end = True
+            for attempt in (iterator, loader, loader):
+                for batch in attempt:
+                    self._is_at_end = False
+                    yield batch
+                if not self._is_at_end or not may_start_over:
+                    return
+
+        return batches()
 
 
 def _is_read_here(reader: Any) -> bool:
@@ -146,16 +176,6 @@ def _draws_here(loader: Any, reader: Any) -> bool:
         return False
     is_stream = isinstance(getattr(reader, "dataset", None), IterableDataset)
     return is_stream and _is_read_here(reader) and not has_state(reader) and not has_state(reader.dataset)
-
-
-def _restarted(loader: Any) -> Iterator[Any]:
-    """Iterate data whose state may be that of its end; then it begins again, as it does when an epoch follows one."""
-    is_at_end = True
-    for batch in loader:
-        is_at_end = False
-        yield batch
-    if is_at_end:
-        yield from loader
 
 
 def _skip_indices(loader: Any, skip: int) -> tuple[Any, int]:

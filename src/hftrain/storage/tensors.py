@@ -76,15 +76,29 @@ def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, to
     return tensors
 
 
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes in a safetensors file, by name, without reading a tensor.
+
+    Raises:
+        CheckpointError: It is absent or damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
 def save_containers(tree: Any, path: Path) -> None:
     """Write tensors, numbers and text in nested dictionaries, lists and tuples: all that safe loading accepts.
 
     Raises:
         CheckpointError: Something else is inside; the message says where.
     """
+    plain = _plain(tree, "state")
     # Given a path, torch forgets why a write failed; a full disk must be told from other errors.
     with open(path, "wb") as file:
-        torch.save(_plain(tree, "state"), file)
+        torch.save(plain, file)
 
 
 def load_containers(path: Path, *, with_numpy: bool = False) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,19 @@ def as_it_is(tree: Any) -> Any:
 
 def task_state(task: TaskModule) -> dict[str, torch.Tensor]:
     """Return what the task itself holds beside its model."""
-    return {name: value for name, value in task.state_dict().items() if name.partition(".")[0] != "model"}
+    with without_model(task):
+        return task.state_dict()
+
+
+@contextmanager
+def without_model(task: TaskModule) -> Iterator[TaskModule]:
+    """Take the model out for a while: its state may be in pieces, and reading it a thing for all processes."""
+    model = task.model
+    del task.model
+    try:
+        yield task
+    finally:
+        task.model = model
 
 
 def model_writer(trainer: Trainer, keep: Keep) -> Callable[[Path], None]:

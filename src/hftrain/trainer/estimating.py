@@ -45,7 +45,7 @@ class MemoryEstimate:
         return "\n".join(f"{name:<16}{count / 2**20:>12,.1f} MiB" for name, count in lines)
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count the bytes of all tensors of a kind of device that are alive, as operations make them.
 
     What a kernel takes for itself and gives back unseen is not counted.
@@ -56,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, device_type: str, present: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
         self.now = self.peak = 0
         self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()

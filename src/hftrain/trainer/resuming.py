@@ -33,6 +33,7 @@ class RunPlan:
         max_steps: Those after which this one ends: more or fewer, where a part of it had another shape.
         num_batches_first: Micro-steps of the pass it begins in.
         saved: The checkpoint's manifest; None for a new run.
+        is_reshaped: Whether the checkpoint's batches, or processes, were others.
     """
 
     grid: Grid
@@ -41,6 +42,7 @@ class RunPlan:
     max_steps: int
     num_batches_first: int | None
     saved: Manifest | None = None
+    is_reshaped: bool = False
 
     def facts(self, progress: Progress) -> dict[str, Any]:
         """Return what a manifest says of the run's position and shape."""
@@ -67,7 +69,7 @@ def plan_run(
     is_by_epochs, num_batches, asked = values[4:7]
     geometry = _geometry(trainer, loader)
     grid = Grid(
-        round=geometry["round"],
+        round_size=geometry["round_size"],
         accumulation=geometry["accumulation"],
         num_batches=num_batches,
         num_samples=geometry["samples"],
@@ -79,12 +81,12 @@ def plan_run(
     progress.load_state_dict(manifest.facts["progress"])
     is_within = bool(progress.micro_steps_in_epoch or progress.offset_in_epoch)
     if trainer.args.ignore_data_skip:
-        free = ("round", "world_size", "batch_size", "accumulation", "precision")
+        free = ("round_size", "world_size", "batch_size", "accumulation", "precision")
         changes = check_shape(saved, {name: geometry[name] for name in free}, is_within_epoch=False, step=manifest.step)
     else:
         changes = check_shape(saved, geometry, is_within_epoch=is_within, step=manifest.step)
     old_grid = Grid(
-        round=saved.get("round"),
+        round_size=saved.get("round_size"),
         accumulation=saved["accumulation"],
         num_batches=plan.get("num_batches"),
         num_samples=saved.get("samples"),
@@ -108,7 +110,13 @@ def plan_run(
             "%s is the end of its run: no step is left. Raise num_train_epochs or max_steps to go on.", folder
         )
     return RunPlan(
-        grid=grid, geometry=geometry, asked=asked, max_steps=max_steps, num_batches_first=first, saved=manifest
+        grid=grid,
+        geometry=geometry,
+        asked=asked,
+        max_steps=max_steps,
+        num_batches_first=first,
+        saved=manifest,
+        is_reshaped=any(saved.get(name) != geometry[name] for name in ("batch_size", "world_size")),
     )
 
 
@@ -129,7 +137,7 @@ def _read(trainer: Trainer, folder: Path, geometry: Mapping[str, Any], grid: Gri
 
 
 def _say(progress: Progress, changes: list[str], *, grid: Grid, num_steps: int, plan: Mapping[str, Any]) -> None:
-    samples = progress.offset_in_epoch + progress.micro_steps_in_epoch * (grid.round or 0)
+    samples = progress.offset_in_epoch + progress.micro_steps_in_epoch * (grid.round_size or 0)
     logger.warning(
         "The run goes on in another shape (%s). Its position is kept: epoch %d, sample %s of %s%s. Planned anew: %d "
         "steps left, %d in all (before: %s); the schedule is that of %d steps, and stands at step %d.",
@@ -156,7 +164,7 @@ def _geometry(trainer: Trainer, loader: Any) -> dict[str, Any]:
         "world_size": world_size,
         "batch_size": args.train_batch_size,
         "accumulation": args.gradient_accumulation_steps,
-        "round": samples_per_round(loader, world_size=num_readers),
+        "round_size": samples_per_round(loader, world_size=num_readers),
         "samples": len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
         "data_seed": data_seed(args),
         "drop_last": args.dataloader_drop_last,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,7 @@ from torch import nn
 
 from hftrain.adapter.checkpoint import checkpoint_config
 from hftrain.checkpoint.foreign import check_foreign, check_foreign_optimizer, is_foreign
-from hftrain.checkpoint.layout import (
-    ARGUMENTS,
-    checkpoint_name,
-    list_checkpoints,
-)
+from hftrain.checkpoint.layout import ARGUMENTS, checkpoint_name
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import check_geometry
 from hftrain.checkpoint.parts import (
@@ -39,7 +36,9 @@ from hftrain.data.feed import TrainFeed
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
-from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, task_state
+from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, without_model
+from hftrain.trainer.leftovers import to_do
+from hftrain.trainer.remote import checkpoint_text, fetch_best, fetch_named, publish_quietly, remote_of
 from hftrain.trainer.resuming import RunPlan
 from hftrain.trainer.room import checkpoint_bytes
 from hftrain.trainer.sharding import load_own, shard_writers
@@ -52,6 +51,8 @@ logger = get_logger(__name__)
 
 Writer = Callable[[Path], None]
 
+# Resume if there is something to resume.
+AUTO = "auto"
 # What the optimizer's and the schedule's state carry on, whatever the arguments say now.
 _OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # When things happen follows the present arguments, and so is no longer what it was before the resume.
@@ -89,6 +90,10 @@ class RunCheckpoints:
         self.saved_step: int | None = None
         self.tried_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
+        # By the step of the evaluation, the last one only; None for NaN.
+        self.metric: dict[int, float | None] = {}
+        # What `own_state` was at an earlier moment, to be saved in its place.
+        self.past_state: dict[str, Any] | None = None
         self.plan: RunPlan
         self.feed: TrainFeed
 
@@ -102,7 +107,8 @@ class RunCheckpoints:
             return
         former_best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(self.manager.config.output_dir / checkpoint_name(state.global_step))
+            best = self.manager.config.output_dir / checkpoint_name(state.global_step)
+            state.best_model_checkpoint = checkpoint_text(trainer, best)
         state.stateful_callbacks = trainer.callback_handler.stateful_states()
         self.writes.begin()
         each: list[Writer] = [
@@ -121,6 +127,8 @@ class RunCheckpoints:
         each += shard_writers(trainer, optimizer, keep)
         facts = self.plan.facts(self.progress)
         facts["geometry"] = {**facts["geometry"], "optimizer": type(optimizer).__name__}
+        facts["left"] = to_do(trainer.control, self.progress)
+        facts["metric"] = self.metric.get(state.global_step)
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
         self.writes.write(save, lambda save, path: self._after(save, path, former_best=former_best))
 
@@ -142,6 +150,7 @@ class RunCheckpoints:
                 trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.config.output_dir))
             self.saved_step = save.step
             trainer.callback_handler.fire("on_save")
+        publish_quietly(trainer)
 
     def rotate(self) -> None:
         """Delete the oldest checkpoints beyond the limit."""
@@ -166,10 +175,9 @@ class RunCheckpoints:
             writers.append(lambda folder: save_scaler(scaler, folder))
         return writers
 
-    def _rank_writer(self) -> Writer:
-        """Write what differs by rank: random numbers, and this rank's part of the logging window."""
-        strategy = self.trainer.strategy
-        own = {
+    def own_state(self) -> dict[str, Any]:
+        """Return what differs by rank: random numbers, and this rank's part of the logging window."""
+        return {
             **capture_rng(),
             "epoch_rng": self.epoch_rng,
             "data": self.feed.state_dict(),
@@ -178,18 +186,24 @@ class RunCheckpoints:
             "train_metrics": metric_states(self.trainer.task.metrics("train")),
             "past": self.trainer._past,
         }
+
+    def _rank_writer(self) -> Writer:
+        strategy = self.trainer.strategy
+        own = self.past_state or self.own_state()
         own = map_tensors(self.writes.keep(own), torch.Tensor.cpu)
         return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
 
     def warn_of_others(self) -> None:
         """Say so if the folder of a run that starts anew holds checkpoints already."""
-        found = list_checkpoints(self.manager.config.output_dir)
-        if found and self.manager.is_committer and not self.trainer.args.overwrite_output_dir:
+        if not self.manager.is_committer or self.trainer.args.overwrite_output_dir:
+            return
+        found = self.manager.names()
+        if found:
             logger.warning(
                 "%s holds checkpoints of another run (%s). They stay, except that those of the same step are replaced. "
                 "Use another output_dir, or overwrite_output_dir=True to say that this is meant.",
-                self.manager.config.output_dir,
-                ", ".join(path.name for path in found),
+                self.manager.config.url or self.manager.config.output_dir,
+                ", ".join(found),
             )
 
     def take_over(self, folder: Path, plan: RunPlan) -> None:
@@ -210,9 +224,13 @@ class RunCheckpoints:
         if not is_foreign(folder):
             check_geometry(self.plan.saved, optimizer=type(optimizer).__name__)
         trainer._load_optimizer_and_scheduler(str(folder))
-        own = load_own(trainer, folder, num_saved=self.plan.saved.facts["geometry"]["world_size"])
+        num_saved = self.plan.saved.facts["geometry"]["world_size"]
+        own = load_own(trainer, folder, num_saved=num_saved)
         self.epoch_rng = own.pop("epoch_rng", {})
-        self.feed.load_state_dict(own.pop("data", None))
+        data = own.pop("data", None)
+        # Where several processes read a stream, each may have stood elsewhere in it than all together.
+        is_alone = num_saved == strategy.world_size == 1
+        self.feed.load_state_dict(data if is_alone or not (self.plan.is_reshaped and self.feed.is_stream) else None)
         self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
         self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
         unknown = restore_metric_states(
@@ -224,7 +242,7 @@ class RunCheckpoints:
                 ", ".join(unknown),
             )
         past = own.pop("past", None)
-        if self.progress.micro_steps_in_epoch:
+        if self.progress.micro_steps_in_epoch and not self.plan.is_reshaped:
             trainer._past = strategy.to_device(past)
         trainer.callback_handler.restore(
             trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
@@ -248,6 +266,8 @@ class RunCheckpoints:
         """Load the best checkpoint's model, saying so if there is none."""
         self.settle()
         best = best_checkpoint(self.trainer)
+        if best is not None:
+            fetch_best(self.trainer, best)
         if best is None or not best.is_dir():
             logger.warning("load_best_model_at_end=True found no saved best model (%s); the last one stays.", best)
             return
@@ -276,11 +296,19 @@ class RunCheckpoints:
 def make_manager(trainer: Trainer) -> CheckpointManager:
     """Return what saves and finds the run's checkpoints."""
     folder = Path(trainer._get_output_dir(trainer._trial))
-    return CheckpointManager(checkpoint_config(trainer.args, output_dir=folder), group=trainer.strategy)
+    config = checkpoint_config(trainer.args, output_dir=folder, url=remote_of(trainer, folder))
+    config = replace(
+        config, keep_best=trainer.save_policy.keep_best, is_greater_better=bool(trainer.args.greater_is_better)
+    )
+    return CheckpointManager(config, group=trainer.strategy)
 
 
 def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
     """Return the checkpoint to continue from, verified by the main process; nothing is launched.
+
+    Args:
+        trainer: Whose folder to look into; its arguments are asked if they say ``"auto"``.
+        resume: A folder, True for the newest valid checkpoint, ``"auto"`` for that or none, None or False for none.
 
     Raises:
         CheckpointError: There is no valid one, or the folder named is none.
@@ -290,13 +318,20 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
             explain(
                 "train(resume_from_checkpoint=...) was called.",
                 f"A {type(resume).__name__} names no checkpoint.",
-                "Pass a folder, or True for the newest one in output_dir.",
+                "Pass a folder, True for the newest one in output_dir, or 'auto' for that if there is one.",
                 resume_from_checkpoint=resume,
             )
         )
+    if resume is None and trainer.args.resume_from_checkpoint == AUTO:
+        resume = AUTO
     if resume is None or resume is False or not trainer.strategy.is_main:
         return None
     manager = make_manager(trainer)
+    if resume == AUTO:
+        latest = manager.latest()
+        found = "nothing valid to resume; the run starts anew" if latest is None else f"{latest.name} to resume"
+        logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, trainer.args.output_dir)
+        return latest
     if resume is True:
         latest = manager.latest()
         if latest is None:
@@ -308,7 +343,7 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
                 )
             )
         return latest
-    folder = find_folder(resume, trainer.output_dir)
+    folder = fetch_named(trainer, resume) or find_folder(resume, trainer.output_dir)
     if manager.open(folder) is None:
         check_foreign(folder)
     return folder
@@ -327,7 +362,7 @@ def best_checkpoint(trainer: Trainer) -> Path | None:
         return None
     # By name first: the folder of the run may have been moved or copied since.
     here = trainer.output_dir / Path(best).name
-    return here if here.is_dir() else Path(best)
+    return here if here.is_dir() or remote_of(trainer, here.parent) else Path(best)
 
 
 def load_task(trainer: Trainer, folder: Path, *, model: nn.Module | None = None) -> None:
@@ -337,6 +372,6 @@ def load_task(trainer: Trainer, folder: Path, *, model: nn.Module | None = None)
     load = strategy.load_model_state if target is trainer.model else None
     # Where there are none yet, the process that holds the weights sends them.
     if not any(parameter.is_meta for parameter in target.parameters()):
-        load_weights(target, folder, load=load)
-    own = task_state(trainer.task)
-    trainer.task.load_state_dict(load_task_state(folder, own.keys()), strict=False)
+        load_weights(target, folder, load=load, own=strategy.own_state(target) if load else None)
+    with without_model(trainer.task) as task:
+        task.load_state_dict(load_task_state(folder, task.state_dict().keys()))

@@ -25,6 +25,7 @@ from hftrain.search.optuna_study import report_to_optuna, search_with_optuna
 from hftrain.search.ray_tune import search_with_ray
 from hftrain.search.wandb_sweep import search_with_wandb
 from hftrain.trainer.eval_sets import is_due
+from hftrain.trainer.remote import output_below
 from hftrain.trainer.signatures import takes_trial
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def trying(
         if unknown:
             logger.warning("Only model_init(trial) sees these hyper-parameters, no setting does: %s.", unknown)
         if name is not None:
-            args.output_dir = str(trainer.output_dir / name)
+            args.output_dir = output_below(trainer, name)
         if args.neftune_noise_alpha != before["neftune_noise_alpha"]:
             trainer.neftune_noise_alpha = args.neftune_noise_alpha
         if trainer.is_deepspeed_enabled:
@@ -164,6 +165,15 @@ def search(
 ) -> BestRun | list[BestRun]:
     """Search with a backend; see `Trainer.hyperparameter_search`."""
     check_model_init(trainer, asked="hyperparameter_search()")
+    if trainer.fast_dev_run:
+        raise ConfigError(
+            explain(
+                "hyperparameter_search() was called.",
+                "With fast_dev_run nothing is trained that an objective could be computed of.",
+                "Rehearse with train(trial={...}), and search without fast_dev_run.",
+                fast_dev_run=trainer.fast_dev_run,
+            )
+        )
     _check_data(trainer)
     chosen = choose_backend(backend)
     config = SearchConfig(

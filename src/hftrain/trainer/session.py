@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from torch import nn
 from hftrain.adapter.data import data_seed
 from hftrain.adapter.plan import fit_config
 from hftrain.adapter.sharing import syncs_each_batch
+from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger, warn_once
@@ -41,11 +43,15 @@ from hftrain.trainer.engines import forget_taken
 from hftrain.trainer.eval_sets import check_cadences, is_due
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
+from hftrain.trainer.interrupts import Interrupts, saves_at_all
+from hftrain.trainer.leftovers import END_EPOCH, EVALUATE, SAVE, left_in
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
+from hftrain.trainer.remote import meet_at_mirror, own_copy, publish_quietly
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.resuming import plan_run
 from hftrain.trainer.room import check_room
+from hftrain.trainer.salvage import Salvage
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.weighing import LossShares
 
@@ -83,6 +89,7 @@ class TrainSession:
             ),
         )
         self._rng: Mapping[str, Any] | None = None
+        self._left: frozenset[str] = frozenset()
         self.changes = ModelChanges(trainer)
         self.pending: list[Callable[[], None]] = []
         self.checkpoints = RunCheckpoints(
@@ -97,13 +104,20 @@ class TrainSession:
         self.used_rate: float | None = None
         self._start_time = time.time()
         self.counts: RunCounts
+        self.loop: FitLoop
+        self.interrupts: Interrupts
+        self.salvage: Salvage
+        self.is_evaluating = False
+        # In words; None in a step or an evaluation.
+        self.phase: str | None = "set up the training"
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
         trainer, args = self.trainer, self.trainer.args
         trainer.is_in_train = True
         resume = trainer.strategy.broadcast_object(None if self.resume is None else str(self.resume))
-        self.resume = None if resume is None else own_checkpoint(trainer, Path(resume))
+        self.resume = None if resume is None else own_checkpoint(trainer, own_copy(trainer, Path(resume)))
+        self.checkpoints.manager.parcels = meet_at_mirror(trainer)
         if trainer.model_init is not None:
             set_seed(args.seed)
             with trainer.strategy.building():
@@ -131,7 +145,7 @@ class TrainSession:
             lr_scheduler=trainer.lr_scheduler,
             train_dataloader=loader,
         )
-        if args.save_strategy != "no":
+        if saves_at_all(trainer):
             check_room(trainer, self.checkpoints.manager, self.optimizer)
         self.checkpoints.writes.start()
         rehearse_best_metric(trainer, ignore_keys=self.ignore_keys)
@@ -148,15 +162,16 @@ class TrainSession:
             num_epochs=num_epochs if plan[4] else None,
             world_size=trainer.strategy.world_size,
         )
-        with training_weights(self.optimizer):
-            self._loop(config, loader, stepper).run()
-        self.checkpoints.settle()
-        has_trained = self.progress.step > first.step
-        if args.save_strategy == "steps" and has_trained and self.checkpoints.tried_step != self.progress.step:
-            # Stopped by the evaluation of the last epoch's end, after which no event follows.
-            self._save()
+        self.phase = None
+        with Interrupts(self, save=self._save) as self.interrupts:
+            with training_weights(self.optimizer), Salvage(self, save=self._save) as self.salvage:
+                self.loop = self._loop(config, loader, self.salvage.watch(stepper))
+                self.loop.run()
             self.checkpoints.settle()
-        return self._finish(start_s=start_s, first=first)
+            self._save_end(first)
+            output = self._finish(start_s=start_s, first=first)
+            self.interrupts.settle()
+        return output
 
     def close(self) -> None:
         """Put the unwrapped model back and mark the run as over; safe after an error."""
@@ -274,7 +289,7 @@ class TrainSession:
     def _load_rest(self, folder: Path) -> None:
         """Load what a checkpoint holds beside the model."""
         trainer = self.trainer
-        self._rng = self.checkpoints.load_rest(folder, self.optimizer)
+        self._rng, self._left = self.checkpoints.load_rest(folder, self.optimizer), left_in(folder)
         for flag in vars(trainer.control):
             # A run that was stopped is resumed to go on; the plan says how far.
             setattr(trainer.control, flag, False)
@@ -291,7 +306,7 @@ class TrainSession:
             fitting = MicroBatches(trainer, logs=self.logs, found=found_size(trainer.args, self.resume))
             take, step = fitting.take, fitting.step
         slots = FitSlots(
-            get_batch_samples=self.counts.watching(take),
+            get_batch_samples=self.salvage.watching(self.counts.watching(take)),
             training_step=step,
             before_epoch=self._before_epoch,
             restore_rng=self._restore_rng,
@@ -336,11 +351,24 @@ class TrainSession:
         self.checkpoints.epoch_rng = capture_rng()
         self.trainer._past = None
 
-    def _restore_rng(self) -> None:
-        """Put the checkpoint's random numbers back, once the first epoch's data is open."""
+    def _restore_rng(self) -> bool:
+        """Put the checkpoint's random numbers back, once the first epoch's data is open, and do what it left to do.
+
+        Returns:
+            Whether that ends the epoch.
+        """
         if self._rng is not None:
             restore_rng(dict(self._rng))
             self._rng = None
+        control, left = self.trainer.control, self._left
+        self._left = frozenset()
+        if EVALUATE in left and self.trainer.args.eval_strategy != "no":
+            self._evaluate()
+            if SAVE in left or control.should_save:
+                control.should_save = False
+                self._save()
+        control.should_epoch_stop = control.should_epoch_stop or END_EPOCH in left
+        return bool(left) and (control.should_epoch_stop or control.should_training_stop)
 
     def _log(self, logs: dict[str, Any]) -> None:
         self.counts.read()
@@ -380,12 +408,16 @@ class TrainSession:
     def _evaluate(self) -> None:
         trainer = self.trainer
         self.counts.read()
+        self.is_evaluating = True
         metrics = trainer._evaluate(trainer._trial, self.ignore_keys)
+        self.is_evaluating = False
         wanted = best_metric_key(trainer.args.metric_for_best_model or "loss")
         if wanted not in metrics and not all(is_due(entry, trainer) for entry in trainer._eval_sets.values()):
             # The set that decides has a cadence of its own, and was not evaluated now.
             return
         if trainer.args.metric_for_best_model is not None and trainer.state.global_step > 0:
+            value = read_metric(metrics, wanted)
+            self.checkpoints.metric = {trainer.state.global_step: value if math.isfinite(value) else None}
             is_best = trainer._determine_best_metric(metrics, trainer._trial)
             if trainer.args.save_strategy == "best" and is_best:
                 trainer.control.should_save = True
@@ -397,12 +429,23 @@ class TrainSession:
             trainer.lr_scheduler.step(read_metric(metrics, trainer.args.metric_for_best_model or "loss"))
 
     def _save(self) -> None:
+        self.interrupts.note_save()
+        self.phase = f"save {checkpoint_name(self.trainer.state.global_step)}"
         self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial))
+        self.phase = None
 
     # -- the end -------------------------------------------------------------------------------------------------
 
+    def _save_end(self, first: Progress) -> None:
+        """Save what no event has: a run that the evaluation of the last epoch's end has stopped."""
+        has_trained = self.progress.step > first.step
+        is_saved = self.checkpoints.tried_step == self.progress.step
+        if self.trainer.args.save_strategy == "steps" and has_trained and not is_saved:
+            self._save()
+            self.checkpoints.settle()
+
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
-        trainer = self.trainer
+        trainer, self.phase = self.trainer, "finish the training"
         self.losses.read()
         self.counts.read()
         trainer.store_flos()
@@ -427,9 +470,11 @@ class TrainSession:
         trainer._report_memory(metrics)
         trainer._log(metrics)
         best = best_checkpoint(trainer)
-        if trainer.args.save_total_limit == 1 and trainer.args.load_best_model_at_end and best is not None:
+        keeps_one = trainer.args.save_total_limit == 1 and trainer.save_policy.keep_best in (None, 1)
+        if keeps_one and trainer.args.load_best_model_at_end and best is not None:
             self.checkpoints.manager.keep_only(best)
         trainer.callback_handler.fire("on_train_end")
+        publish_quietly(trainer)
         if trainer.args.push_to_hub:
             trainer._hub.after_training()
         return TrainOutput(trainer.state.global_step, training_loss, metrics)

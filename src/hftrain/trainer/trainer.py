@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ from hftrain.precision.registry import precisions
 from hftrain.search.config import BestRun, HPSearchBackend
 from hftrain.step.in_backward import check_in_backward
 from hftrain.step.legality import check_legal
-from hftrain.storage.files import check_writable
+from hftrain.storage.mirrors import Mirror
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.compilation import Compiler
@@ -77,8 +78,11 @@ from hftrain.trainer.checks import (
     check_eval_data,
     check_evaluation,
     check_model,
+    check_optimizer,
     check_parts,
+    check_save_policy,
     check_sharding,
+    check_step,
     check_strategy,
     check_task,
     check_tensor_parallel,
@@ -100,15 +104,19 @@ from hftrain.trainer.evaluating import (
     with_memory,
 )
 from hftrain.trainer.fitting import SMALLER_BATCH, check_fitting, with_smaller_batches
+from hftrain.trainer.foresight import check_ahead, check_fits
 from hftrain.trainer.generating import generates
 from hftrain.trainer.hooks import call_with, check_hooks
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.instep import in_step
+from hftrain.trainer.interrupts import saves_at_all
 from hftrain.trainer.ipex import optimize_with_ipex
 from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.nodes import check_nodes
 from hftrain.trainer.numerics import check_training, prepare_model
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
+from hftrain.trainer.rehearsal import cut_short, number_of_batches, rehearse, without_trackers
+from hftrain.trainer.remote import check_output, output_folder, prepare_output, publish, publish_together
 from hftrain.trainer.replicas import forget_devices, note_devices
 from hftrain.trainer.reports import (
     format_metrics,
@@ -123,6 +131,7 @@ from hftrain.trainer.searching import TrialRun, search, trying
 from hftrain.trainer.session import TrainSession, place_task
 from hftrain.trainer.signatures import accepts, takes_trial, taking
 from hftrain.trainer.weighing import LossShares
+from hftrain.trainer.whereabouts import report_late_ranks, whereabouts
 
 logger = get_logger(__name__)
 
@@ -152,6 +161,9 @@ class Trainer:
         spill_dir: A folder for predictions larger than memory: what an evaluation or `predict` keeps is held in unnamed
             files there, mapped into memory as NumPy arrays. A file's space is free again when its array is gone.
         save_policy: When and how to save beyond what the arguments say.
+        fast_dev_run: Rehearse: `train` takes so many steps with a copy of the model, evaluates, saves and resumes in a
+            temporary folder, says how long a step took, and leaves nothing behind; `evaluate` and `predict` take so
+            many batches. Callbacks hear it all; trackers and the Hub do not. None for a real run, True for one batch.
         loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
@@ -184,6 +196,7 @@ class Trainer:
         precision: str | Precision | None = None,
         spill_dir: str | Path | None = None,
         save_policy: SavePolicy | None = None,
+        fast_dev_run: bool | int | None = None,
         loggers: str | Logger | Sequence[str | Logger] | None = None,
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
@@ -201,10 +214,13 @@ class Trainer:
         self._make_parts(model, strategy, precision)
         check_sharding(self.args, self.strategy, optimizers=optimizers)
         callbacks = self._with_trackers(loggers, [*(callbacks or ()), *(callback or ())])
+        self.fast_dev_run = number_of_batches(fast_dev_run)
+        callbacks = without_trackers(callbacks) if self.fast_dev_run else callbacks
         eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
         self.save_policy = save_policy or SavePolicy()
+        check_save_policy(self.args, self.save_policy)
         self._check_eval_data()
         self.model_init, self.compute_loss_func, self.compute_metrics = model_init, compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
@@ -217,12 +233,15 @@ class Trainer:
             set_verbosity(self.args.get_process_log_level())
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
+        if self.optimizer is not None and model_init is None:
+            check_optimizer(self.optimizer, self.lr_scheduler, self.model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
         self._check_evaluating()
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
         self._resolve_hooks(given)
-        self._hub.start()
+        if not self.fast_dev_run:
+            self._hub.start()
         self._make_callbacks([*debug_callbacks(self), *callbacks])
 
     # -- construction --------------------------------------------------------------------------------------------
@@ -267,6 +286,7 @@ class Trainer:
         check_strategy(self.args, self.strategy)
         settle_deepspeed(self.args, self.strategy, self.precision)
         check_nodes(self.args, self.strategy)
+        check_output(self.args)
         check_legal(self.strategy, self.precision)
         check_configured_state(self.args, self.strategy.planned_device)
         self.strategy.non_blocking = non_blocking_copies(self.args)
@@ -372,6 +392,9 @@ class Trainer:
     def _start_idle(self) -> None:
         """Set what only a running verb changes."""
         self._start_folder = Path.cwd()
+        self._mirrors: dict[str, Mirror] = {}
+        # Where checkpoints were fetched from that were named by a URL.
+        self._origins: dict[Path, str] = {}
         self._hub = TrainerHub(self)
         self.is_in_train = False
         self._found: dict[str, Any] = {}
@@ -413,9 +436,11 @@ class Trainer:
 
     @property
     def output_dir(self) -> Path:
-        """The folder that checkpoints and results go to; it stays where it is when the working directory changes."""
-        folder = str(self.args.output_dir)
-        return Path(folder) if "://" in folder else self._start_folder / folder
+        """The folder that checkpoints and results go to; it stays where it is when the working directory changes.
+
+        For a remote `args.output_dir` it is the local mirror, from which they are uploaded.
+        """
+        return output_folder(self, str(self.args.output_dir))
 
     @property
     def place_model_on_device(self) -> bool:
@@ -500,7 +525,9 @@ class Trainer:
         """Train until the planned number of optimizer updates; collective.
 
         Args:
-            resume_from_checkpoint: A checkpoint's folder, or True for the newest valid one in `output_dir`.
+            resume_from_checkpoint: A checkpoint's folder; True for the newest valid one in `output_dir`; ``"auto"`` for
+                that if there is one, else a new run. None does what the arguments say if they say ``"auto"``, else
+                starts a new run, as False does.
             trial: An Optuna trial (what it has suggested, else the default space), or a dict of hyper-parameters. They
                 are written into the arguments for as long as the run lasts; needs `model_init`.
             ignore_keys_for_eval: Outputs that evaluations during training leave out of the predictions.
@@ -512,6 +539,8 @@ class Trainer:
         Raises:
             ConfigError: The run cannot work as set up; raised before any device is touched.
             CheckpointError: There is nothing valid to resume from.
+            SystemExit: SIGTERM has stopped the run, after a checkpoint; the exit status is 128 + 15.
+            KeyboardInterrupt: SIGINT has, likewise.
 
         Source: the documented `Trainer.train`.
         """
@@ -543,23 +572,33 @@ class Trainer:
                 self._check_columns(dataset)
                 if not self._is_overridden("_get_eval_sampler"):
                     self._check_lengths(dataset, is_training=False)
-        if self.args.save_strategy != "no":
-            check_writable(self.output_dir)
+        was_there = self.output_dir.exists()
+        if saves_at_all(self):
+            prepare_output(self)
         self._check_optimizer()
         check_training(self)
         self.strategy.check_model(self.model)
+        check_ahead(self)
         resume = find_resume(self, resume_from_checkpoint)
+        if resume is not None:
+            check_fits(self, resume)
 
-        def run() -> TrainOutput:
-            session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
-            try:
-                return session.run()
-            finally:
-                session.close()
-                self._session = None
+        def run(resume: Path | None) -> TrainOutput:
+            def attempt() -> TrainOutput:
+                session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
+                try:
+                    return session.run()
+                finally:
+                    session.close()
+                    self._session = None
+
+            is_retried = self.args.auto_find_batch_size == SMALLER_BATCH
+            return with_smaller_batches(self, resume, attempt) if is_retried else attempt()
 
         with self._running("train"):
-            return with_smaller_batches(self, resume, run) if self.args.auto_find_batch_size == SMALLER_BATCH else run()
+            if self.fast_dev_run:
+                return rehearse(self, run, resume=resume, was_there=was_there)
+            return run(resume)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -582,7 +621,7 @@ class Trainer:
             return evaluate_sets(self, datasets, ignore_keys, metric_key_prefix, is_own=is_own)
         chosen = self._eval_sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
         with own_metrics(self, chosen), self._evaluating("eval"):
-            loader = self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False)
+            loader = cut_short(self, self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False))
             start_s = time.perf_counter()
             loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
             output = loop(
@@ -617,7 +656,7 @@ class Trainer:
         Source: the documented `Trainer.predict`.
         """
         with self._evaluating("predict"):
-            loader = self._sharded(self.get_test_dataloader(test_dataset), is_training=False)
+            loader = cut_short(self, self._sharded(self.get_test_dataloader(test_dataset), is_training=False))
             start_s = time.perf_counter()
             loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
             output = loop(
@@ -743,11 +782,14 @@ class Trainer:
         With `push_to_hub=True` the model is pushed as well, from `args.output_dir`, and waited for.
 
         Args:
-            output_dir: The folder; None takes `args.output_dir`.
+            output_dir: The folder, local or remote; None takes `args.output_dir`.
+
+        Raises:
+            CheckpointError: A remote folder cannot be written to; the files are in its local mirror.
 
         Source: the documented `Trainer.save_model`.
         """
-        folder = Path(output_dir) if output_dir else self.output_dir
+        folder = output_folder(self, output_dir) if output_dir else self.output_dir
         # In a checkpoint each process may write a part of its own; asked for by name, a model is always whole.
         is_split = _internal_call and self.strategy.model_shards(self.model_wrapped) is not None
         with evaluation_weights(self.optimizer):
@@ -755,6 +797,8 @@ class Trainer:
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._save(str(folder), state_dict=weights)
+        if not (_internal_call and output_dir):
+            publish_together(self, output_dir)
         if not _internal_call:
             self.strategy.barrier()
             if self.args.push_to_hub:
@@ -769,6 +813,7 @@ class Trainer:
         if self.args.should_save:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
+            publish(self)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add `logs` to the history and tell the callbacks.
@@ -801,6 +846,7 @@ class Trainer:
         """Write ``<split>_results.json`` and add to ``all_results.json``; the main process writes."""
         if self.is_world_process_zero():
             store_metrics(self.output_dir, split, metrics, combined=combined)
+            publish(self)
 
     # -- the Hub -------------------------------------------------------------------------------------------------
 
@@ -879,6 +925,7 @@ class Trainer:
             dataset=dataset,
             dataset_args=dataset_args,
         )
+        publish(self)
 
     def push_to_hub(
         self,
@@ -1418,6 +1465,8 @@ class Trainer:
         is_made = "optimizer" in self.strategy.makes
         if not (is_own or makes_own or is_made or self._is_overridden("create_optimizer")):
             self._check_in_backward(self.get_optimizer_cls_and_kwargs(self.args, self.model)[0])
+        elif self.optimizer_cls_and_kwargs is not None:
+            check_step(self.optimizer_cls_and_kwargs[0])
 
     def _check_in_backward(self, optimizer: Any) -> None:
         accumulation = self.args.gradient_accumulation_steps
@@ -1687,7 +1736,12 @@ class Trainer:
                 if isinstance(self.task, ModelTask):
                     self.task.label_names, self.task.can_return_loss = list(self.label_names), self.can_return_loss
                 self.compiler.open()
+                if self.strategy.watch is not None:
+                    self.strategy.watch.where = partial(whereabouts, self)
             yield
+        except RuntimeError as error:
+            report_late_ranks(self, error)
+            raise
         finally:
             self._depth -= 1
             self._stage = previous

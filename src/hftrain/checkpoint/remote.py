@@ -1,0 +1,283 @@
+"""Checkpoints in a remote store: the same commit, with the manifest uploaded last in place of the rename."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_step, list_checkpoints
+from hftrain.checkpoint.manifest import Manifest, inner_path, read_manifest, verify
+from hftrain.checkpoint.rotation import commit_order, surplus
+from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.log import get_logger
+from hftrain.storage import files
+from hftrain.storage.remote import RemoteFolder
+
+# Whose unfinished upload or deletion a folder without a manifest is; the run's name follows.
+_CLAIM = ".incomplete-"
+_MAX_MANIFEST_BYTES = 1 << 28
+
+logger = get_logger(__name__)
+
+
+class UnreachableError(CheckpointError):
+    """A store could not be used, which says nothing about its checkpoints."""
+
+
+class RemoteCheckpoints:
+    """Publish, list, fetch and delete the checkpoints of a remote folder; for one process alone.
+
+    A folder there is a checkpoint from the moment its manifest is there, until its manifest is gone. Before the first
+    file of an upload, and before the manifest goes, the run leaves its name in the folder; only folders without
+    manifest that bear a run's own name are ever swept by it.
+
+    Args:
+        url: The remote folder.
+        mirror: The local folder in which checkpoints are written, and to which they are fetched.
+
+    Raises:
+        ConfigError: See `check_url`.
+        MissingDependencyError: The store's package is not installed.
+    """
+
+    def __init__(self, url: str, *, mirror: Path) -> None:
+        self.folder = RemoteFolder(url)
+        self.mirror = mirror
+        self._has_swept = False
+
+    def publish(self, path: Path, *, run_id: str) -> None:
+        """Upload a committed checkpoint of the mirror, in place of what has its name; it counts when this returns.
+
+        What is replaced is gone from the moment the upload begins.
+
+        Raises:
+            CheckpointError: The store cannot be used; the checkpoint stays in the mirror.
+        """
+        try:
+            self._sweep(run_id, besides=path.name)
+            self._upload(path, run_id)
+        except OSError as error:
+            self._has_swept = False
+            raise CheckpointError(
+                explain(
+                    f"{path.name} should be uploaded to {self.folder.url}.",
+                    f"{str(error).rstrip('.')}.",
+                    f"It is whole in {path}: resume from there, or copy it to the store, its {MANIFEST} last.",
+                )
+            ) from error
+
+    def names(self) -> list[str]:
+        """List the folders that are named like checkpoints, in the order of their commits; see `commit_order`.
+
+        Raises:
+            UnreachableError: The store cannot be used.
+        """
+        return list(self._manifests())
+
+    def latest(self) -> Path | None:
+        """Fetch the newest checkpoint that is whole, or return None; those passed over are named in a warning.
+
+        Raises:
+            UnreachableError: The store cannot be used; that is no reason to take an older one.
+        """
+        manifests = self._manifests()
+        found = None
+        for name, manifest in reversed(manifests.items()):
+            try:
+                if manifest is None:
+                    raise self._damaged(name, f"It has no {MANIFEST} that can be trusted")
+                found = self.fetch(name)
+                break
+            except UnreachableError:
+                raise
+            except CheckpointError as error:
+                logger.warning("Passed over %s when looking for the newest checkpoint: %s", name, error)
+        self._report_unpublished(manifests, None if found is None else found.name)
+        return found
+
+    def rotate(
+        self,
+        *,
+        run_id: str,
+        limit: int | None,
+        protected: set[str],
+        keeps_newest: bool = True,
+        choose: Callable[[Mapping[str, Manifest]], set[str]] = lambda manifests: set(),
+    ) -> None:
+        """Delete a run's oldest checkpoints beyond the limit; what fails is left behind with a warning.
+
+        Args:
+            run_id: The run's name; other runs' checkpoints stay.
+            limit: How many are kept; None, or a number below 1, keeps all.
+            protected: The names of those that stay whatever the limit.
+            keeps_newest: Whether the newest is one of them.
+            choose: Names, of all of the run's, others that stay.
+        """
+        if limit is None or limit < 1:
+            return
+        try:
+            manifests = self._manifests()
+        except UnreachableError as error:
+            logger.warning("Deleted no old checkpoints: %s", error)
+            return
+        known = {name: m for name, m in manifests.items() if m and m.facts.get("run_id") == run_id}
+        own = [*known]
+        if protected & {*own}:
+            kept = protected | {*(own[-1:] if keeps_newest else [])} | choose(known)
+            for name in surplus(own, protected=kept, limit=limit):
+                self.delete(name, run_id=run_id)
+
+    def fetch(self, name: str) -> Path:
+        """Return a checkpoint's folder in the mirror, downloaded unless it is there already, and verified.
+
+        One that looks like a Hugging Face Trainer's has no manifest: it is downloaded as it is.
+
+        Raises:
+            CheckpointError: It is damaged.
+        UnreachableError: The store cannot be used.
+        """
+        try:
+            return self._fetch(name)
+        except FileNotFoundError as error:
+            raise self._damaged(name, f"It lacks a file: {error}") from error
+        except OSError as error:
+            raise self._unreachable(error) from error
+
+    def delete(self, name: str, *, run_id: str) -> None:
+        """Delete a checkpoint, its manifest first; what cannot be deleted is left behind with a warning."""
+        try:
+            self._claim(name, run_id)
+            self.folder.delete_file(f"{name}/{MANIFEST}")
+            self.folder.delete_folder(name)
+        except OSError as error:
+            logger.warning("Could not delete %s/%s: %s", self.folder.url, name, error)
+
+    def _upload(self, path: Path, run_id: str) -> None:
+        claim = self._claim(path.name, run_id)
+        names = [file.relative_to(path).as_posix() for file in files.walk_files(path)]
+        there = self.folder.sizes(path.name).keys() - {claim}
+        # The manifest first; the new files replace those of their names.
+        for name in sorted(there & {MANIFEST}) + sorted(there - {*names}):
+            self.folder.delete_file(f"{path.name}/{name}")
+        for name in sorted(names, key=lambda name: name == MANIFEST):
+            if name == MANIFEST:
+                self._check_sizes(path, names)
+            self.folder.upload(path / name, f"{path.name}/{name}")
+        self.folder.delete_file(f"{path.name}/{claim}")
+        logger.info("Uploaded %s to %s.", path.name, self.folder.url)
+
+    def _check_sizes(self, path: Path, names: list[str]) -> None:
+        """Raise if the store does not hold what it was given, before the manifest says that it does."""
+        found = self.folder.sizes(path.name)
+        for name in names:
+            size = (path / name).stat().st_size
+            if name != MANIFEST and found.get(name) != size:
+                raise OSError(f"{path.name}/{name} has {found.get(name)} bytes there instead of {size}")
+
+    def _claim(self, name: str, run_id: str) -> str:
+        self.folder.write(f"{name}/{_CLAIM}{run_id}", "")
+        return f"{_CLAIM}{run_id}"
+
+    def _sweep(self, run_id: str, *, besides: str) -> None:
+        """Delete what killed processes of this run have left, once: nobody else leaves anything later."""
+        for name in [] if self._has_swept else self.folder.names():
+            if checkpoint_step(name) is not None and name != besides:
+                found = self.folder.sizes(name)
+                if MANIFEST not in found and f"{_CLAIM}{run_id}" in found:
+                    self.folder.delete_folder(name)
+        self._has_swept = True
+
+    def _manifests(self) -> dict[str, Manifest | None]:
+        """Map the folders that are named like checkpoints to their manifests, None where that cannot be trusted."""
+        try:
+            found = {name: self._manifest(name) for name in self.folder.names() if checkpoint_step(name) is not None}
+        except OSError as error:
+            raise self._unreachable(error) from error
+        order = {name: commit_order(manifest, step=checkpoint_step(name) or 0) for name, manifest in found.items()}
+        return {name: found[name] for name in sorted(found, key=order.__getitem__)}
+
+    def _manifest(self, name: str) -> Manifest | None:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                manifest = self._read(name, Path(folder) / name)
+            except (CheckpointError, FileNotFoundError):
+                return None
+        return manifest if manifest.step == checkpoint_step(name) else None
+
+    def _read(self, name: str, folder: Path) -> Manifest:
+        self.folder.download(f"{name}/{MANIFEST}", folder / MANIFEST)
+        return read_manifest(folder)
+
+    def _fetch(self, name: str) -> Path:
+        sizes = self.folder.sizes(name)
+        if sizes.get(MANIFEST, 0) > _MAX_MANIFEST_BYTES:
+            raise self._damaged(name, f"Its {MANIFEST} has {sizes[MANIFEST]} bytes")
+        if MANIFEST not in sizes and TRAINER_STATE not in sizes:
+            raise self._damaged(name, f"It is not a checkpoint: it has no {MANIFEST}")
+        target = self.mirror / name
+        staged = files.begin(target)
+        try:
+            manifest = self._read(name, staged) if MANIFEST in sizes else None
+            if manifest is not None and _holds(target, manifest):
+                files.discard(staged)
+                return target
+            self._download(name, staged, manifest, sizes)
+            files.commit(staged, target)
+        except BaseException:
+            files.discard(staged)
+            raise
+        logger.info("Fetched %s/%s to %s.", self.folder.url, name, target)
+        return target
+
+    def _download(self, name: str, staged: Path, manifest: Manifest | None, sizes: Mapping[str, int]) -> None:
+        expected = sizes if manifest is None else {file: record["size"] for file, record in manifest.files.items()}
+        for file, size in expected.items():
+            inside = inner_path(staged, file)
+            if sizes.get(file) != size:
+                raise self._damaged(f"{name}/{file}", f"It has {sizes.get(file)} bytes instead of {size}")
+            self.folder.download(f"{name}/{file}", inside)
+        if manifest is not None and verify(staged).step != checkpoint_step(name):
+            raise self._damaged(name, f"It was saved at step {manifest.step}, as another folder")
+
+    def _report_unpublished(self, manifests: Mapping[str, Manifest | None], found: str | None) -> None:
+        """Name the checkpoint of the mirror that a failed upload has left there, if it is newer than the one found."""
+        newest = manifests[found] if found is not None else None
+        for path in reversed(list_checkpoints(self.mirror)):
+            try:
+                manifest = read_manifest(path)
+            except CheckpointError:
+                continue
+            is_newer = newest is None or (
+                manifest.facts.get("run_id") == newest.facts.get("run_id") and manifest.step > newest.step
+            )
+            if is_newer and path.name not in manifests:
+                logger.warning(
+                    "%s is newer than what %s holds, and was never uploaded. It is not taken by itself: "
+                    "resume_from_checkpoint=%r takes it.",
+                    path,
+                    self.folder.url,
+                    str(path),
+                )
+                return
+
+    def _damaged(self, name: str, reason: str) -> CheckpointError:
+        remedy = "Use another checkpoint; without a path, resuming takes the newest that is whole."
+        return CheckpointError(explain(f"{self.folder.url}/{name} should be read.", f"{reason}.", remedy))
+
+    def _unreachable(self, error: OSError) -> UnreachableError:
+        return UnreachableError(
+            explain(
+                f"The checkpoints in {self.folder.url} should be read.",
+                f"{str(error).rstrip('.')}.",
+                "Check the network, the credentials and the room on the local disk, then try again.",
+            )
+        )
+
+
+def _holds(folder: Path, manifest: Manifest) -> bool:
+    """Tell whether a local folder is the checkpoint of a manifest, whole."""
+    try:
+        return verify(folder) == manifest
+    except CheckpointError:
+        return False

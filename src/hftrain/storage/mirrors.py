@@ -1,0 +1,72 @@
+"""Local folders in which a run works whose own folder is remote."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from hftrain.storage.files import walk_files
+from hftrain.storage.remote import RemoteFolder, is_url
+
+CACHE_VARIABLE = "HFTRAIN_CACHE"
+
+
+def mirror_of(url: str) -> Path:
+    """Return the local folder that stands for a remote one: always the same for a URL, and of the same name.
+
+    It is in ``mirrors/`` of the folder that the environment variable `HFTRAIN_CACHE` names, else of ``hftrain`` in the
+    user's cache (`XDG_CACHE_HOME`, ``~/.cache``). Nothing is lost if it is deleted between two runs.
+    """
+    url = url.rstrip("/")
+    own = os.environ.get(CACHE_VARIABLE)
+    cache = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hftrain"
+    return cache.absolute() / "mirrors" / hashlib.sha256(url.encode()).hexdigest()[:16] / url.rpartition("/")[2]
+
+
+def local_folder(folder: str | Path, *, start: Path) -> Path:
+    """Return where a folder is written: a remote one in its mirror, another where it is, relative to `start`."""
+    text = str(folder)
+    return mirror_of(text) if is_url(text) else start / text.removeprefix("file://")
+
+
+class Mirror:
+    """The local folder of a remote one, whose new files are published.
+
+    What an earlier process has left in it is not: the remote folder may hold newer files by now.
+
+    Args:
+        url: The remote folder.
+        is_left_out: Tells by a part of a file's path that the file is not published here. Hidden files never are.
+    """
+
+    def __init__(self, url: str, *, is_left_out: Callable[[str], bool]) -> None:
+        self.url = url
+        self.folder = mirror_of(url)
+        self._is_left_out = is_left_out
+        self._published = self._stamps()
+
+    def publish(self) -> None:
+        """Upload the files that were written since the last time, or since this object was made.
+
+        Raises:
+            OSError: The store cannot be used; files that were not uploaded are taken up the next time.
+        """
+        changed = {name: stamp for name, stamp in self._stamps().items() if self._published.get(name) != stamp}
+        if not changed:
+            return
+        remote = RemoteFolder(self.url)
+        for name, stamp in changed.items():
+            remote.upload(self.folder / name, name)
+            self._published[name] = stamp
+
+    def _stamps(self) -> dict[str, tuple[int, int]]:
+        """Map each file to what changes when it is written to."""
+        found = {}
+        for path in walk_files(self.folder):
+            name = path.relative_to(self.folder)
+            if path.is_file() and not any(part.startswith(".") or self._is_left_out(part) for part in name.parts):
+                stat = path.stat()
+                found[name.as_posix()] = (stat.st_mtime_ns, stat.st_size)
+        return found

@@ -1,0 +1,313 @@
+"""Checkpoints in a remote folder, on fsspec's store in memory: the commit, what it survives, and the way back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from support.remote import URL, empty_store, failing, listing, read, write
+
+from hftrain import CheckpointError
+from hftrain.checkpoint.layout import MANIFEST
+from hftrain.checkpoint.manifest import verify
+from hftrain.checkpoint.remote import RemoteCheckpoints, UnreachableError
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch, tmp_path):
+    with empty_store(monkeypatch, tmp_path / "cache"):
+        yield
+
+
+@pytest.fixture
+def make(make_manager):
+    """Return a function that makes a manager of the remote folder; all of them belong to one run."""
+
+    def make_remote(**config):
+        manager = make_manager(url=URL, **config)
+        manager.run_id = "run"
+        return manager
+
+    return make_remote
+
+
+def checkpoints() -> list[str]:
+    return [name.partition("/")[0] for name in listing() if name.endswith(f"/{MANIFEST}")]
+
+
+def test_save_publishes_every_file(make, save_at, output_dir):
+    path = save_at(make(), 5)
+    names = sorted(f"checkpoint-5/{file.name}" for file in path.iterdir())
+    assert listing() == names
+    assert all(read(name) == (output_dir / name).read_bytes() for name in names)
+
+
+def test_the_manifest_comes_last(make, save_at, monkeypatch):
+    whole, seen = MemoryFileSystem.put_file, []
+
+    def watch(self, source, target, **options):
+        seen.append(target.rpartition("/")[2])
+        return whole(self, source, target, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", watch)
+    path = save_at(make(), 5)
+    assert seen[0] == ".incomplete-run"
+    assert seen[-1] == MANIFEST
+    assert sorted(seen[1:]) == sorted(file.name for file in path.iterdir())
+
+
+def test_latest_brings_the_newest_into_an_empty_mirror(make, save_at, output_dir):
+    for step in (5, 10):
+        save_at(make(), step)
+    shutil.rmtree(output_dir)
+    assert make().latest() == output_dir / "checkpoint-10"
+    assert verify(output_dir / "checkpoint-10").step == 10
+    assert [path.name for path in output_dir.iterdir()] == ["checkpoint-10"]
+
+
+def test_latest_downloads_nothing_that_is_there(make, save_at, monkeypatch):
+    path = save_at(make(), 5)
+    whole, seen = MemoryFileSystem.get_file, []
+    monkeypatch.setattr(MemoryFileSystem, "get_file", lambda *a, **k: seen.append(a[1]) or whole(*a, **k))
+    assert make().latest() == path
+    assert {name.rpartition("/")[2] for name in seen} == {MANIFEST}
+
+
+def test_latest_replaces_a_copy_that_is_another(make, save_at, output_dir):
+    path = save_at(make(), 5)
+    (path / "model.safetensors").write_bytes(b"damaged")
+    assert make().latest() == path
+    assert verify(path).step == 5
+    assert [path.name for path in output_dir.iterdir()] == ["checkpoint-5"]
+
+
+def test_latest_takes_the_one_committed_last(make, save_at, output_dir):
+    for step in (10, 5):
+        save_at(make(), step)
+    shutil.rmtree(output_dir)
+    assert make().latest().name == "checkpoint-5"
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "delete", "no manifest", "manifest", "renamed"])
+def test_latest_passes_over_what_is_damaged(make, save_at, output_dir, caplog, damage):
+    for step in (5, 10):
+        save_at(make(), step)
+    shutil.rmtree(output_dir)
+    name = "checkpoint-10/optimizer.pt"
+    content = read(name)
+    if damage == "cut":
+        write(name, content[:-1])
+    elif damage == "flip":
+        write(name, content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "delete":
+        MemoryFileSystem().rm(f"/bucket/run/{name}")
+    elif damage == "no manifest":
+        MemoryFileSystem().rm(f"/bucket/run/checkpoint-10/{MANIFEST}")
+    elif damage == "manifest":
+        write(f"checkpoint-10/{MANIFEST}", read(f"checkpoint-10/{MANIFEST}")[:-9])
+    else:
+        MemoryFileSystem().mv("/bucket/run/checkpoint-10", "/bucket/run/checkpoint-11", recursive=True)
+    assert make().latest() == output_dir / "checkpoint-5"
+    assert "Passed over checkpoint-1" in caplog.text
+    assert [path.name for path in output_dir.iterdir()] == ["checkpoint-5"]
+
+
+def test_latest_of_an_empty_folder_is_none(make):
+    assert make().latest() is None
+
+
+@pytest.mark.parametrize("method", ["ls", "get_file"])
+def test_a_store_that_fails_is_no_reason_to_take_an_older_one(make, save_at, output_dir, monkeypatch, method):
+    save_at(make(), 5)
+    shutil.rmtree(output_dir)
+    failing(monkeypatch, method, times=99, error=OSError("unreachable"))
+    with pytest.raises(UnreachableError, match=r"memory://bucket/run should be read.*unreachable.*Check the network"):
+        make().latest()
+
+
+def test_a_path_that_leaves_the_folder_is_refused(make, save_at, output_dir, tmp_path):
+    save_at(make(), 5)
+    shutil.rmtree(output_dir)
+    # What a bucket may well hold, and a careless download would write beside the mirror.
+    write("checkpoint-5/trainer_state.json", b"{}")
+    MemoryFileSystem().rm(f"/bucket/run/checkpoint-5/{MANIFEST}")
+    MemoryFileSystem.store["/bucket/run/checkpoint-5/../../evil"] = MemoryFileSystem.store[
+        "/bucket/run/checkpoint-5/trainer_state.json"
+    ]
+    with pytest.raises(CheckpointError, match="no path inside the folder"):
+        RemoteCheckpoints(URL, mirror=output_dir).fetch("checkpoint-5")
+    assert not list(tmp_path.rglob("evil"))
+
+
+def test_a_manifest_of_unreasonable_size_is_not_downloaded(make, save_at, output_dir, monkeypatch):
+    save_at(make(), 5)
+    shutil.rmtree(output_dir)
+    monkeypatch.setattr("hftrain.checkpoint.remote._MAX_MANIFEST_BYTES", 10)
+    with pytest.raises(CheckpointError, match=f"Its {MANIFEST} has"):
+        RemoteCheckpoints(URL, mirror=output_dir).fetch("checkpoint-5")
+
+
+def test_fetch_refuses_what_is_no_checkpoint(output_dir):
+    write("mine/readme", b"")
+    for name in ("mine", "checkpoint-5"):
+        with pytest.raises(CheckpointError, match=f"{URL}/{name} should be read. It is not a checkpoint"):
+            RemoteCheckpoints(URL, mirror=output_dir).fetch(name)
+
+
+def test_fetch_takes_a_foreign_checkpoint_as_it_is(output_dir):
+    write("checkpoint-5/trainer_state.json", json.dumps({"global_step": 5}).encode())
+    write("checkpoint-5/deep/file", b"1")
+    path = RemoteCheckpoints(URL, mirror=output_dir).fetch("checkpoint-5")
+    assert (path / "deep" / "file").read_bytes() == b"1"
+
+
+# -- uploads that fail --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "rng_state.pth", MANIFEST])
+def test_a_failed_upload_names_the_copy_that_is_left(make, save_at, output_dir, monkeypatch, file):
+    save_at(make(), 5)
+    with monkeypatch.context() as patch:
+        failing(patch, "put_file", times=99, error=OSError("gone"), only=lambda path: path.endswith(f"10/{file}"))
+        with pytest.raises(CheckpointError, match=rf"checkpoint-10 should be uploaded.*gone.*whole in {output_dir}"):
+            save_at(make(), 10)
+    assert checkpoints() == ["checkpoint-5"]
+    assert verify(output_dir / "checkpoint-10").step == 10
+    save_at(make(), 10)
+    assert checkpoints() == ["checkpoint-10", "checkpoint-5"]
+    assert not any(".incomplete" in name for name in listing())
+
+
+def test_what_was_never_uploaded_is_named_and_not_taken(make, save_at, output_dir, monkeypatch, caplog):
+    save_at(make(), 5)
+    with monkeypatch.context() as patch:
+        failing(patch, "put_file", times=99, error=OSError("gone"))
+        with pytest.raises(CheckpointError, match="gone"):
+            save_at(make(), 10)
+    assert make().latest() == output_dir / "checkpoint-5"
+    assert f"{output_dir / 'checkpoint-10'} is newer than what {URL} holds, and was never uploaded" in caplog.text
+
+
+def test_a_store_that_keeps_less_than_it_was_given_gets_no_manifest(make, save_at, monkeypatch):
+    whole = MemoryFileSystem.put_file
+
+    def lose_a_byte(self, source, target, **options):
+        whole(self, source, target, **options)
+        if target.endswith("optimizer.pt"):
+            self.pipe_file(target, self.cat_file(target)[:-1])
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", lose_a_byte)
+    with pytest.raises(CheckpointError, match=r"optimizer.pt has \d+ bytes there instead of \d+"):
+        save_at(make(), 5)
+    assert checkpoints() == []
+
+
+def test_the_old_manifest_goes_before_a_file_is_replaced(make, save_at, output_dir, monkeypatch):
+    save_at(make(), 5)
+    write("checkpoint-5/optimizer_shard-00001-of-00002.safetensors", b"of the old one")
+    with monkeypatch.context() as patch:
+        failing(patch, "put_file", times=99, error=OSError("gone"), only=lambda path: "optimizer.pt" in path)
+        with pytest.raises(CheckpointError, match="gone"):
+            save_at(make(), 5)
+    assert checkpoints() == []
+    path = save_at(make(), 5)
+    assert listing() == sorted(f"checkpoint-5/{file.name}" for file in path.iterdir())
+
+
+def test_what_a_killed_upload_left_is_swept_if_it_is_the_runs_own(make, save_at):
+    for name, run in (("checkpoint-3", "run"), ("checkpoint-4", "other"), ("mine", "run")):
+        write(f"{name}/.incomplete-{run}", b"")
+        write(f"{name}/model.safetensors", b"half")
+    write("checkpoint-2/model.safetensors", b"of nobody we know")
+    save_at(make(), 5)
+    left = {name.partition("/")[0] for name in listing()}
+    assert left == {"checkpoint-2", "checkpoint-4", "checkpoint-5", "mine"}
+
+
+def test_a_claim_beside_a_manifest_is_a_checkpoint(make, save_at, output_dir):
+    save_at(make(), 3)
+    write("checkpoint-3/.incomplete-run", b"")  # killed after the manifest, before the claim was taken back
+    save_at(make(), 5)
+    assert checkpoints() == ["checkpoint-3", "checkpoint-5"]
+
+
+# -- rotation -----------------------------------------------------------------------------------------------------
+
+
+def test_rotation_deletes_there_and_keeps_one_copy_here(make, save_at, output_dir):
+    manager = make(save_total_limit=2)
+    for step in (5, 10, 15):
+        save_at(manager, step)
+        manager.rotate()
+    assert {name.partition("/")[0] for name in listing()} == {"checkpoint-10", "checkpoint-15"}
+    assert [path.name for path in output_dir.iterdir()] == ["checkpoint-15"]
+
+
+def test_rotation_without_a_limit_keeps_all_there_and_one_copy_here(make, save_at, output_dir):
+    manager = make()
+    for step in (5, 10):
+        save_at(manager, step)
+        manager.rotate()
+    assert checkpoints() == ["checkpoint-10", "checkpoint-5"]
+    assert [path.name for path in output_dir.iterdir()] == ["checkpoint-10"]
+
+
+def test_rotation_with_an_empty_mirror_knows_what_is_there(make, save_at, output_dir):
+    for step in (5, 10):
+        save_at(make(), step)
+    shutil.rmtree(output_dir)
+    manager = make(save_total_limit=2)
+    save_at(manager, 15)
+    manager.rotate()
+    assert checkpoints() == ["checkpoint-10", "checkpoint-15"]
+
+
+def test_rotation_keeps_the_best_other_runs_and_what_it_does_not_know(make, make_manager, save_at, output_dir):
+    save_at(make_manager(url=URL), 1)  # another run
+    write("checkpoint-2/model.safetensors", b"of nobody we know")
+    manager = make(save_total_limit=2)
+    for step in (5, 10, 15):
+        save_at(manager, step)
+        manager.rotate(best=output_dir / "checkpoint-5")
+    assert checkpoints() == ["checkpoint-1", "checkpoint-15", "checkpoint-5"]
+    assert "checkpoint-2/model.safetensors" in listing()
+    assert {"checkpoint-5", "checkpoint-15"} <= {path.name for path in output_dir.iterdir()}
+    manager.keep_only(output_dir / "checkpoint-5")
+    assert checkpoints() == ["checkpoint-1", "checkpoint-5"]
+
+
+def test_a_deletion_begins_with_the_manifest(make, save_at, monkeypatch):
+    manager = make(save_total_limit=1)
+    for step in (5, 10):
+        save_at(manager, step)
+    whole, seen = MemoryFileSystem._rm, []
+    monkeypatch.setattr(MemoryFileSystem, "_rm", lambda *a, **k: seen.append(a[1]) or whole(*a, **k))
+    manager.rotate()
+    assert seen[0] == f"/bucket/run/checkpoint-5/{MANIFEST}"
+
+
+@pytest.mark.parametrize("method", ["rm_file", "rm", "ls"])
+def test_a_deletion_that_fails_ends_nothing(make, save_at, monkeypatch, caplog, method):
+    manager = make(save_total_limit=1)
+    for step in (5, 10):
+        save_at(manager, step)
+    failing(monkeypatch, method, times=99, error=PermissionError("may not"))
+    manager.rotate()
+    assert "Could not delete" in caplog.text or "Deleted no old checkpoints" in caplog.text
+    assert checkpoints() == (["checkpoint-10"] if method == "rm" else ["checkpoint-10", "checkpoint-5"])
+
+
+def test_names_are_those_of_the_store(make, save_at, output_dir):
+    save_at(make(), 5)
+    shutil.rmtree(output_dir)
+    assert make().names() == ["checkpoint-5"]
+
+
+def test_weights_survive_the_way_there_and_back(make, output_dir):
+    weights = torch.arange(5)
+    make().save(3, main=[lambda folder: torch.save(weights, folder / "w.pt")], facts={})
+    shutil.rmtree(output_dir)
+    assert torch.equal(torch.load(make().latest() / "w.pt", weights_only=True), weights)

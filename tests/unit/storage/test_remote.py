@@ -1,0 +1,141 @@
+"""Remote folders, on fsspec's store in memory; S3 itself is in tests/guarantees/test_g1_remote.py."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+
+import pytest
+from support.remote import URL, empty_store, failing, listing, read, write
+
+from hftrain import ConfigError, MissingDependencyError
+from hftrain.storage.remote import RemoteFolder, check_url, is_url
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch, tmp_path):
+    with empty_store(monkeypatch, tmp_path / "cache"):
+        yield
+
+
+def hide(monkeypatch, package: str) -> None:
+    """Make a package impossible to import, also by what has been imported."""
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(importlib.import_module("fsspec.registry"), "_registry", {})
+
+
+@pytest.mark.parametrize("text", ["s3://bucket/run", "gs://bucket", "memory://a/b", "S3://Bucket/run"])
+def test_urls_are_told_from_paths(text):
+    assert is_url(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["runs/a", "/runs/a", "C:/runs", "C:\\runs", "file:///runs/a", "s3:/bucket/run", "s3://"]
+)
+def test_paths_are_told_from_urls(text):
+    assert not is_url(text)
+
+
+@pytest.mark.parametrize("text", ["s3:/bucket/run", "simplecache::s3://bucket/run"])
+def test_check_refuses_what_is_neither_path_nor_url(text):
+    with pytest.raises(ConfigError, match="neither a path nor a plain URL"):
+        check_url(text)
+
+
+def test_check_refuses_an_unknown_store():
+    with pytest.raises(ConfigError, match="fsspec knows no store 'nowhere'"):
+        check_url("nowhere://bucket/run")
+
+
+@pytest.mark.parametrize(("protocol", "package"), [("s3", "s3fs"), ("gs", "gcsfs"), ("abfs", "adlfs")])
+def test_check_names_the_package_to_install(protocol, package, monkeypatch):
+    hide(monkeypatch, package)
+    with pytest.raises(MissingDependencyError, match=f"Run: pip install {package}\\."):
+        check_url(f"{protocol}://bucket/run")
+
+
+def test_check_hands_on_what_a_store_of_fsspec_needs(monkeypatch):
+    hide(monkeypatch, "paramiko")
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
+    with pytest.raises(MissingDependencyError, match=r"paramiko.*Install what the message names"):
+        check_url("sftp://host/run")
+
+
+def test_check_accepts_paths_and_stores_that_are_there():
+    for text in ("runs/a", URL, "file:///runs/a"):
+        check_url(text)
+
+
+def test_a_file_goes_there_and_back(tmp_path):
+    folder = RemoteFolder(URL + "/")
+    (tmp_path / "a").write_bytes(b"12345")
+    folder.upload(tmp_path / "a", "deep/er/a")
+    folder.write("b", "text")
+    assert listing() == ["b", "deep/er/a"]
+    assert folder.names() == ["b", "deep"]
+    assert folder.sizes("deep") == {"er/a": 5}
+    folder.download("deep/er/a", tmp_path / "new" / "a")
+    assert (tmp_path / "new" / "a").read_bytes() == b"12345"
+    for _ in range(2):  # what is gone already is no error
+        folder.delete_folder("deep")
+        assert folder.names() == ["b"]
+    for _ in range(2):
+        folder.delete_file("b")
+        assert folder.names() == []
+
+
+def test_what_is_absent_is_empty_or_not_found(tmp_path):
+    folder = RemoteFolder(URL)
+    assert (folder.names(), folder.sizes("a")) == ([], {})
+    with pytest.raises(FileNotFoundError):
+        folder.download("a", tmp_path / "a")
+
+
+def test_check_writable_leaves_nothing():
+    RemoteFolder(URL).check_writable()
+    assert listing() == []
+
+
+def test_check_writable_names_the_stores_reason(monkeypatch):
+    failing(monkeypatch, "put_file", times=99, error=PermissionError("Access Denied"))
+    with pytest.raises(ConfigError, match=r"memory://bucket/run.*PermissionError: Access Denied.*credentials"):
+        RemoteFolder(URL).check_writable()
+
+
+@pytest.mark.parametrize("error", [OSError("500"), RuntimeError("Internal Server Error"), TimeoutError()])
+def test_what_fails_is_tried_again(monkeypatch, error, caplog):
+    failures = failing(monkeypatch, "put_file", times=4, error=error)
+    RemoteFolder(URL).write("a", "text")
+    assert read("a") == b"text"
+    assert len(failures) == 4
+    assert caplog.text.count("is tried again") == 4
+
+
+def test_what_fails_for_good_is_an_os_error(monkeypatch):
+    failures = failing(monkeypatch, "put_file", times=99, error=RuntimeError("Internal Server Error"))
+    with pytest.raises(OSError, match="put_file a: RuntimeError: Internal Server Error"):
+        RemoteFolder(URL).write("a", "text")
+    assert len(failures) == 5
+
+
+@pytest.mark.parametrize("error", [PermissionError("no"), FileNotFoundError("bucket"), ValueError("name")])
+def test_what_cannot_get_better_is_not_tried_again(monkeypatch, error):
+    failures = failing(monkeypatch, "put_file", times=99, error=error)
+    with pytest.raises(OSError, match=str(error)):
+        RemoteFolder(URL).write("a", "text")
+    assert len(failures) == 1
+
+
+def test_the_stores_draws_leave_the_random_numbers_alone(monkeypatch):
+    failing(monkeypatch, "put_file", times=2, error=OSError("500"), only=lambda path: random.random() >= 0)
+    before = random.getstate()
+    RemoteFolder(URL).write("a", "text")
+    assert random.getstate() == before
+
+
+def test_a_store_that_remembers_listings_is_asked_anew(tmp_path):
+    folder = RemoteFolder(URL)
+    assert folder.names() == []
+    write("a", b"")
+    assert folder.names() == ["a"]
