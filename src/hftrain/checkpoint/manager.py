@@ -331,11 +331,10 @@ class CheckpointManager:
                 files.sweep(target.parent, is_ours=_is_ours)
         finally:
             lacks_space = group.all_true(cause is None or is_disk_full(cause))
-        reason = (
-            "Another process failed, and says why."
-            if cause is None
-            else f"{type(cause).__name__}: {str(cause).rstrip('.')}."
-        )
+        reason = "Another process failed, and says why."
+        if cause is not None:
+            shortage = "The disk, or a quota, is full: " if lacks_space else ""
+            reason = f"{shortage}{type(cause).__name__}: {str(cause).rstrip('.')}."
         remedy = "Earlier checkpoints are untouched. Mend the cause, then resume from the newest."
         kind = NoSpaceError if lacks_space else CheckpointError
         raise kind(explain(f"{target} should be written.", reason, remedy)) from cause
