@@ -22,19 +22,9 @@ CONSTRAINTS = ("-c", "constraints.txt")
 
 # Tests with one of these marks have a session of their own.
 MARKS = (
-    "slow",
-    "distributed",
-    "interop",
-    "cuda",
-    "mps",
-    "xla",
-    "deepspeed",
-    "optimizers",
-    "trackers",
-    "remote",
-    "guarantees",
+    "slow", "guarantees", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "optimizers", "trackers", "remote",
     "bench",
-)
+)  # fmt: skip
 
 # Experiment trackers by what their installation costs.
 QUICK_TRACKERS = ("tensorboard", "wandb", "codecarbon")
@@ -119,15 +109,22 @@ def tests(session: nox.Session) -> None:
 def tests_slow(session: nox.Session) -> None:
     """Run the long versions of tests whose short ones always run."""
     skip_unless_marked(session, "slow", "the short versions run in `tests`")
-    install(session, "test")
+    install(session, "test", "examples")
     pytest(session, "slow and not bench")
+
+
+@nox.session
+def guarantees(session: nox.Session) -> None:
+    """Run the long tests of the ten guarantees; `tests` and `tests-distributed` run the short ones."""
+    install(session, "test")
+    pytest(session, "guarantees")
 
 
 @nox.session(name="tests-distributed")
 def tests_distributed(session: nox.Session) -> None:
     """Run the tests that start several real processes (gloo, on the CPU)."""
     install(session, "test")
-    pytest(session, "distributed and not cuda and not deepspeed and not xla and not slow")
+    pytest(session, "distributed and not cuda and not deepspeed and not xla and not slow and not guarantees")
 
 
 @nox.session(name="tests-interop")

@@ -39,7 +39,7 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -47,7 +47,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-from _contenders import CONTENDERS, SIZES, Size, is_installed, make_job
+from _contenders import CONTENDERS, SIZES, Job, Size, is_installed, make_job
 
 NUM_WARMUP = 10
 NUM_WARMUP_TURNS = 3
@@ -55,14 +55,19 @@ NUM_WARMUP_TURNS = 3
 # From malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
+Contenders = Mapping[str, Callable[[Job], None]]
+
 CLOCKS = {"cpu": time.thread_time, "wall": time.perf_counter}
 
 
 class Runner(threading.Thread):
     """One contender in a ring of them, of which the first may run; also the probe of its model."""
 
-    def __init__(self, name: str, size: Size, *, ring: deque[Runner], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, name: str, size: Size, *, ring: deque[Runner], clock: Callable[[], float], contenders: Contenders
+    ) -> None:
         super().__init__(name=name, daemon=True)
+        self._contend = contenders[name]
         self.job = make_job(size, self.note_entry, num_steps=size.num_turns * size.steps_per_turn)
         self.gate = threading.Semaphore(0)
         self.error: Exception | None = None
@@ -76,7 +81,7 @@ class Runner(threading.Thread):
         self.gate.acquire()
         torch.set_num_threads(1)
         try:
-            CONTENDERS[self.name](self.job)
+            self._contend(self.job)
         except Exception as error:
             self.error = error
         self._ring.popleft()
@@ -140,10 +145,12 @@ def keep_memory() -> None:
                 raise OSError(f"mallopt refused option {option}.")
 
 
-def take_turns(names: Sequence[str], size: Size, *, clock: Callable[[], float]) -> dict[str, list[float]]:
+def take_turns(
+    names: Sequence[str], size: Size, *, clock: Callable[[], float], contenders: Contenders = CONTENDERS
+) -> dict[str, list[float]]:
     """Run the contenders once, in turns, and return the median seconds per step of each one's turns."""
     ring: deque[Runner] = deque()
-    ring.extend(Runner(name, size, ring=ring, clock=clock) for name in names)
+    ring.extend(Runner(name, size, ring=ring, clock=clock, contenders=contenders) for name in names)
     runners = list(ring)
     with _quiet():
         for runner in runners:
@@ -157,11 +164,11 @@ def take_turns(names: Sequence[str], size: Size, *, clock: Callable[[], float]) 
     return {runner.name: runner.medians[NUM_WARMUP_TURNS:] for runner in runners}
 
 
-def count_calls(name: str, size: Size, *, num_steps: int = 20) -> CallCounter:
+def count_calls(name: str, size: Size, *, num_steps: int = 20, contenders: Contenders = CONTENDERS) -> CallCounter:
     """Count the Python functions that a contender's steps call."""
     counter = CallCounter(size, num_steps)
     with _quiet():
-        CONTENDERS[name](counter.job)
+        contenders[name](counter.job)
     return counter
 
 
@@ -181,7 +188,12 @@ class Result:
 
 
 def measure(
-    size: Size, names: Sequence[str], *, num_repeats: int, clock: Callable[[], float] = time.thread_time
+    size: Size,
+    names: Sequence[str],
+    *,
+    num_repeats: int,
+    clock: Callable[[], float] = time.thread_time,
+    contenders: Contenders = CONTENDERS,
 ) -> list[Result]:
     """Compare contenders with the plain loop, which always takes part.
 
@@ -190,12 +202,13 @@ def measure(
         names: Keys of `CONTENDERS`.
         num_repeats: How often all start anew, in another order.
         clock: Gives seconds.
+        contenders: Who there is.
 
     Raises:
         AssertionError: A contender ends with other parameters than the plain loop: it does other work.
     """
     names = ["plain", *(name for name in names if name != "plain")]
-    counters = {name: count_calls(name, size) for name in names}
+    counters = {name: count_calls(name, size, contenders=contenders) for name in names}
     for counter in counters.values():
         torch.testing.assert_close(counter.job.net.state_dict(), counters["plain"].job.net.state_dict())
     calls = {name: counter.per_step() for name, counter in counters.items()}
@@ -203,7 +216,7 @@ def measure(
     for number in range(num_repeats):
         # Shuffled, because it matters who went before: that one's code and data are in the caches.
         order = random.Random(number).sample(names, len(names))
-        for name, found in take_turns(order, size, clock=clock).items():
+        for name, found in take_turns(order, size, clock=clock, contenders=contenders).items():
             medians[name] += found
     results = []
     for name in names:

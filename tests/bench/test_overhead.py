@@ -14,6 +14,7 @@ from support.source import ROOT
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(900)]
 
 BUDGETS = {"1ms": 1.10, "20ms": 1.02}
+DDP_BUDGET = 1.05
 MAX_EXTRA_CALLS = 60
 
 # The budgets are for a quiet machine. Other work on the same cores moves even the plain loop's ratio to itself
@@ -43,3 +44,13 @@ def test_step_takes_little_longer_than_in_a_plain_loop(results: Any, contender: 
 @pytest.mark.parametrize("contender", CONTENDERS[1:])
 def test_step_makes_few_python_calls_more_than_a_plain_loop(results: Any, contender: str, size: str) -> None:
     assert results[size, contender]["extra_calls"] <= MAX_EXTRA_CALLS
+
+
+def test_ddp_step_takes_little_longer_than_in_a_hand_written_loop(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    script = ("benchmarks/ddp_step.py", "--repeats", "3", "--json", str(path))
+    subprocess.run([sys.executable, *script], cwd=ROOT, check=True)
+    found = {each["contender"]: each["ratio"] for each in json.loads(path.read_text(encoding="utf-8"))}
+    noise = found["plain-again"]
+    for contender in ("hftrain-task", "hftrain-module"):
+        assert found[contender] <= DDP_BUDGET + NOISE, f"{found} (the plain loop to itself: {noise:.3f})"

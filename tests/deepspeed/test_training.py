@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.resuming import StopAt
 from support.tiny import Stream, make_arguments, make_rows
 from torch import nn
 
@@ -39,17 +40,6 @@ class Deep(nn.Module):
         hidden = hidden + self.shift.to(hidden)  # DeepSpeed leaves buffers in float32
         logits = self.head(self.norm(self.last(self.middle(hidden).tanh())))
         return (logits,) if labels is None else (nn.functional.cross_entropy(logits.float(), labels), logits)
-
-
-class StopAt(TrainerCallback):
-    """Save and stop at one step."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 def make_trainer(

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.resuming import StopAt
 from support.tiny import Net, Stream, make_arguments, make_rows
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from hftrain import Seq2SeqTrainingArguments, Trainer, TrainerCallback, set_seed
+from hftrain import Seq2SeqTrainingArguments, Trainer, set_seed
 
 pytestmark = pytest.mark.distributed
 
@@ -41,17 +42,6 @@ class CountedStream(IterableDataset[dict[str, torch.Tensor]]):
         for index in torch.randperm(len(self.rows)).tolist():
             self.num_reads += 1
             yield self.rows[index]
-
-
-class StopAt(TrainerCallback):
-    """Save and stop at one step."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 def row_of(data: Any, x: torch.Tensor) -> int:

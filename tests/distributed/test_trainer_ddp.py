@@ -7,23 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.resuming import StopAt
 from support.tiny import Net, Rows, Stream, Task, make_arguments, make_rows
 
 from hftrain import EvalPrediction, Trainer, TrainerCallback, set_seed
 from hftrain.core.types import StepOutput
 
 pytestmark = pytest.mark.distributed
-
-
-class StopAt(TrainerCallback):
-    """Save and stop at one step."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 def train(

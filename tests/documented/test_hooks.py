@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.resuming import without_times
 from support.tiny import Net, Rows, Stream, make_arguments, make_rows
 from torch.utils.data import SequentialSampler
 
@@ -31,10 +32,7 @@ def make(kind: type[Trainer], folder: Path, data: Any = None, **options: Any) ->
 
 def story(trainer: Trainer) -> list[dict[str, Any]]:
     """Return the history without what a clock decides."""
-    return [
-        {k: v for k, v in entry.items() if not k.endswith(("_runtime", "_per_second"))}
-        for entry in trainer.state.log_history
-    ]
+    return without_times(trainer.state.log_history)
 
 
 HOOKS = (

@@ -10,7 +10,8 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from support.hub_models import make_model, make_rows, run_options, without_times  # noqa: E402
+from support.hub_models import make_model, make_rows, run_options  # noqa: E402
+from support.resuming import without_times  # noqa: E402
 
 from hftrain import ConfigError, Trainer, TrainingArguments  # noqa: E402
 from hftrain.core.events import EVENTS  # noqa: E402

@@ -22,10 +22,10 @@ from support.hub_models import (  # noqa: E402
     make_tokenizer,
     run_options,
     same_weights,
-    without_times,
 )
+from support.resuming import StopAt, without_times  # noqa: E402
 
-from hftrain import ConfigError, TaskError, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from hftrain import ConfigError, TaskError, Trainer, TrainingArguments  # noqa: E402
 
 pytestmark = pytest.mark.interop
 
@@ -124,17 +124,6 @@ def test_saved_models_reload_with_from_pretrained(tmp_path, name):
     batch = collate(make_rows(name, 3))
     with torch.no_grad():
         assert torch.equal(reloaded(**batch).logits, trainer.model.eval()(**batch).logits)
-
-
-class StopAt(TrainerCallback):
-    """Save and stop at one step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 @pytest.mark.parametrize("form", FORMS)

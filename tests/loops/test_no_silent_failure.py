@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from support.resuming import StopAt
 from support.tiny import Net, Noisy, Stream, Task, make_arguments, make_rows
 from torch import nn
 
@@ -25,15 +26,6 @@ from hftrain import (
 
 def share(prediction: Any) -> dict[str, float]:
     return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 def test_gradients_left_by_an_interrupt_do_not_leak_into_the_next_run(tmp_path: Path) -> None:

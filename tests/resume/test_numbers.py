@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.resuming import StopAt
 from support.tiny import Task, make_arguments, make_rows
 from torchmetrics import MeanMetric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 
-from hftrain import StepOutput, Trainer, TrainerCallback, set_seed
+from hftrain import StepOutput, Trainer, set_seed
 
 
 class Measuring(Task):
@@ -28,15 +29,6 @@ class Measuring(Task):
 
     def metrics(self, stage: str) -> dict[str, Any]:
         return {"measured": self.measured} if stage == "train" else {}
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 def train(folder: Path, metric: Any, *, stop: int | None = None, resume: bool = False) -> list[dict[str, Any]]:

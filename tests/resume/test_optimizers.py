@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.optimizer_runs import StopAt, make_run, weights_of
+from support.optimizer_runs import make_run, weights_of
+from support.resuming import StopAt
 
 # What runs on the CPU; the others are refused there, see tests/unit/optim/extras.
 OF_TORCH = ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adamw_anyprecision"]

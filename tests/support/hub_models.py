@@ -98,12 +98,6 @@ def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
-def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out of a log history what the clock decides."""
-    clocks = ("_runtime", "_per_second", "_preparation_time")
-    return [{name: value for name, value in entry.items() if not name.endswith(clocks)} for entry in history]
-
-
 def losses_of(history: list[Mapping[str, Any]]) -> list[float]:
     """Return the training losses of a log history."""
     return [entry["loss"] for entry in history if "loss" in entry]

@@ -41,16 +41,6 @@ class Words(nn.Module):
         return (logits,) if labels is None else (nn.functional.cross_entropy(logits, labels), logits)
 
 
-class StopAt(TrainerCallback):
-    """Stop at one step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self.step
-
-
 def make_words(num: int = 24, seed: int = 1) -> Rows:
     """Return samples of {"input_ids": 5 tokens, "labels": class 0, 1 or 2}."""
     generator = torch.Generator().manual_seed(seed)

@@ -30,7 +30,13 @@ _FLAGS = (
     *("forward_prefetch", "sync_module_states", "cpu_ram_efficient_loading", "activation_checkpointing"),
     *("limit_all_gathers", "use_orig_params"),
 )
-_BACKWARD_PREFETCH = ("backward_pre", "backward_post", "backward_pos", "no_prefetch")
+# As documented; one document spells it so.
+_BACKWARD_PREFETCH = {
+    "backward_pre": "backward_pre",
+    "backward_post": "backward_post",
+    "backward_pos": "backward_post",
+    "no_prefetch": "no_prefetch",
+}
 
 
 def launcher_asks() -> bool:
@@ -38,19 +44,44 @@ def launcher_asks() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")
 
 
-def fsdp_options(args: Any, *, is_named: bool) -> dict[str, Any]:
+def asks_for_wrapper(args: Any) -> bool:
+    """Tell whether the arguments ask for torch's older wrapper: by its version, or by what only it does."""
+    config = read_fsdp_config(_asked(args)[1])
+    if "version" in config:
+        return str(config["version"]) == "1"
+    return bool(_wrapper_keys(config))
+
+
+def check_engine(args: Any, name: str) -> None:
+    """Raise where the name of a strategy means another engine of FSDP than the version in `fsdp_config`.
+
+    Raises:
+        ConfigError: It does; both are named.
+    """
+    version = read_fsdp_config(_asked(args)[1]).get("version")
+    means = "1" if name == "fsdp1" else "2"
+    if version is not None and str(version) in ("1", "2") and str(version) != means:
+        raise ConfigError(
+            explain(
+                f"strategy={name!r} was asked for together with fsdp_config's version={version!r}.",
+                f"The name means version {means}.",
+                "Leave the version out; strategy='fsdp1' takes what fsdp and fsdp_config say.",
+            )
+        )
+
+
+def fsdp_options(args: Any, *, is_named: bool, has_wrapper: bool = False) -> dict[str, Any]:
     """Return the options of `FSDPStrategy` that the arguments ask for.
 
     Args:
         args: The training arguments.
         is_named: Whether the strategy was asked for by its own name, rather than by `fsdp`.
+        has_wrapper: Whether the strategy is `FSDP1Strategy`, which takes more of them.
 
     Raises:
         ConfigError: There is one process that no launcher started, or a key or its value cannot be.
     """
-    words, given = [str(word) for word in args.fsdp or ()], args.fsdp_config
-    if launcher_asks() and not words and not given:
-        words, given = _from_launcher()
+    words, given = _asked(args)
     if not is_named and args.world_size == 1 and "WORLD_SIZE" not in os.environ:
         raise ConfigError(
             explain(
@@ -70,15 +101,34 @@ def fsdp_options(args: Any, *, is_named: bool) -> dict[str, Any]:
         )
     config = read_fsdp_config(given)
     _check_config(args, config, words)
-    _report_unused(config)
+    _report_unused(config, has_wrapper=has_wrapper)
     options = {_OPTIONS[key]: value for key, value in config.items() if key in _OPTIONS}
     if isinstance(options.get("state_dict_type"), str):
         options["state_dict_type"] = options["state_dict_type"].upper()
     if isinstance(options.get("layer_classes"), str):
         options["layer_classes"] = [name.strip() for name in options["layer_classes"].split(",")]
+    if has_wrapper:
+        options.update(_wrapper_keys(config))
     if words:
         options.update(_from_words(words, is_cut=bool(config.get("min_num_params") or options.get("layer_classes"))))
     return options
+
+
+def _asked(args: Any) -> tuple[list[str], Any]:
+    """Return `fsdp` and `fsdp_config`, else what the launcher says in their place."""
+    words, given = [str(word) for word in args.fsdp or ()], args.fsdp_config
+    return _from_launcher() if launcher_asks() and not words and not given else (words, given)
+
+
+def _wrapper_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of torch's older wrapper that differ from what the composable engine does."""
+    prefetch = str(config.get("backward_prefetch") or "backward_pre").lower()
+    found: dict[str, Any] = {}
+    if prefetch != "backward_pre":
+        found["backward_prefetch"] = _BACKWARD_PREFETCH.get(prefetch, prefetch)
+    if config.get("limit_all_gathers") is False:
+        found["limit_all_gathers"] = False
+    return found
 
 
 def _from_words(words: list[str], *, is_cut: bool) -> dict[str, Any]:
@@ -171,9 +221,9 @@ def _check_config(args: Any, config: dict[str, Any], words: list[str]) -> None:
     if refused:
         reason = "It belongs to FSDP on XLA devices, and this is the FSDP of other ones."
         raise _refuse(refused[0], config, reason, "Leave it out, or set the key xla and no other strategy.")
-    if str(config.get("version", 2)) != "2":
-        reason = "The older wrapper (FSDP1) is not here: every documented key is acted on by the composable one."
-        raise _refuse("version", config, reason, "Leave it out, or set 2.")
+    if str(config.get("version", 2)) not in ("1", "2"):
+        reason = "torch has two versions of FSDP: 1 wraps the model, 2 does not."
+        raise _refuse("version", config, reason, "Leave it out, or set 1 or 2.")
     for key in _FLAGS:
         if not isinstance(config.get(key, False), bool):
             raise _refuse(key, config, "It is a yes or a no.", "Use true or false.")
@@ -197,18 +247,16 @@ def _check_config(args: Any, config: dict[str, Any], words: list[str]) -> None:
         raise _refuse("reshard_after_forward", config, reason, "Leave it out: the sharding decides.")
 
 
-def _report_unused(config: dict[str, Any]) -> None:
+def _report_unused(config: dict[str, Any], *, has_wrapper: bool) -> None:
     """Say which keys change nothing, and why."""
-    prefetch = str(config.get("backward_prefetch") or "backward_pre").lower()
-    reasons = {
-        "backward_prefetch": prefetch != "backward_pre" and "the next unit is always gathered while one computes",
-        "limit_all_gathers": config.get("limit_all_gathers") is False and "torch's fully_shard always limits them",
-        "use_orig_params": config.get("use_orig_params") is False
-        and "torch's fully_shard always keeps the original parameters",
-    }
+    reasons: dict[str, str] = {}
+    if config.get("use_orig_params") is False:
+        reasons["use_orig_params"] = "the original parameters are always kept"
+    if not has_wrapper:
+        for key in _wrapper_keys(config):
+            reasons[key] = "version 2 always gathers the next unit while one computes, and never more than two"
     for key, reason in reasons.items():
-        if reason:
-            logger.warning("fsdp_config's %s=%r changes nothing: %s.", key, config[key], reason)
+        logger.warning("fsdp_config's %s=%r changes nothing: %s.", key, config[key], reason)
 
 
 def _refuse(key: str, config: dict[str, Any], reason: str, remedy: str) -> ConfigError:

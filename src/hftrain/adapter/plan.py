@@ -86,7 +86,13 @@ def require_max_steps(args: Any) -> None:
 
 
 def fit_config(
-    args: Any, *, max_steps: int, num_batches: int | None, num_epochs: int | None, world_size: int
+    args: Any,
+    *,
+    max_steps: int,
+    num_batches: int | None,
+    num_epochs: int | None,
+    world_size: int,
+    num_batches_first: int | None = None,
 ) -> FitConfig:
     """Return what the training loop needs to know of the arguments."""
     return FitConfig(
@@ -94,6 +100,7 @@ def fit_config(
         num_epochs=num_epochs,
         accumulation=args.gradient_accumulation_steps,
         num_batches=num_batches,
+        num_batches_first=num_batches_first,
         world_size=world_size,
         evaluates_on_start=args.eval_on_start,
         empty_cache_every=args.torch_empty_cache_steps,

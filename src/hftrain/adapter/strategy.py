@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any
 
-from hftrain.adapter import deepspeed
-from hftrain.adapter.fsdp import fsdp_options, launcher_asks
+from hftrain.adapter import deepspeed, fsdp
 from hftrain.adapter.mesh import mesh_request
 from hftrain.adapter.sagemaker import check_sagemaker
 from hftrain.adapter.xla import asks_for_xla, has_xla_config, xla_options
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
-from hftrain.strategies.registry import strategies
+from hftrain.strategies.registry import accepted_options, strategies
 
 logger = get_logger(__name__)
 
@@ -43,23 +41,13 @@ def strategy_request(
     check_sagemaker(args)
     is_object = isinstance(strategy, Strategy)
     chosen = _name_of(strategy)
-    for field in _STRATEGY_FIELDS:
-        value = getattr(args, field, None)
-        if chosen is not None and value and not _takes(args, strategy, field):
-            raise ConfigError(
-                explain(
-                    f"strategy={chosen!r} was asked for together with {field}={value!r}.",
-                    f"Both choose how processes share the model, and {field} means another strategy.",
-                    "Keep one of the two.",
-                    strategy=chosen,
-                    **{field: value},
-                )
-            )
-    _check_launcher(
-        may_be=[field for field in _LAUNCHER_ENGINES.values() if chosen is None or _is_engine_of(strategy, field)]
-    )
+    _check_fields(args, strategy)
+    _check_launcher(strategy)
     meshed, sizes = _mesh(args, strategy)
     name = chosen or meshed or _automatic(args)
+    engines = _engines_of(strategy if is_object else name)
+    if name == "fsdp" and not is_object and fsdp.asks_for_wrapper(args):
+        name, engines = "fsdp1", _engines_of("fsdp1")
     wanted: dict[str, Any] = {
         "backend": args.ddp_backend,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
@@ -67,15 +55,16 @@ def strategy_request(
         "find_unused_parameters": args.ddp_find_unused_parameters,
         "timeout_s": None if args.ddp_timeout == _DEFAULT_TIMEOUT_S else args.ddp_timeout,
     }
-    wanted = {option: value for option, value in wanted.items() if value is not None}
-    if name == "fsdp" or _is_fsdp(strategy):
-        wanted.update(fsdp_options(args, is_named=chosen is not None))
+    if "fsdp" in engines:
+        if not is_object:
+            fsdp.check_engine(args, name)
+        wanted.update(fsdp.fsdp_options(args, is_named=chosen is not None, has_wrapper="fsdp1" in engines))
         wanted.update(sizes)
-    if not is_object and _is_engine_of(name, "deepspeed"):
+    if "deepspeed" in engines:
         wanted.update(deepspeed.deepspeed_options(args))
-        wanted = {option: value for option, value in wanted.items() if value is not None}
-    if _is_xla(name):
+    if "xla" in engines:
         wanted.update(xla_options(args))
+    wanted = {option: value for option, value in wanted.items() if value is not None}
     if not is_object:
         _check_preset(name, wanted)
     accepts = _accepted_options(None if is_object else name)
@@ -96,12 +85,47 @@ def strategy_request(
     return name, {option: value for option, value in {**defaults, **wanted}.items() if accepts(option)}
 
 
+def _engines_of(strategy: str | Strategy | None) -> set[str]:
+    """Return the names of a strategy's class and of those it derives from: the engines whose settings it takes."""
+    if strategy in (None, "auto"):
+        return set()
+    kind = type(strategy) if isinstance(strategy, Strategy) else strategies.resolve(str(strategy))[0]
+    return {str(vars(each).get("name", "")) for each in getattr(kind, "__mro__", ())}
+
+
+def _engine_meant_by(args: Any, field: str) -> str:
+    """Return the engine that a field of the arguments is about."""
+    is_xla = field == "tpu_num_cores" or (field == "fsdp" and has_xla_config(args))
+    return "xla" if is_xla else "deepspeed" if field == "deepspeed" else "fsdp"
+
+
+def _check_fields(args: Any, strategy: str | Strategy | None) -> None:
+    """Raise where the arguments mean another strategy than the one that was chosen."""
+    chosen = _name_of(strategy)
+    for field in _STRATEGY_FIELDS:
+        value = getattr(args, field, None)
+        if chosen is None or not value:
+            continue
+        # A DeepSpeed object has a config of its own.
+        has_own = field == "deepspeed" and isinstance(strategy, Strategy)
+        if has_own or _engine_meant_by(args, field) not in _engines_of(strategy):
+            raise ConfigError(
+                explain(
+                    f"strategy={chosen!r} was asked for together with {field}={value!r}.",
+                    f"Both choose how processes share the model, and {field} means another strategy.",
+                    "Keep one of the two.",
+                    strategy=chosen,
+                    **{field: value},
+                )
+            )
+
+
 def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[str, Any]]:
     """Return the strategy and the options that `parallelism_config` means; None and nothing without it."""
     found, chosen = mesh_request(args), _name_of(strategy)
     if found is None:
         return None, {}
-    if chosen not in (None, found[0]) and not (found[0] == "fsdp" and _is_fsdp(strategy)):
+    if chosen is not None and found[0] not in _engines_of(strategy):
         raise ConfigError(
             explain(
                 f"strategy={chosen!r} was asked for together with parallelism_config.",
@@ -118,37 +142,9 @@ def _automatic(args: Any) -> str:
         return "xla"
     if args.deepspeed or deepspeed.launcher_asks():
         return "deepspeed"
-    if args.fsdp or launcher_asks():
+    if args.fsdp or fsdp.launcher_asks():
         return "fsdp"
     return "ddp" if args.world_size > 1 else "data_parallel" if args.n_gpu > 1 else "single"
-
-
-def _is_engine_of(strategy: str | Strategy | None, field: str) -> bool:
-    """Tell whether a strategy takes what a field of the arguments says."""
-    if field == "deepspeed":
-        name = _name_of(strategy) or ""
-        return name.startswith("deepspeed") or any(
-            vars(kind).get("name") == "deepspeed" for kind in type(strategy).__mro__
-        )
-    return field == "fsdp" and _is_fsdp(strategy)
-
-
-def _takes(args: Any, strategy: str | Strategy | None, field: str) -> bool:
-    """Tell whether what a field says goes into a strategy; a DeepSpeed object has a config of its own."""
-    if field == "tpu_num_cores" or (field == "fsdp" and has_xla_config(args)):
-        return _is_xla(_name_of(strategy))
-    return _is_engine_of(strategy, field) and not (field == "deepspeed" and isinstance(strategy, Strategy))
-
-
-def _is_fsdp(strategy: str | Strategy | None) -> bool:
-    """Tell whether a strategy takes the options of FSDP."""
-    if isinstance(strategy, Strategy) or strategy in (None, "auto"):
-        return any(vars(kind).get("name") == "fsdp" for kind in type(strategy).__mro__)
-    return "sharding" in inspect.signature(strategies.resolve(str(strategy))[0]).parameters
-
-
-def _is_xla(name: str | None) -> bool:
-    return name in ("xla", "xla_fsdp", "xla_fsdp_v2")
 
 
 def _name_of(strategy: str | Strategy | None) -> str | None:
@@ -175,15 +171,15 @@ def _check_preset(name: str, wanted: dict[str, Any]) -> None:
 
 def _accepted_options(name: str | None) -> Callable[[str], bool]:
     """Return what tells whether a strategy is made with an option; one that is made already takes none."""
-    accepted = {} if name is None else inspect.signature(strategies.resolve(name)[0]).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    return lambda option: takes_any or option in accepted
+    accepted = set() if name is None else accepted_options(name)
+    return lambda option: accepted is None or option in accepted
 
 
-def _check_launcher(*, may_be: list[str]) -> None:
-    """Raise where `accelerate launch` was told to use an engine that is not here: plain DDP would train instead."""
+def _check_launcher(strategy: str | Strategy | None) -> None:
+    """Raise where `accelerate launch` was told to use an engine that is not the chosen one: plain DDP would train."""
+    engines = _engines_of(strategy) if _name_of(strategy) else {"fsdp", "deepspeed"}
     for variable, engine in _LAUNCHER_ENGINES.items():
-        if engine in may_be:
+        if engine in engines:
             continue
         if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
             raise ConfigError(

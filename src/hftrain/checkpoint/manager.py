@@ -17,6 +17,7 @@ from hftrain.checkpoint.rotation import commit_order, surplus
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.log import get_logger
 from hftrain.storage import files
+from hftrain.storage.space import free_bytes, is_disk_full
 
 Writer = Callable[[Path], None]
 
@@ -47,6 +48,10 @@ class Group(Protocol):
 
     def all_true(self, flag: bool) -> bool:
         """Tell every process whether the flag is set on all; collective."""
+
+
+class NoSpaceError(CheckpointError):
+    """A checkpoint could not be written for want of room; the earlier ones are as they were."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +97,15 @@ class CheckpointManager:
         self._committed: Path | None = None
         self._begun: Path | None = None
 
-    def save(self, step: int, *, main: Sequence[Writer], each: Sequence[Writer] = (), facts: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        *,
+        main: Sequence[Writer],
+        each: Sequence[Writer] = (),
+        facts: Mapping[str, Any],
+        group: Group | None = None,
+    ) -> Path:
         """Write the checkpoint of a step; collective, and durable on return.
 
         Nothing is visible under the final name before every process has written its part. A checkpoint of the same
@@ -103,24 +116,27 @@ class CheckpointManager:
             main: What the main process writes; each is called with the folder to write to.
             each: What every process writes, under names that differ by rank.
             facts: What the manifest tells beside the files: numbers, text, lists and dictionaries.
+            group: Lets the processes agree; by default as the manager's own does, by collectives.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
+            NoSpaceError: A disk or a quota is full, and nothing else is wrong anywhere.
             CheckpointError: A writer or the commit failed, on whichever process; the earlier checkpoints are as they
                 were. The cause is attached on the process where it happened.
         """
         target = self.config.output_dir / checkpoint_name(step)
+        group = group or self.group
         # In this order, for what all write together: no process may wait for one that has failed at its own part.
         writers = [*each, *main] if self.is_committer else each
-        self._together(target, self._begin, is_for_main=self.parcels is None)
+        self._together(target, self._begin, group, is_for_main=self.parcels is None)
         if self.config.on_each_node:
-            self._together(target, self._check_own_storage, is_for_main=True)
-        self._together(target, lambda path: self._write(path, writers))
+            self._together(target, self._check_own_storage, group, is_for_main=True)
+        self._together(target, lambda path: self._write(path, writers), group)
         if self.parcels is not None:
-            self._together(target, lambda path: self._send(path, step))
-        self._together(target, lambda path: self._commit(path, step, facts), is_for_main=True)
+            self._together(target, lambda path: self._send(path, step), group)
+        self._together(target, lambda path: self._commit(path, step, facts), group, is_for_main=True)
         self._committed = target
         return target
 
@@ -141,6 +157,8 @@ class CheckpointManager:
             return self.remote.latest()
         for path in reversed(_by_commit(list_checkpoints(self.config.output_dir))):
             try:
+                if not (path / MANIFEST).exists():
+                    raise CheckpointError(f"It has no {MANIFEST}, which proves it whole. Name it to resume from it.")
                 verify(path)
             except CheckpointError as error:
                 logger.warning("Passed over %s when looking for the newest checkpoint: %s", path, error)
@@ -174,6 +192,10 @@ class CheckpointManager:
             explain(f"Resuming from {path} was asked for.", f"It is not a checkpoint: {_contents(path)}.", _hint(path))
         )
 
+    def own_checkpoints(self) -> list[Path]:
+        """List this run's checkpoints in the order of their commits."""
+        return _by_commit([path for path in list_checkpoints(self.config.output_dir) if self._is_known(path)])
+
     def rotate(self, *, best: Path | None = None) -> None:
         """Delete the oldest checkpoints beyond the limit; for the main process alone, others do nothing.
 
@@ -188,13 +210,31 @@ class CheckpointManager:
             kept_names = {path.name for path in (best, self._committed) if path is not None}
             self.remote.rotate(run_id=self.run_id, limit=limit, protected=kept_names)
             limit = 1  # of their copies here
-        known = _by_commit([path for path in list_checkpoints(self.config.output_dir) if self._is_known(path)])
+        known = self.own_checkpoints()
         if not self.is_committer or limit is None or limit < 1 or not known:
             return
         protected = {path.resolve() for path in (known[-1], best, self._committed) if path is not None}
         kept = [path for path in known if path.resolve() in protected]
         for path in surplus(known, protected=kept, limit=limit):
             files.discard(path)
+
+    def prune(self, needed_bytes: int, *, best: Path | None = None) -> bool:
+        """Delete this run's oldest checkpoints, at least one, until there is room; for the committer alone.
+
+        The newest and the best stay.
+
+        Returns:
+            Whether anything was deleted, there being room now or not.
+        """
+        known = self.own_checkpoints()
+        protected = {path.resolve() for path in (*known[-1:], best, self._committed) if path is not None}
+        has_deleted = False
+        for path in known if self.is_committer else ():
+            if path.resolve() in protected or (has_deleted and free_bytes(self.config.output_dir) >= needed_bytes):
+                continue
+            files.discard(path)
+            has_deleted = has_deleted or not path.exists()
+        return has_deleted
 
     def keep_only(self, path: Path) -> None:
         """Delete all other checkpoints at a run's end, if this one is whole; for the main process alone.
@@ -264,7 +304,7 @@ class CheckpointManager:
         if self.remote is not None:
             self.remote.publish(target, run_id=self.run_id)
 
-    def _together(self, target: Path, work: Writer, *, is_for_main: bool = False) -> None:
+    def _together(self, target: Path, work: Writer, group: Group, *, is_for_main: bool = False) -> None:
         """Do one stage on every process, and raise on all of them if it failed on one."""
         cause: Exception | None = None
         try:
@@ -272,20 +312,21 @@ class CheckpointManager:
                 work(target)
         except Exception as error:
             cause = error
-        if self.group.all_true(cause is None):
+        if group.all_true(cause is None):
             return
         try:
             if self.is_committer:
                 files.sweep(target.parent, is_ours=_is_ours)
         finally:
-            self.group.barrier()
+            lacks_space = group.all_true(cause is None or is_disk_full(cause))
         reason = (
             "Another process failed, and says why."
             if cause is None
             else f"{type(cause).__name__}: {str(cause).rstrip('.')}."
         )
         remedy = "Earlier checkpoints are untouched. Mend the cause, then resume from the newest."
-        raise CheckpointError(explain(f"{target} should be written.", reason, remedy)) from cause
+        kind = NoSpaceError if lacks_space else CheckpointError
+        raise kind(explain(f"{target} should be written.", reason, remedy)) from cause
 
 
 def _is_ours(name: str) -> bool:

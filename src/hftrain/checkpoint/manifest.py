@@ -7,12 +7,12 @@ import json
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hftrain.checkpoint.layout import MANIFEST, checkpoint_step, is_part
 from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.optional import installed_versions
 from hftrain.storage.files import read_json, sha256, walk_files, write_text
 
 FORMAT_VERSION = 1
@@ -25,7 +25,7 @@ class Manifest:
 
     Args:
         step: The optimizer updates done.
-        facts: What the run told: ``progress`` (counters), ``geometry`` (see `check_geometry`), ``only_model``.
+        facts: What the run told: ``progress`` (counters), ``geometry`` (see `check_shape`), ``plan``, ``only_model``.
         versions: The libraries it was written with.
         files: Size in bytes and SHA-256 of each file, by its path inside the folder.
         format_version: The version of this layout.
@@ -48,7 +48,7 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], *, step: int) -> Mani
     files = {
         path.relative_to(folder).as_posix(): _record(path) for path in walk_files(folder) if path != folder / MANIFEST
     }
-    manifest = Manifest(step=step, facts=dict(facts), versions=_versions(), files=files)
+    manifest = Manifest(step=step, facts=dict(facts), versions=installed_versions(*_PACKAGES), files=files)
     body = json.loads(json.dumps(asdict(manifest), allow_nan=False))
     write_text(folder / MANIFEST, json.dumps({**body, "checksum": _checksum(body)}, indent=1, sort_keys=True) + "\n")
     return manifest
@@ -94,11 +94,11 @@ def verify(folder: Path) -> Manifest:
 
 
 def check_geometry(manifest: Manifest, **current: Any) -> None:
-    """Refuse a run whose shape differs from that of the checkpoint.
+    """Refuse a run that differs from that of the checkpoint in what must not change.
 
     Args:
         manifest: The checkpoint's; its facts hold the saved shape under ``geometry``.
-        **current: The same of this run, such as ``world_size``, ``batch_size``, ``accumulation``, ``samples``.
+        **current: The same of this run, such as ``optimizer``.
 
     Raises:
         CheckpointError: A value differs or was not recorded; all such values are named.
@@ -113,7 +113,7 @@ def check_geometry(manifest: Manifest, **current: Any) -> None:
         raise CheckpointError(
             explain(
                 f"Resuming from step {manifest.step} was asked for with {', '.join(differing)}.",
-                "A run goes on exactly where it was only in the same shape, and this version converts none.",
+                "What the checkpoint holds means something else there.",
                 "Resume with the values of the checkpoint, or start a new run from its weights.",
             )
         )
@@ -175,13 +175,3 @@ def _refused(path: Path, reason: str) -> CheckpointError:
 
 def _checksum(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -8,21 +8,6 @@ from typing import Any
 import torch
 
 
-def fit_geometry(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the current shape of a step as the checkpoint writes it, where only the number of processes differs.
-
-    As many samples in each micro-step, from the same order of the data: then it is the same run.
-
-    Args:
-        saved: What the checkpoint recorded: ``world_size``, ``batch_size`` (of one process), and more.
-        current: The same of this run.
-    """
-    sizes = [_micro_step_size(geometry) for geometry in (saved, current)]
-    if sizes[0] is None or sizes[0] != sizes[1]:
-        return dict(current)
-    return {**current, "world_size": saved["world_size"], "batch_size": saved["batch_size"]}
-
-
 def share_out(states: Sequence[dict[str, Any]], *, rank: int) -> dict[str, Any]:
     """Return what one of the new processes goes on with.
 
@@ -34,6 +19,8 @@ def share_out(states: Sequence[dict[str, Any]], *, rank: int) -> dict[str, Any]:
         rank: The new process.
     """
     own = dict(states[min(rank, len(states) - 1)])
+    # Where each process was in its own share of the data, which is another one now.
+    own.pop("data", None)
     losses = [state["loss_window"] for state in states if "loss_window" in state]
     if losses:
         own["loss_window"] = {**losses[0], **{name: _mean([window[name] for window in losses]) for name in _MEANS}}
@@ -46,11 +33,6 @@ def share_out(states: Sequence[dict[str, Any]], *, rank: int) -> dict[str, Any]:
 
 # Of a logging window's losses: what each process has of its own, and is averaged over processes when it is read.
 _MEANS = ("sum", "pending", "num_finite")
-
-
-def _micro_step_size(geometry: Mapping[str, Any]) -> int | None:
-    counts = geometry.get("world_size"), geometry.get("batch_size")
-    return counts[0] * counts[1] if all(isinstance(count, int) for count in counts) else None  # type: ignore[operator]
 
 
 def _mean(values: Sequence[Any]) -> Any:

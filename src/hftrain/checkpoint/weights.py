@@ -72,6 +72,7 @@ def load_weights(
     *,
     strict: bool = True,
     load: Callable[[torch.nn.Module, Mapping[str, Any]], Any] | None = None,
+    own: Mapping[str, Any] | None = None,
 ) -> None:
     """Overwrite a model's weights in place with those of a folder, in whichever form they are.
 
@@ -80,23 +81,29 @@ def load_weights(
         folder: What `save_weights` or `save_pretrained` wrote.
         strict: Raise if names are missing or left over, instead of warning.
         load: Puts a whole state into the model, where its parameters are split among processes.
+        own: See `matching_weights`.
 
     Raises:
         CheckpointError: There are no weights, a file is damaged, or names or shapes do not fit.
     """
     if saves_adapters(model):
         return load_adapters(model, folder)
-    state = matching_weights(model, folder, strict=strict)
+    state = matching_weights(model, folder, strict=strict, own=own)
     try:
         load(model, state) if load else model.load_state_dict(state, strict=strict)
     except RuntimeError as error:
         raise _unfit(model, folder, str(error)) from error
 
 
-def matching_weights(model: torch.nn.Module, folder: Path, *, strict: bool = True) -> dict[str, Any]:
-    """Read a folder's weights under the names of a model's state; see `load_weights`."""
-    # The parameters themselves, for names of one and the same to be seen.
-    state, own = read_weights(folder), model.state_dict(keep_vars=True)
+def matching_weights(
+    model: torch.nn.Module, folder: Path, *, strict: bool = True, own: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Read a folder's weights under the names of a model's state; see `load_weights`.
+
+    The state is `own`, where the model's own has other names; the parameters themselves, for names of one and the same
+    to be seen.
+    """
+    state, own = read_weights(folder), model.state_dict(keep_vars=True) if own is None else own
     _add_tied(state, own)
     if state.keys() != own.keys() and _saves_itself(model) and is_available("transformers>=5"):
         state = _renamed(model, folder, state)

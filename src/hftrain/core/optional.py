@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hftrain.core.errors import MissingDependencyError, explain
@@ -29,6 +30,17 @@ def require(requirement: str, *, feature: str, extra: str | None = None) -> None
         raise MissingDependencyError(
             explain(f"{feature} was asked for.", f"It needs {requirement!r}: {cache.message}", f"Run: {command}.")
         )
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """Return the versions of those of these packages that are installed."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def _cache(requirement: str) -> Any:

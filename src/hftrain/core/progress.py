@@ -8,12 +8,14 @@ from typing import Any
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """Where the run is: five counters that a checkpoint saves and a resume restores.
+    """Where the run is: counters that a checkpoint saves and a resume restores.
 
     Units:
         step: optimizer updates done. epoch: passes begun before the current one.
         micro_steps_in_epoch: micro-batches of this rank used in the current pass.
         samples: samples trained on, all ranks together. tokens: input tokens trained on, all ranks together.
+        offset_in_epoch: samples of the current pass before the first of its micro-batches, which a resume with another
+        batch size leaves where they do not fill one. cut_epochs: passes that a callback ended early.
     """
 
     step: int = 0
@@ -21,6 +23,8 @@ class Progress:
     micro_steps_in_epoch: int = 0
     samples: int = 0
     tokens: int = 0
+    offset_in_epoch: int = 0
+    cut_epochs: int = 0
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters as plain integers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle, islice
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from hftrain.core.errors import TaskError, explain
+from hftrain.data.wrappers import StreamWrapper, has_state
 
 # What a rank receives each round: its batch, if it gets one; whether this was the last round; why reading failed.
 Parcel = tuple[list[Any], bool, str | None]
@@ -59,8 +61,10 @@ class EvenedSampler(Sampler[Any]):
         return -(-len(self.sampler) // self._unit) * self._unit
 
 
-class EvenedStream(IterableDataset[Any]):
+class EvenedStream(StreamWrapper):
     """Fill a stream up to a multiple of `unit`, in each worker that reads it; see `even_out`.
+
+    A stream with a state is read again for that, as from its start; others are remembered.
 
     Args:
         dataset: The stream.
@@ -68,16 +72,43 @@ class EvenedStream(IterableDataset[Any]):
     """
 
     def __init__(self, dataset: Any, *, unit: int) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self._unit = unit
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to a stream that wants it."""
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(epoch)
+        self._count = 0
+        self._first_state: Any = None
+        self._is_loaded = self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
-        return even_out(self.dataset, self._unit)
+        return self._read_again() if has_state(self.dataset) else even_out(self.dataset, self._unit)
+
+    def _read_again(self) -> Iterator[Any]:
+        is_loaded, self._is_loaded = self._is_loaded, False
+        if is_loaded and self._is_over:
+            return
+        stream = iter(self.dataset)
+        if not is_loaded:
+            self._count, self._is_over, self._first_state = 0, False, copy.deepcopy(self.dataset.state_dict())
+        for item in stream:
+            self._count += 1
+            yield item
+        self._is_over = True
+        while self._count % self._unit:
+            self.dataset.load_state_dict(copy.deepcopy(self._first_state))
+            for item in islice(self.dataset, -self._count % self._unit):
+                self._count += 1
+                yield item
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the stream's state, and what filling it up needs."""
+        count = self._count % self._unit
+        own = {"start": self._first_state, "count": count, "is_over": self._is_over}
+        return {"stream": self.dataset.state_dict(), **own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned, for the iteration that follows."""
+        self._first_state, self._count = state["start"], int(state["count"])
+        self._is_loaded, self._is_over = True, bool(state["is_over"])
+        self.dataset.load_state_dict(state["stream"])
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self._unit) * self._unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,13 +11,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hftrain.core.log import get_logger
 from hftrain.data.dispatch import DispatchLoader
+from hftrain.data.offsets import with_offset
 from hftrain.data.samplers import SkippedBatches, give_generator, samplers_of
-from hftrain.data.seeding import new_generator
+from hftrain.data.seeding import derive_seed, new_generator, with_own_numbers
 from hftrain.data.sharding import is_plain_loader, rebuild_loader
 from hftrain.data.sizes import has_length
-from hftrain.data.streams import set_dataset_epoch
+from hftrain.data.states import StatefulLoader
+from hftrain.data.streams import EpochStream, set_dataset_epoch
+from hftrain.data.wrappers import has_state
 
 _logger = get_logger(__name__)
+
+# What has to be as it was for a stream, or the state of a loader, to mean the same.
+_SHAPE = ("num_workers", "batch_size")
 
 
 class TrainFeed:
@@ -38,8 +45,11 @@ class TrainFeed:
     def __init__(self, loader: Iterable[Any], *, seed: int) -> None:
         self.loader = loader
         self._seed = seed
+        self._state: dict[str, Any] | None = None
+        self._is_open = self._is_at_end = False
         if isinstance(loader, DispatchLoader):
             loader = loader.loader
+        self._reader: Any = loader
         if isinstance(loader, DataLoader) and issubclass(type(loader), DataLoader):
             if loader.generator is None:
                 loader.generator = new_generator(seed)
@@ -50,7 +60,21 @@ class TrainFeed:
         """Batches in one epoch of this rank, or None where the loader cannot tell."""
         return len(self.loader) if has_length(self.loader) else None  # type: ignore[arg-type]
 
-    def open(self, epoch: int, *, skip: int = 0) -> Iterator[Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the loader and of the dataset, where they have one, as of the batch taken last."""
+        reader = self._reader
+        state = {name: getattr(reader, name, None) for name in _SHAPE}
+        if self._is_open and has_state(reader):
+            state["loader"] = copy.deepcopy(reader.state_dict())
+        if _is_read_here(reader) and has_state(reader.dataset):
+            state["dataset"] = copy.deepcopy(reader.dataset.state_dict())
+        return state
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on, at the next `open`, with what `state_dict` returned; None leaves everything to skipping."""
+        self._state = state
+
+    def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
         """Start an epoch.
 
         Tells the epoch to whatever takes part in the loading and has `set_epoch`, and seeds every generator there
@@ -59,15 +83,27 @@ class TrainFeed:
 
         Args:
             epoch: Which pass, from 0.
-            skip: Batches to leave out at the start. For map-style data only their indices are drawn; those of a
-                stream, or of a loader that iterates in its own way, are read and dropped before this returns.
+            offset: Samples, of all ranks together, to leave out before the first batch is cut; see `with_offset`.
+            skip: Batches to leave out at the start. A stream or loader with a state goes on from it. For map-style
+                data only indices are drawn; other batches are read and dropped before this returns.
 
         Returns:
             The iterator over the batches that remain, possibly none.
         """
-        loader, to_drop = (self.loader, 0) if skip == 0 else _skip_indices(self.loader, skip)
+        state, self._state = self._state, None
+        is_within = skip > 0 or offset > 0
+        is_placed = state is not None and self._restore(state, is_within=is_within)
+        loader = with_offset(self.loader, offset) if offset and not is_placed else self.loader
+        loader, to_drop = (loader, 0) if is_placed or skip == 0 else _skip_indices(loader, skip)
         _start_epoch(loader, epoch=epoch, seed=self._seed)
-        iterator = iter(loader)
+        # A loader that begins elsewhere is another object, and leaves the state of this one as it was.
+        self._is_open = loader is self.loader
+        if is_placed or self._is_at_end:
+            return self._placed(loader, may_start_over=not is_within)
+        if _draws_here(self.loader, self._reader):
+            iterator = with_own_numbers(lambda: iter(loader), seed=derive_seed(self._seed, epoch))
+        else:
+            iterator = iter(loader)
         for sampler in samplers_of(loader) if skip else ():
             if isinstance(sampler, SkippedBatches):
                 # Now, while the caller has put back the random numbers that the epoch's order was drawn from.
@@ -78,16 +114,77 @@ class TrainFeed:
             pass
         return iterator
 
+    def _restore(self, state: dict[str, Any], *, is_within: bool) -> bool:
+        """Put states back; tell whether that is the place in the data, too."""
+        reader = self._reader
+        is_stream = isinstance(getattr(reader, "dataset", None), IterableDataset)
+        shape = {name: getattr(reader, name, None) for name in _SHAPE}
+        if isinstance(getattr(reader, "dataset", None), EpochStream) and not shape["num_workers"]:
+            # Its state tells a sample.
+            shape["batch_size"] = state.get("batch_size")
+        differing = [
+            f"{name} was {state.get(name)!r}, now {shape[name]!r}" for name in _SHAPE if state.get(name) != shape[name]
+        ]
+        if differing and is_within and (is_stream or "loader" in state):
+            _logger.warning("The data cannot go on exactly where it was: %s.", ", ".join(differing))
+            return False
+        if is_within and "loader" in state and not isinstance(reader, StatefulLoader) and state["num_workers"]:
+            _logger.warning(
+                "%s goes on from its own state, which leaves out the random numbers that its workers draw.",
+                type(reader).__name__,
+            )
+        # A torch loader begins each epoch anew; its state is one within an epoch.
+        if "loader" in state and has_state(reader) and (is_within or not isinstance(reader, DataLoader)):
+            reader.load_state_dict(state["loader"])
+            return True
+        if "dataset" in state and _is_read_here(reader) and has_state(reader.dataset):
+            reader.dataset.load_state_dict(state["dataset"])
+            return is_stream
+        return False
+
+    def _placed(self, loader: Any, *, may_start_over: bool) -> Iterator[Any]:
+        """Iterate data whose state was put back, and may be that of its end.
+
+        Then this epoch is over. The next one begins anew, for which each of data and wrapper has to be asked again.
+        """
+        iterator = iter(loader)
+
+        def batches() -> Iterator[Any]:
+            self._is_at_end = True
+            for attempt in (iterator, loader, loader):
+                for batch in attempt:
+                    self._is_at_end = False
+                    yield batch
+                if not self._is_at_end or not may_start_over:
+                    return
+
+        return batches()
+
+
+def _is_read_here(reader: Any) -> bool:
+    """Tell whether a loader reads a dataset in this process."""
+    return getattr(reader, "dataset", None) is not None and not getattr(reader, "num_workers", 0)
+
+
+def _draws_here(loader: Any, reader: Any) -> bool:
+    """Tell whether this process reads a stream that has to be read again, as far as it was, after a resume."""
+    if isinstance(loader, DispatchLoader) and loader.rank > 0:
+        return False
+    is_stream = isinstance(getattr(reader, "dataset", None), IterableDataset)
+    return is_stream and _is_read_here(reader) and not has_state(reader) and not has_state(reader.dataset)
+
 
 def _skip_indices(loader: Any, skip: int) -> tuple[Any, int]:
     """Return a loader that leaves batches out, and how many more have to be dropped by reading them."""
     is_map_style = not isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if isinstance(loader, StatefulLoader) and loader.skip(skip):
+        return loader, 0
     if isinstance(loader, DispatchLoader) and is_map_style and is_plain_loader(loader.loader):
         return loader.with_loader(_skip_indices(loader.loader, skip * loader.world_size)[0]), 0
     if is_plain_loader(loader) and is_map_style:
         # The one-off loader's workers must end with the epoch; those of the original wait for the next one.
         if loader.batch_sampler is None:
-            batching = {"sampler": SkippedBatches(loader.sampler, skip=skip), "batch_size": None}
+            batching: dict[str, Any] = {"sampler": SkippedBatches(loader.sampler, skip=skip), "batch_size": None}
         else:
             batching = {"batch_sampler": SkippedBatches(loader.batch_sampler, skip=skip)}
         return rebuild_loader(loader, **batching, persistent_workers=False), 0

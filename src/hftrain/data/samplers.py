@@ -103,7 +103,7 @@ class ContiguousShard(Sampler[Any]):
 
 
 class SkippedBatches(Sampler[Any]):
-    """Leave out the first batches of another batch sampler; only indices are drawn for them. For one pass.
+    """Leave out the first batches of another batch sampler; only indices are drawn for them.
 
     Args:
         batch_sampler: Yields batches of indices.
@@ -122,6 +122,10 @@ class SkippedBatches(Sampler[Any]):
     def __next__(self) -> Any:
         self.start()
         return next(self._batches)
+
+    def skip(self, num_batches: int) -> None:
+        """Choose how many the next passes leave out."""
+        self._skip = num_batches
 
     def start(self) -> None:
         """Draw the order, if the pass has begun and has not: samplers wait with it until the first batch."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, get_worker_info
 
 
 def derive_seed(*parts: int) -> int:
@@ -29,7 +30,10 @@ def seed_process(seed: int) -> None:
 
 
 def start_worker(worker_id: int, *, rank: int, seed: int | None = None) -> None:
-    """Seed a new worker process; a `worker_init_fn` once `rank` is bound.
+    """Seed a new worker process, and put it into a process group of its own; a `worker_init_fn` once `rank` is bound.
+
+    Launchers and terminals send a signal to the whole group of the process that trains. That one may go on to the next
+    step and save, for which it needs its workers.
 
     Args:
         worker_id: The worker's number.
@@ -37,6 +41,47 @@ def start_worker(worker_id: int, *, rank: int, seed: int | None = None) -> None:
         seed: The seed to start from; None for torch's base seed, which the loader's generator draws for each epoch.
     """
     seed_process(derive_seed(torch.initial_seed() if seed is None else seed, rank, worker_id))
+    if get_worker_info() is not None and hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
+
+
+def with_own_numbers(open_batches: Callable[[], Iterator[Any]], *, seed: int) -> Iterator[Any]:
+    """Read batches in this process with random numbers apart from those of the training, such as dropout's.
+
+    What a stream remembers (a shuffled buffer, say) then depends on the seed alone, and comes out the same when the
+    stream is read again up to some batch. NumPy's generator is exchanged, as copying its state takes long; for both
+    that forgets the second one of a pair of normal numbers.
+
+    Args:
+        open_batches: Begins to read.
+        seed: What the numbers start from.
+    """
+    numbers: tuple[Any, ...] = (
+        random.Random(seed).getstate(),
+        numpy.random.MT19937(numpy.random.SeedSequence(seed)),
+        torch.Generator().manual_seed(seed).get_state(),
+    )
+    batches: Iterator[Any] | None = None
+    while True:
+        outer = _exchange(numbers)
+        try:
+            if batches is None:
+                batches = open_batches()
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            numbers = _exchange(outer)
+        yield batch
+
+
+def _exchange(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+    of_numpy: Any = numpy.random
+    found = random.getstate(), of_numpy.get_bit_generator(), torch.default_generator.get_state()
+    random.setstate(numbers[0])
+    of_numpy.set_bit_generator(numbers[1])
+    torch.default_generator.set_state(numbers[2])
+    return found
 
 
 def new_generator(seed: int) -> torch.Generator:

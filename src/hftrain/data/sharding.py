@@ -38,10 +38,10 @@ def is_plain_loader(loader: Any) -> bool:
     return issubclass(type(loader), DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
-def rebuild_loader(loader: Any, **changes: Any) -> RankLoader:
+def rebuild_loader(loader: Any, *, kind: type[RankLoader] = RankLoader, **changes: Any) -> RankLoader:
     """Make a loader again with some arguments changed; batching is not copied and has to be among them."""
     options = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
-    return RankLoader(**{**options, **changes})
+    return kind(**{**options, **changes})
 
 
 def shard_batches(batch_sampler: Any, *, rank: int, world_size: int, even_batches: bool, split_batches: bool) -> Any:

@@ -8,8 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from hftrain.core.tree import batch_size_of
-from hftrain.data.dispatch import EvenedStream
-from hftrain.data.streams import BatchShardStream, EpochStream
+from hftrain.data.wrappers import StreamWrapper
 
 
 def has_length(obj: Any) -> bool:
@@ -70,7 +69,7 @@ def expected_samples(loader: Any) -> int | None:
 
 def whole_dataset(dataset: Any) -> Any:
     """Return the dataset under the wrappers that give each rank its share of a stream."""
-    while isinstance(dataset, (EpochStream, BatchShardStream, EvenedStream)) or _is_foreign_shard(dataset):
+    while isinstance(dataset, StreamWrapper) or _is_foreign_shard(dataset):
         dataset = dataset.dataset
     return dataset
 

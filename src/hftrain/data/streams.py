@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hftrain.core.errors import ConfigError, explain
+from hftrain.data.dispatch import EvenedStream
 from hftrain.data.seeding import derive_seed, seed_process
+from hftrain.data.wrappers import StreamWrapper, has_state
 
 
 def set_dataset_epoch(dataset: Any, *, epoch: int, seed: int) -> None:
@@ -26,11 +29,13 @@ def set_dataset_epoch(dataset: Any, *, epoch: int, seed: int) -> None:
         dataset.set_epoch(epoch)
 
 
-class EpochStream(IterableDataset[Any]):
+class EpochStream(StreamWrapper):
     """Carry the epoch to every copy of a stream, those in persistent workers included.
 
     Workers hold copies of the dataset, which `set_epoch` in the main process never reaches once they live. Here the
     epoch is in shared memory, and each copy applies it as it starts to iterate.
+
+    A stream with a state begins each epoch in the state that a new worker's copy has, in workers that persist too.
 
     Args:
         dataset: The stream.
@@ -39,9 +44,14 @@ class EpochStream(IterableDataset[Any]):
     """
 
     def __init__(self, dataset: Any, *, seed: int, rank: int) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self._seed = seed
         self._rank = rank
+        self._begun: int | None = None
+        self._first_state: Any = None
+        self._is_loaded = self._is_over = False
+        # Of this epoch, by this worker; counted where each batch has a state, and then part of the next one's seed.
+        self.num_batches = 0
         self._epoch = torch.tensor(-1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
@@ -52,19 +62,61 @@ class EpochStream(IterableDataset[Any]):
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = int(self._epoch)
+        epoch, is_loaded = int(self._epoch), self._is_loaded
+        self._is_loaded = False
         if epoch >= 0:
-            worker = get_worker_info()
-            if worker is not None:
-                seed_process(derive_seed(self._seed, epoch, self._rank, worker.id))
+            if get_worker_info() is not None:
+                self._begin(epoch, is_loaded=is_loaded)
             set_dataset_epoch(self.dataset, epoch=epoch, seed=self._seed)
-        return iter(self.dataset)
+        if not has_state(self.dataset):
+            return iter(self.dataset)
+        if is_loaded and self._is_over:
+            return iter(())
+        self._is_over = False
+        return self._until_over(iter(self.dataset))
+
+    def _begin(self, epoch: int, *, is_loaded: bool) -> None:
+        if epoch != self._begun and not is_loaded:
+            self.num_batches = 0
+            if has_state(self.dataset):
+                if self._begun is None:
+                    self._first_state = copy.deepcopy(self.dataset.state_dict())
+                else:
+                    self.dataset.load_state_dict(copy.deepcopy(self._first_state))
+        self._begun = epoch
+        self._seed_worker(epoch)
+
+    def _until_over(self, items: Iterator[Any]) -> Iterator[Any]:
+        yield from items
+        # A last batch that is not full has seen the end already; the stream's own state may be that of a new start.
+        self._is_over = True
+
+    def _seed_worker(self, epoch: int) -> None:
+        worker: Any = get_worker_info()
+        place = (self.num_batches,) if self.num_batches else ()
+        seed_process(derive_seed(self._seed, epoch, self._rank, worker.id, *place))
+
+    def end_batch(self) -> None:
+        """Note that a worker has made a batch, and seed it for the next: with numbers that depend on its place only."""
+        self.num_batches += 1
+        self._seed_worker(int(self._epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the stream, and whether it was read to its end."""
+        return {"stream": self.dataset.state_dict(), "is_over": self._is_over}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned, for the iteration that follows."""
+        if self._begun is None and not self._is_loaded:
+            self._first_state = copy.deepcopy(self.dataset.state_dict())
+        self._is_loaded, self._is_over = True, bool(state["is_over"])
+        self.dataset.load_state_dict(state["stream"])
 
     def __len__(self) -> int:
         return len(self.dataset)
 
 
-class BatchShardStream(IterableDataset[Any]):
+class BatchShardStream(StreamWrapper):
     """Give rank r the batches r, r + W, r + 2W, ... of a stream, without padding or repetition.
 
     Every rank reads the whole stream, which must be in the same order on all. A rank may get one batch less.
@@ -74,6 +126,7 @@ class BatchShardStream(IterableDataset[Any]):
         batch_size: Samples per batch of one rank.
         rank: This rank.
         world_size: The number of ranks, W.
+        drops_rest: Leave out a last round that has not a full batch for every rank.
 
     Example:
         >>> from torch.utils.data import IterableDataset
@@ -84,28 +137,25 @@ class BatchShardStream(IterableDataset[Any]):
         [[0, 1, 4], [2, 3]]
     """
 
-    def __init__(self, dataset: Any, *, batch_size: int, rank: int, world_size: int) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, *, batch_size: int, rank: int, world_size: int, drops_rest: bool = False) -> None:
+        super().__init__(dataset)
         self._batch_size = batch_size
         self._rank = rank
         self._world_size = world_size
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to a stream that wants it."""
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(epoch)
+        self._drops_rest = drops_rest
 
     def __iter__(self) -> Iterator[Any]:
-        stream = iter(self.dataset)
-        place = 0
-        while batch := list(islice(stream, self._batch_size)):
-            if place == self._rank:
-                yield from batch
-            place = (place + 1) % self._world_size
+        # In whole rounds, so that the stream is as far on all ranks when each has its batch.
+        stream, unit = iter(self.dataset), self._batch_size * self._world_size
+        start = self._rank * self._batch_size
+        while (samples := list(islice(stream, unit))) and (len(samples) == unit or not self._drops_rest):
+            yield from samples[start : start + self._batch_size]
 
     def __len__(self) -> int:
         full, tail = divmod(len(self.dataset), self._batch_size)
         rounds, left = divmod(full, self._world_size)
+        if self._drops_rest:
+            return rounds * self._batch_size
         return (rounds + (self._rank < left)) * self._batch_size + (tail if self._rank == left else 0)
 
 
@@ -130,6 +180,12 @@ def shard_stream(
         ConfigError: Several workers would each read the whole of an evaluation set.
     """
     if is_training:
+        place: dict[str, Any] = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
+        if even_batches and has_state(dataset):
+            stream: Any = EpochStream(dataset, seed=seed, rank=rank)
+            if not drop_last:
+                stream = EvenedStream(stream, unit=batch_size * world_size)
+            return BatchShardStream(stream, drops_rest=drop_last, **place)
         dataset = EpochStream(dataset, seed=seed, rank=rank)
         if even_batches:
             from accelerate.data_loader import IterableDatasetShard

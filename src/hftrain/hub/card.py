@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from hftrain.core.optional import installed_versions
 from hftrain.storage.files import write_text
 
 _BEGIN = "<!-- Written by hftrain. What stands between these two comments is replaced at each push. -->"
@@ -128,7 +128,8 @@ def _body(facts: CardFacts) -> str:
     lines += [f"- {name}: {_text(value)}" for name, value in facts.hyperparameters.items()]
     table = _table(facts.log_history)
     lines += ["", "### Results", "", *table] if table else []
-    lines += ["", "### Framework versions", "", *(f"- {name} {number}" for name, number in _versions().items()), ""]
+    versions = installed_versions(*_PACKAGES)
+    lines += ["", "### Framework versions", "", *(f"- {name} {number}" for name, number in versions.items()), ""]
     return "\n".join(lines)
 
 
@@ -168,13 +169,3 @@ def _metrics(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

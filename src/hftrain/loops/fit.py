@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -24,13 +24,15 @@ class FitConfig:
     Units:
         max_steps: optimizer updates. num_epochs: passes after which a run ends although callbacks cut some short (None:
         only `max_steps` ends it). accumulation: micro-batches per update. num_batches: of one rank's loader per
-        epoch (None: unknown). world_size: ranks. empty_cache_every: updates (None: never).
+        epoch (None: unknown). num_batches_first: of the pass that a resume with another batch size goes on with, where
+        it is cut otherwise than the others. world_size: ranks. empty_cache_every: updates (None: never).
     """
 
     max_steps: int
     num_epochs: int | None = None
     accumulation: int = 1
     num_batches: int | None = None
+    num_batches_first: int | None = None
     world_size: int = 1
     evaluates_on_start: bool = False
     empty_cache_every: int | None = None
@@ -44,29 +46,32 @@ class FitSlots:
         get_batch_samples: (iterator, number, device) -> the step's micro-batches (none left: empty), item count.
         training_step: (model, batch, item count) -> detached loss, its share of the step; runs backward.
         before_epoch: Called before an epoch's data is opened.
-        restore_rng: Called once it is open.
+        restore_rng: Called once it is open; returns whether the pass is over already.
         log, evaluate, save: Act on what callbacks asked for.
         empty_cache: Gives cached device memory back.
         act: (the loop's own `act`, last gradient norm, last learning rate); called in place of `FitLoop.act` where
             something must see the end of every step, and calls what it is given. None costs nothing.
+        pending: What to call at the end of the next step, and of each one after, until it takes itself out again: put
+            there by another thread or a signal handler, which may change the list at any time. Empty costs nothing.
     """
 
     get_batch_samples: Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
     training_step: Callable[[nn.Module, Any, Any], torch.Tensor]
     before_epoch: Callable[[], None]
-    restore_rng: Callable[[], None]
+    restore_rng: Callable[[], bool | None]
     log: Callable[[dict[str, Any]], None]
     evaluate: Callable[[], Any]
     save: Callable[[], None]
     empty_cache: Callable[[], None]
     act: Callable[[Callable[[], None], Any, Any], None] | None = None
+    pending: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Feed(Protocol):
     """What gives the loop its batches."""
 
-    def open(self, epoch: int, *, skip: int = 0) -> Iterator[Any]:
-        """Return the epoch's batches, the first `skip` left out."""
+    def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
+        """Return the epoch's batches, cut from sample `offset` on, the first `skip` left out."""
 
 
 class Steps(Protocol):
@@ -141,11 +146,11 @@ class FitLoop:
         self.control = control
         self.events = events
         self.losses = losses
+        self.pending = slots.pending
         self._grad_norm: torch.Tensor | float | None = None
         self._learning_rate: Any = None
-        self._batches_per_epoch = config.num_batches or config.max_steps * config.accumulation
+        self._batches_per_epoch = 1
         self._is_resumed = progress.step > 0
-        self._has_cut_epoch = False
         self._act = self.act if slots.act is None else self._act_through_slot
 
     def run(self) -> None:
@@ -155,20 +160,22 @@ class FitLoop:
         num_epochs = self.config.num_epochs
         while self.progress.step < self.config.max_steps and not self.control.should_training_stop:
             self._run_epoch()
-            if self._has_cut_epoch and num_epochs is not None and self.progress.epoch >= num_epochs:
+            if self.progress.cut_epochs and num_epochs is not None and self.progress.epoch >= num_epochs:
                 break
 
     def _run_epoch(self) -> None:
         control, progress, accumulation = self.control, self.progress, self.config.accumulation
-        num_skipped = progress.micro_steps_in_epoch
+        num_skipped, offset = progress.micro_steps_in_epoch, progress.offset_in_epoch
+        num_batches = self.config.num_batches_first if offset else self.config.num_batches
+        self._batches_per_epoch = num_batches or self.config.max_steps * accumulation
         self.slots.before_epoch()
-        batches = self.feed.open(progress.epoch, skip=num_skipped)
+        batches = self.feed.open(progress.epoch, skip=num_skipped, offset=offset)
         control.should_epoch_stop = False
         self.events.fire("on_epoch_begin")
-        self.slots.restore_rng()
+        is_over = self.slots.restore_rng()
         num_steps = 0
         is_exhausted = False
-        while progress.step < self.config.max_steps:
+        while progress.step < self.config.max_steps and not is_over:
             window, num_items = self.slots.get_batch_samples(batches, accumulation, self.device)
             if not window:
                 is_exhausted = True
@@ -177,7 +184,7 @@ class FitLoop:
             num_steps += 1
             if control.should_epoch_stop or control.should_training_stop:
                 break
-        if is_exhausted and not num_steps and not num_skipped:
+        if is_exhausted and not num_steps and not num_skipped and not offset:
             raise TaskError(
                 explain(
                     f"Epoch {progress.epoch} was to be trained.",
@@ -185,11 +192,11 @@ class FitLoop:
                     "Give a dataset that is not empty and can be iterated once per epoch (a generator cannot).",
                 )
             )
-        self._has_cut_epoch = self._has_cut_epoch or control.should_epoch_stop
+        progress.cut_epochs += control.should_epoch_stop
         # Counted before the event, so that a checkpoint taken here resumes with the next epoch.
-        if is_exhausted or control.should_epoch_stop or progress.micro_steps_in_epoch == self.config.num_batches:
+        if is_exhausted or control.should_epoch_stop or progress.micro_steps_in_epoch == num_batches:
             progress.epoch += 1
-            progress.micro_steps_in_epoch = 0
+            progress.micro_steps_in_epoch = progress.offset_in_epoch = 0
         self.events.fire("on_epoch_end")
         self._act()
 
@@ -224,7 +231,13 @@ class FitLoop:
         self._advance(last + 1, num_samples)
         if "on_step_end" in heard:
             events.fire("on_step_end")
+        if self.pending:
+            self._attend()
         self._act()
+
+    def _attend(self) -> None:
+        for call in tuple(self.pending):
+            call()
 
     def _advance(self, num_micro_steps: int, num_samples: int) -> None:
         progress, state = self.progress, self.state

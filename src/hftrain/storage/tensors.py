@@ -82,7 +82,10 @@ def save_containers(tree: Any, path: Path) -> None:
     Raises:
         CheckpointError: Something else is inside; the message says where.
     """
-    torch.save(_plain(tree, "state"), path)
+    plain = _plain(tree, "state")
+    # Given a path, torch forgets why a write failed; a full disk must be told from other errors.
+    with open(path, "wb") as file:
+        torch.save(plain, file)
 
 
 def load_containers(path: Path, *, with_numpy: bool = False) -> Any:

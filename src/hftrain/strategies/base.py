@@ -37,6 +37,8 @@ class Strategy:
         owns: What the strategy's own engine takes over from the step.
         makes: What of ``"optimizer"`` and ``"scheduler"`` the strategy makes itself, in `setup`.
         schedule: The schedule that it made there.
+        saves_in_background: Whether copies of the states that it gives are all that a checkpoint needs, to be written
+            while training goes on.
         shards_model: Whether each process holds a part of the model, in parameters that `setup` makes.
         rank: This process among all; as the launcher said until `launch`, then as the process group says.
         local_rank: This process among those of its machine, likewise.
@@ -51,6 +53,7 @@ class Strategy:
 
     name = ""
     owns = Owns.NOTHING
+    saves_in_background = True
     shards_model = False
     makes: frozenset[str] = frozenset()
     schedule: Any = None
@@ -196,6 +199,10 @@ class Strategy:
         Where processes hold parts of the model, the main process gets the state, and the others an empty one.
         """
         return self.unwrap(model).state_dict()
+
+    def own_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the model's state as this process holds it: names, and which of them are one and the same tensor."""
+        return self.unwrap(model).state_dict(keep_vars=True)
 
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         """Return what this process writes of the model's state; None where states are saved whole."""

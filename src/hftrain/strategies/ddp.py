@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -105,9 +104,8 @@ class DDPStrategy(DistributedStrategy):
         Between two forward passes the copies' running statistics drift apart. Collective; mutates the buffers.
         """
         bare = self.unwrap(model)
-        if bare is not model and self.world_size > 1:
-            for buffer in bare.buffers():
-                torch.distributed.broadcast(buffer, src=0)
+        if bare is not model:
+            self._share_buffers(bare)
         return bare
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -31,7 +32,7 @@ from hftrain.strategies.environment import (
 _DRAIN_S = 0.1
 _meetings = itertools.count()
 _boards = itertools.count()
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl"}
 
 
 class DistributedStrategy(Strategy):
@@ -144,6 +145,12 @@ class DistributedStrategy(Strategy):
         # A connection of its own: the group's waits hold theirs.
         store = _launchers_store(*address, self.rank, self.world_size, self.timeout).clone()  # type: ignore[attr-defined]
         return Board(PrefixStore(f"hftrain/board/{next(_boards)}", store))
+
+    def _share_buffers(self, model: nn.Module) -> None:
+        """Send rank 0's buffers, those that it would save, to every process. Collective; mutates the buffers."""
+        if self.world_size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
 
     def _join(self) -> torch.device:
         """Find the device of this process in a group that somebody else made."""

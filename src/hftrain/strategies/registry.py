@@ -13,6 +13,7 @@ from hftrain.strategies.environment import launched_world_size
 strategies: Registry[Strategy] = Registry("strategy", group="hftrain.strategies")
 
 strategies.register("single", "hftrain.strategies.single:SingleDeviceStrategy", summary="one process, one device")
+strategies.register("mps", "hftrain.strategies.single:MPSStrategy", summary="one process, an Apple GPU")
 strategies.register("ddp", "hftrain.strategies.ddp:DDPStrategy", summary="a copy of the model per process")
 strategies.register(
     "ddp_find_unused",
@@ -37,6 +38,9 @@ strategies.register(
     "hftrain.strategies.fsdp.strategy:FSDPStrategy",
     summary="like fsdp within a machine, copies between machines",
     sharding="hybrid_shard",
+)
+strategies.register(
+    "fsdp1", "hftrain.strategies.fsdp.wrapper:FSDP1Strategy", summary="like fsdp, with torch's older wrapper"
 )
 strategies.register(
     "deepspeed", "hftrain.strategies.deepspeed.strategy:DeepSpeedStrategy", summary="DeepSpeed, as its config says"
@@ -72,16 +76,33 @@ def create_strategy(name: str = "auto", **options: Any) -> Strategy:
     """
     if name == "auto":
         name = "ddp" if launched_world_size() > 1 else "single"
-    factory, _ = strategies.resolve(name)
-    accepted = inspect.signature(factory).parameters
-    unknown = {option: value for option, value in options.items() if option not in accepted}
-    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+    accepted = accepted_options(name)
+    unknown = {option: value for option, value in options.items() if accepted is not None and option not in accepted}
+    if unknown:
         raise ConfigError(
             explain(
                 f"strategy={name!r} was given options it does not take.",
-                f"It takes {sorted(accepted)}.",
+                f"It takes {sorted(accepted or ())}.",
                 "Remove the others, or choose another strategy.",
                 **unknown,
             )
         )
     return strategies.create(name, **options)
+
+
+def accepted_options(name: str) -> set[str] | None:
+    """Return the options that a strategy can be made with; None where it takes any."""
+    factory, _ = strategies.resolve(name)
+    accepted: set[str] = set()
+    # A class that passes what it does not know on accepts what those that it derives from do.
+    kinds = (
+        [vars(kind)["__init__"] for kind in factory.__mro__ if "__init__" in vars(kind)]
+        if isinstance(factory, type)
+        else [factory]
+    )
+    for each in kinds:
+        parameters = inspect.signature(each).parameters.values()
+        accepted |= {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+            return accepted - {"self"}
+    return None

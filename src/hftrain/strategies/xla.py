@@ -51,6 +51,7 @@ class XLAStrategy(Strategy):
     """
 
     name = "xla"
+    saves_in_background = False
 
     def __init__(
         self,

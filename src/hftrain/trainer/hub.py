@@ -111,6 +111,8 @@ class TrainerHub:
     def push(self, *, message: str, blocking: bool, token: str | None, revision: str | None, **card: Any) -> Any:
         """Save the model to the output folder and push that; collective. See `Trainer.push_to_hub`."""
         require_hub("push_to_hub()")
+        if self.trainer._session is not None:
+            self.trainer._session.checkpoints.settle()
         self.trainer.save_model(_internal_call=True)
         if not self.trainer.is_world_process_zero():
             return None

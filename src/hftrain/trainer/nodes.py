@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftrain.checkpoint.layout import MANIFEST
-from hftrain.checkpoint.manifest import verify
+from hftrain.checkpoint.foreign import check_whole
+from hftrain.checkpoint.layout import TRAINER_STATE
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.strategies.base import Strategy
 
@@ -38,11 +38,11 @@ def own_checkpoint(trainer: Trainer, folder: Path) -> Path:
     if not trainer.args.save_on_each_node:
         return folder
     inside = trainer.output_dir / folder.name
-    own = inside if (inside / MANIFEST).is_file() else folder
+    own = inside if (inside / TRAINER_STATE).is_file() else folder
     cause: CheckpointError | None = None
     if strategy.is_local_main:
         try:
-            verify(own)
+            check_whole(own)
         except CheckpointError as error:
             cause = error
     if not strategy.all_true(cause is None):

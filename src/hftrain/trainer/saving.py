@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from hftrain.adapter.checkpoint import checkpoint_config
-from hftrain.adapter.data import data_seed, read_accelerator_config
+from hftrain.checkpoint.foreign import check_foreign, check_foreign_optimizer, is_foreign
 from hftrain.checkpoint.layout import ARGUMENTS, checkpoint_name
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.manifest import check_geometry, read_manifest
+from hftrain.checkpoint.manifest import check_geometry
 from hftrain.checkpoint.parts import (
     load_arguments,
     load_optimizer,
@@ -25,20 +25,23 @@ from hftrain.checkpoint.parts import (
     save_scheduler,
     save_trainer_state,
 )
-from hftrain.checkpoint.ranks import fit_geometry
 from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng
 from hftrain.core.tree import map_tensors
-from hftrain.data.sizes import has_length
+from hftrain.data.feed import TrainFeed
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
-from hftrain.task.module import TaskModule
+from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, without_model
+from hftrain.trainer.leftovers import to_do
 from hftrain.trainer.remote import checkpoint_text, fetch_best, fetch_named, publish_quietly, remote_of
+from hftrain.trainer.resuming import RunPlan
+from hftrain.trainer.room import checkpoint_bytes
 from hftrain.trainer.sharding import load_own, shard_writers
+from hftrain.trainer.writing import CheckpointWrites, Save, as_of
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -47,6 +50,8 @@ logger = get_logger(__name__)
 
 Writer = Callable[[Path], None]
 
+# Resume if there is something to resume.
+AUTO = "auto"
 # What the optimizer's and the schedule's state carry on, whatever the arguments say now.
 _OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # When things happen follows the present arguments, and so is no longer what it was before the resume.
@@ -61,41 +66,84 @@ class RunCheckpoints:
         progress: Where the run is.
         losses: The open logging window, likewise part of a checkpoint so that a resumed log equals the undisturbed.
         logs: The steps' own numbers in that window.
+        pending: What the loop calls at each step's end, see `FitSlots`.
     """
 
-    def __init__(self, trainer: Trainer, *, progress: Progress, losses: LossWindow, logs: LogWindow) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        progress: Progress,
+        losses: LossWindow,
+        logs: LogWindow,
+        pending: list[Callable[[], None]],
+    ) -> None:
         self.trainer = trainer
         self.progress = progress
         self.losses = losses
         self.logs = logs
         self.manager = make_manager(trainer)
+        self.writes = CheckpointWrites(
+            trainer, self.manager, progress=progress, pending=pending, best=lambda: best_checkpoint(trainer)
+        )
         self.saved_step: int | None = None
+        self.tried_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
+        self.plan: RunPlan
+        self.feed: TrainFeed
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
-        """Commit a checkpoint of everything a resume needs, then rotate; collective."""
-        trainer, state = self.trainer, self.trainer.state
+        """Commit a checkpoint of everything a resume needs, now or in the background, then rotate; collective."""
+        self.writes.finish(for_next=True)
+        trainer, state, keep = self.trainer, self.trainer.state, self.writes.keep
+        num_bytes = checkpoint_bytes(trainer, optimizer)
+        self.tried_step = state.global_step
+        if not self.writes.has_room(num_bytes, step=state.global_step):
+            return
+        former_best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
             best = self.manager.config.output_dir / checkpoint_name(state.global_step)
             state.best_model_checkpoint = checkpoint_text(trainer, best)
         state.stateful_callbacks = trainer.callback_handler.stateful_states()
-        each: list[Writer] = [lambda folder: trainer.save_model(str(folder), _internal_call=True)]
-        main: list[Writer] = [lambda folder: save_trainer_state(state, folder)]
+        self.writes.begin()
+        each: list[Writer] = [
+            model_writer(trainer, keep)
+            if self.writes.is_async
+            else lambda folder: trainer.save_model(str(folder), _internal_call=True)
+        ]
+        frozen = frozen_state(state) if self.writes.is_async else state
+        main: list[Writer] = [lambda folder: save_trainer_state(frozen, folder)]
         if not trainer.args.save_only_model:
             if trainer._is_overridden("_save_optimizer_and_scheduler"):
                 each.append(lambda folder: trainer._save_optimizer_and_scheduler(str(folder)))
             else:
-                main += self._resume_writers(optimizer)
+                main += self._resume_writers(optimizer, keep)
             each.append(self._rank_writer())
-        each += shard_writers(trainer, optimizer)
-        facts = {"progress": self.progress.state_dict(), "geometry": self._geometry(optimizer)}
-        committed = self.manager.save(state.global_step, main=main, each=each, facts=facts)
-        if trainer.args.push_to_hub:
-            # Before rotation, which may delete it.
-            trainer._hub.after_save(committed)
-        trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.config.output_dir))
-        self.saved_step = state.global_step
-        trainer.callback_handler.fire("on_save")
+        each += shard_writers(trainer, optimizer, keep)
+        facts = self.plan.facts(self.progress)
+        facts["geometry"] = {**facts["geometry"], "optimizer": type(optimizer).__name__}
+        facts["left"] = to_do(trainer.control, self.progress)
+        save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
+        self.writes.write(save, lambda save, path: self._after(save, path, former_best=former_best))
+
+    def settle(self) -> None:
+        """Wait for a write in the background, and raise its error. All processes must call it at the same step."""
+        self.writes.finish()
+
+    def _after(self, save: Save, committed: Path | None, *, former_best: str | None) -> None:
+        """Do what follows a commit, or forget a checkpoint for which there was no room."""
+        trainer, state = self.trainer, self.trainer.state
+        if committed is None:
+            state.best_model_checkpoint = former_best
+            return
+        with as_of(state, save):
+            if trainer.args.push_to_hub:
+                # Before rotation, which may delete it.
+                trainer._hub.after_save(committed)
+            if self.writes.rotates_later:
+                trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.config.output_dir))
+            self.saved_step = save.step
+            trainer.callback_handler.fire("on_save")
         publish_quietly(trainer)
 
     def rotate(self) -> None:
@@ -108,15 +156,17 @@ class RunCheckpoints:
         for write in writers if self.manager.is_committer else ():
             write(folder)
 
-    def _resume_writers(self, optimizer: torch.optim.Optimizer) -> list[Writer]:
+    def _resume_writers(self, optimizer: torch.optim.Optimizer, keep: Keep = as_it_is) -> list[Writer]:
         trainer = self.trainer
         split = trainer.strategy.optimizer_shards(trainer.model_wrapped, optimizer)
-        state = split[0] if split else trainer.strategy.optimizer_state(trainer.model_wrapped, optimizer)
+        state = keep(split[0] if split else trainer.strategy.optimizer_state(trainer.model_wrapped, optimizer))
         writers: list[Writer] = [lambda folder: save_optimizer(state, folder)]
         if trainer.lr_scheduler is not None:
-            writers.append(lambda folder: save_scheduler(trainer.lr_scheduler.state_dict(), folder))
-        if trainer.precision.state_dict():
-            writers.append(lambda folder: save_scaler(trainer.precision.state_dict(), folder))
+            schedule = keep(trainer.lr_scheduler.state_dict())
+            writers.append(lambda folder: save_scheduler(schedule, folder))
+        scaler = keep(trainer.precision.state_dict())
+        if scaler:
+            writers.append(lambda folder: save_scaler(scaler, folder))
         return writers
 
     def _rank_writer(self) -> Writer:
@@ -125,12 +175,13 @@ class RunCheckpoints:
         own = {
             **capture_rng(),
             "epoch_rng": self.epoch_rng,
+            "data": self.feed.state_dict(),
             "loss_window": self.losses.state_dict(),
             "log_window": self.logs.state_dict(),
             "train_metrics": metric_states(self.trainer.task.metrics("train")),
             "past": self.trainer._past,
         }
-        own = map_tensors(own, torch.Tensor.cpu)
+        own = map_tensors(self.writes.keep(own), torch.Tensor.cpu)
         return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
 
     def warn_of_others(self) -> None:
@@ -146,18 +197,12 @@ class RunCheckpoints:
                 ", ".join(found),
             )
 
-    def check(self, folder: Path) -> None:
-        """Take over a checkpoint's position; raises `CheckpointError` if this run has another shape."""
-        manifest = read_manifest(folder)
-        geometry = self._geometry(None)
-        if self.trainer.args.ignore_data_skip:
-            geometry = {name: geometry[name] for name in ("world_size", "batch_size", "accumulation", "precision")}
-        if not read_accelerator_config(self.trainer.args).get("split_batches"):
-            geometry = fit_geometry(manifest.facts.get("geometry", {}), geometry)
-        check_geometry(manifest, **geometry)
-        self._report_changed_arguments(folder)
-        self.manager.run_id = manifest.facts["run_id"]
-        self.progress.load_state_dict(manifest.facts["progress"])
+    def take_over(self, folder: Path, plan: RunPlan) -> None:
+        """Go on as the checkpoint's run, and say which arguments have changed."""
+        assert plan.saved is not None
+        if not is_foreign(folder):
+            self._report_changed_arguments(folder)
+            self.manager.run_id = plan.saved.facts["run_id"]
 
     def load_model(self, folder: Path) -> None:
         """Load the weights, and what the task holds beside its model, in place."""
@@ -166,10 +211,13 @@ class RunCheckpoints:
     def load_rest(self, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Load what the optimizer and its company had reached, and return the random numbers' state."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        check_geometry(read_manifest(folder), optimizer=type(optimizer).__name__)
+        assert self.plan.saved is not None
+        if not is_foreign(folder):
+            check_geometry(self.plan.saved, optimizer=type(optimizer).__name__)
         trainer._load_optimizer_and_scheduler(str(folder))
-        own = load_own(trainer, folder)
-        self.epoch_rng = own.pop("epoch_rng")
+        own = load_own(trainer, folder, num_saved=self.plan.saved.facts["geometry"]["world_size"])
+        self.epoch_rng = own.pop("epoch_rng", {})
+        self.feed.load_state_dict(own.pop("data", None))
         self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
         self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
         unknown = restore_metric_states(
@@ -191,7 +239,10 @@ class RunCheckpoints:
     def read_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Load optimizer, schedule and scaler. Collective."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        strategy.load_optimizer_state(trainer.model_wrapped, optimizer, load_optimizer(folder))
+        state = load_optimizer(folder)
+        if is_foreign(folder):
+            check_foreign_optimizer(state, optimizer, folder)
+        strategy.load_optimizer_state(trainer.model_wrapped, optimizer, state)
         if trainer.lr_scheduler is not None:
             trainer.lr_scheduler.load_state_dict(load_scheduler(folder))
             refresh_rate(trainer.lr_scheduler)
@@ -200,6 +251,7 @@ class RunCheckpoints:
 
     def load_best(self) -> None:
         """Load the best checkpoint's model, saying so if there is none."""
+        self.settle()
         best = best_checkpoint(self.trainer)
         if best is not None:
             fetch_best(self.trainer, best)
@@ -209,20 +261,6 @@ class RunCheckpoints:
         self.manager.open(best)
         self.load_model(best)
         logger.info("Loaded the best model from %s (%s).", best, self.trainer.state.best_metric)
-
-    def _geometry(self, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Return what a resume must find as it was: the shape of a step, and what decides the data's order."""
-        trainer, args = self.trainer, self.trainer.args
-        geometry = {
-            "world_size": trainer.strategy.world_size,
-            "batch_size": args.train_batch_size,
-            "accumulation": args.gradient_accumulation_steps,
-            "samples": len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
-            "data_seed": data_seed(args),
-            "drop_last": args.dataloader_drop_last,
-            "precision": trainer.precision.policy.name,
-        }
-        return geometry if optimizer is None else {**geometry, "optimizer": type(optimizer).__name__}
 
     def _report_changed_arguments(self, folder: Path) -> None:
         """Name the arguments whose values the checkpoint's state overrides, and those that change the rhythm."""
@@ -252,6 +290,10 @@ def make_manager(trainer: Trainer) -> CheckpointManager:
 def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
     """Return the checkpoint to continue from, verified by the main process; nothing is launched.
 
+    Args:
+        trainer: Whose folder to look into; its arguments are asked if they say ``"auto"``.
+        resume: A folder, True for the newest valid checkpoint, ``"auto"`` for that or none, None or False for none.
+
     Raises:
         CheckpointError: There is no valid one, or the folder named is none.
     """
@@ -260,33 +302,34 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
             explain(
                 "train(resume_from_checkpoint=...) was called.",
                 f"A {type(resume).__name__} names no checkpoint.",
-                "Pass a folder, or True for the newest one in output_dir.",
+                "Pass a folder, True for the newest one in output_dir, or 'auto' for that if there is one.",
                 resume_from_checkpoint=resume,
             )
         )
+    if resume is None and trainer.args.resume_from_checkpoint == AUTO:
+        resume = AUTO
     if resume is None or resume is False or not trainer.strategy.is_main:
         return None
     manager = make_manager(trainer)
+    if resume == AUTO:
+        latest = manager.latest()
+        found = "nothing valid to resume; the run starts anew" if latest is None else f"{latest.name} to resume"
+        logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, trainer.args.output_dir)
+        return latest
     if resume is True:
         latest = manager.latest()
         if latest is None:
             raise CheckpointError(
                 explain(
                     "resume_from_checkpoint=True was asked for.",
-                    f"There is no valid checkpoint in {trainer.args.output_dir!r}.",
+                    f"There is no valid checkpoint with a manifest in {trainer.args.output_dir!r}.",
                     "Leave resume_from_checkpoint out to start a new run, or name a checkpoint's folder.",
                 )
             )
         return latest
     folder = fetch_named(trainer, resume) or find_folder(resume, trainer.output_dir)
     if manager.open(folder) is None:
-        raise CheckpointError(
-            explain(
-                f"Resuming from {str(resume)!r} was asked for.",
-                "It was not written by hftrain (it has no manifest), and this version resumes only its own.",
-                "Load its weights into the model and start a new run.",
-            )
-        )
+        check_foreign(folder)
     return folder
 
 
@@ -313,11 +356,6 @@ def load_task(trainer: Trainer, folder: Path, *, model: nn.Module | None = None)
     load = strategy.load_model_state if target is trainer.model else None
     # Where there are none yet, the process that holds the weights sends them.
     if not any(parameter.is_meta for parameter in target.parameters()):
-        load_weights(target, folder, load=load)
-    own = task_state(trainer.task)
-    trainer.task.load_state_dict(load_task_state(folder, own.keys()), strict=False)
-
-
-def task_state(task: TaskModule) -> dict[str, torch.Tensor]:
-    """Return what the task itself holds beside its model."""
-    return {name: value for name, value in task.state_dict().items() if name.partition(".")[0] != "model"}
+        load_weights(target, folder, load=load, own=strategy.own_state(target) if load else None)
+    with without_model(trainer.task) as task:
+        task.load_state_dict(load_task_state(folder, task.state_dict().keys()))

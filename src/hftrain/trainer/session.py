@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from hftrain.core.seed import capture_rng, restore_rng, set_seed
 from hftrain.core.types import TrainOutput
 from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
+from hftrain.data.states import resumable_loader
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
 from hftrain.loops.window import LogWindow, LossWindow, merge_reports
 from hftrain.optim.weight_modes import training_weights
@@ -39,10 +41,14 @@ from hftrain.trainer.engines import forget_taken
 from hftrain.trainer.eval_sets import check_cadences, is_due
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
+from hftrain.trainer.interrupts import Interrupts, saves_at_all
+from hftrain.trainer.leftovers import END_EPOCH, EVALUATE, SAVE, left_in
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.remote import meet_at_mirror, own_copy, publish_quietly
 from hftrain.trainer.reports import speed_metrics
+from hftrain.trainer.resuming import plan_run
+from hftrain.trainer.room import check_room
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.weighing import LossShares
 
@@ -80,8 +86,12 @@ class TrainSession:
             ),
         )
         self._rng: Mapping[str, Any] | None = None
+        self._left: frozenset[str] = frozenset()
         self.changes = ModelChanges(trainer)
-        self.checkpoints = RunCheckpoints(trainer, progress=self.progress, losses=self.losses, logs=self.logs)
+        self.pending: list[Callable[[], None]] = []
+        self.checkpoints = RunCheckpoints(
+            trainer, progress=self.progress, losses=self.losses, logs=self.logs, pending=self.pending
+        )
         self.optimizer: torch.optim.Optimizer
         self._watch: DebugUnderflowOverflow | None = None
         self._loader: Any = None
@@ -91,6 +101,8 @@ class TrainSession:
         self.used_rate: float | None = None
         self._start_time = time.time()
         self.counts: RunCounts
+        self.loop: FitLoop
+        self.interrupts: Interrupts
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -104,10 +116,14 @@ class TrainSession:
             with trainer.strategy.building():
                 trainer._adopt_model(trainer.call_model_init(trainer._trial))
             trainer.optimizer = trainer.lr_scheduler = None
-        loader = self._loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
+        loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
+        loader = resumable_loader(loader, seed=data_seed(args), rank=trainer.strategy.rank)
+        self._loader, self.checkpoints.feed = loader, TrainFeed(loader, seed=data_seed(args))
         batch_size = trainer.get_total_train_batch_size(args)
         plan = trainer.set_initial_training_values(args, loader, batch_size)
-        num_epochs, max_steps = plan[0], plan[6]
+        goal = self.checkpoints.plan = plan_run(trainer, self.resume, loader, plan, progress=self.progress)
+        num_epochs, max_steps = plan[0], goal.max_steps
+        plan = (*plan[:6], max_steps)
         self.counts = RunCounts(trainer)
         self._start_state(max_steps=max_steps, num_epochs=num_epochs)
         stepper = self._set_up(max_steps)
@@ -122,6 +138,9 @@ class TrainSession:
             lr_scheduler=trainer.lr_scheduler,
             train_dataloader=loader,
         )
+        if saves_at_all(trainer):
+            check_room(trainer, self.checkpoints.manager, self.optimizer)
+        self.checkpoints.writes.start()
         rehearse_best_metric(trainer, ignore_keys=self.ignore_keys)
         announce_training(trainer, plan, batch_size=batch_size, progress=self.progress)
         self.counts.begin()
@@ -132,20 +151,24 @@ class TrainSession:
             args,
             max_steps=max_steps,
             num_batches=plan[5],
+            num_batches_first=goal.num_batches_first,
             num_epochs=num_epochs if plan[4] else None,
             world_size=trainer.strategy.world_size,
         )
-        with training_weights(self.optimizer):
-            self._loop(config, loader, stepper).run()
-        has_trained = self.progress.step > first.step
-        if args.save_strategy == "steps" and has_trained and self.checkpoints.saved_step != self.progress.step:
-            # Stopped by the evaluation of the last epoch's end, after which no event follows.
-            self._save()
-        return self._finish(start_s=start_s, first=first)
+        with Interrupts(self, save=self._save) as self.interrupts:
+            with training_weights(self.optimizer):
+                self.loop = self._loop(config, loader, stepper)
+                self.loop.run()
+            self.checkpoints.settle()
+            self._save_end(first)
+            output = self._finish(start_s=start_s, first=first)
+            self.interrupts.settle()
+        return output
 
     def close(self) -> None:
         """Put the unwrapped model back and mark the run as over; safe after an error."""
         trainer = self.trainer
+        self.checkpoints.writes.close(is_urgent=isinstance(sys.exc_info()[1], KeyboardInterrupt))
         if self._watch is not None:
             self._watch.remove()
         self.changes.undo()
@@ -180,7 +203,7 @@ class TrainSession:
         for flag in vars(trainer.control):
             setattr(trainer.control, flag, False)
         if self.resume is not None:
-            self.checkpoints.check(self.resume)
+            self.checkpoints.take_over(self.resume, self.checkpoints.plan)
 
     def _set_up(self, max_steps: int) -> Any:
         """Place and wrap the model, make optimizer and schedule, assemble the step."""
@@ -258,13 +281,14 @@ class TrainSession:
     def _load_rest(self, folder: Path) -> None:
         """Load what a checkpoint holds beside the model."""
         trainer = self.trainer
-        self._rng = self.checkpoints.load_rest(folder, self.optimizer)
+        self._rng, self._left = self.checkpoints.load_rest(folder, self.optimizer), left_in(folder)
         for flag in vars(trainer.control):
             # A run that was stopped is resumed to go on; the plan says how far.
             setattr(trainer.control, flag, False)
         if trainer.args.ignore_data_skip:
             # Documented: start the epoch's data over, with random numbers as they come.
-            self._rng, self.progress.micro_steps_in_epoch = None, 0
+            self._rng, self.progress.micro_steps_in_epoch, self.progress.offset_in_epoch = None, 0, 0
+            self.checkpoints.feed.load_state_dict(None)
 
     def _loop(self, config: FitConfig, loader: Any, stepper: Any) -> FitLoop:
         trainer, strategy = self.trainer, self.trainer.strategy
@@ -283,11 +307,12 @@ class TrainSession:
             save=self._save,
             empty_cache=_empty_cache,
             act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
+            pending=self.pending,
         )
         return FitLoop(
             config,
             slots=slots,
-            feed=TrainFeed(loader, seed=data_seed(trainer.args)),
+            feed=self.checkpoints.feed,
             stepper=stepper,
             model=trainer.model_wrapped,
             optimizer=self.optimizer,
@@ -309,17 +334,33 @@ class TrainSession:
 
     def _before_epoch(self) -> None:
         """Remember the random numbers an epoch's order may be drawn from, or put the checkpoint's back."""
-        if self._rng is None:
-            self.checkpoints.epoch_rng = capture_rng()
-            self.trainer._past = None
-        else:
-            restore_rng(self.checkpoints.epoch_rng)
+        if self._rng is not None:
+            is_within = bool(self.progress.micro_steps_in_epoch or self.progress.offset_in_epoch)
+            # A checkpoint of another trainer does not tell what the epoch's order was drawn from.
+            restore_rng((is_within and self.checkpoints.epoch_rng) or dict(self._rng))
+            if is_within:
+                return
+        self.checkpoints.epoch_rng = capture_rng()
+        self.trainer._past = None
 
-    def _restore_rng(self) -> None:
-        """Put the checkpoint's random numbers back, once the first epoch's data is open."""
+    def _restore_rng(self) -> bool:
+        """Put the checkpoint's random numbers back, once the first epoch's data is open, and do what it left to do.
+
+        Returns:
+            Whether that ends the epoch.
+        """
         if self._rng is not None:
             restore_rng(dict(self._rng))
             self._rng = None
+        control, left = self.trainer.control, self._left
+        self._left = frozenset()
+        if EVALUATE in left and self.trainer.args.eval_strategy != "no":
+            self._evaluate()
+            if SAVE in left or control.should_save:
+                control.should_save = False
+                self._save()
+        control.should_epoch_stop = control.should_epoch_stop or END_EPOCH in left
+        return bool(left) and (control.should_epoch_stop or control.should_training_stop)
 
     def _log(self, logs: dict[str, Any]) -> None:
         self.counts.read()
@@ -376,9 +417,18 @@ class TrainSession:
             trainer.lr_scheduler.step(read_metric(metrics, trainer.args.metric_for_best_model or "loss"))
 
     def _save(self) -> None:
+        self.interrupts.note_save()
         self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial))
 
     # -- the end -------------------------------------------------------------------------------------------------
+
+    def _save_end(self, first: Progress) -> None:
+        """Save what no event has: a run that the evaluation of the last epoch's end has stopped."""
+        has_trained = self.progress.step > first.step
+        is_saved = self.checkpoints.tried_step == self.progress.step
+        if self.trainer.args.save_strategy == "steps" and has_trained and not is_saved:
+            self._save()
+            self.checkpoints.settle()
 
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
         trainer = self.trainer

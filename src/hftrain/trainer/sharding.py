@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrain.checkpoint.layout import OPTIMIZER_SHARDS, WEIGHT_SHARDS
-from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.parts import load_rng
 from hftrain.checkpoint.ranks import share_out
 from hftrain.core.log import get_logger
 from hftrain.storage.shards import save_shards
+from hftrain.trainer.capture import Keep, as_it_is
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -21,24 +21,33 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-def shard_writers(trainer: Trainer, optimizer: torch.optim.Optimizer) -> list[Callable[[Path], None]]:
-    """Return what writes this process's pieces of model and optimizer; nothing where they are saved whole."""
+def shard_writers(
+    trainer: Trainer, optimizer: torch.optim.Optimizer, keep: Keep = as_it_is
+) -> list[Callable[[Path], None]]:
+    """Return what writes this process's pieces of model and optimizer; nothing where they are saved whole.
+
+    Args:
+        trainer: Whose model.
+        optimizer: Its optimizer.
+        keep: Copies tensors to host memory, where they are written later.
+    """
     strategy = trainer.strategy
     place = {"rank": strategy.rank, "world_size": strategy.world_size}
     weights = strategy.model_shards(trainer.model_wrapped)
     writers: list[Callable[[Path], None]] = []
     if weights is not None:
-        writers.append(lambda folder: save_shards(weights, folder, stem=WEIGHT_SHARDS, **place))
+        kept = keep(weights)
+        writers.append(lambda folder: save_shards(kept, folder, stem=WEIGHT_SHARDS, **place))
     split = None if trainer.args.save_only_model else strategy.optimizer_shards(trainer.model_wrapped, optimizer)
     if split is not None:
-        writers.append(lambda folder: save_shards(split[1], folder, stem=OPTIMIZER_SHARDS, **place))
+        pieces = keep(split[1])
+        writers.append(lambda folder: save_shards(pieces, folder, stem=OPTIMIZER_SHARDS, **place))
     return writers
 
 
-def load_own(trainer: Trainer, folder: Path) -> dict[str, Any]:
-    """Read what differs by process; another number of processes than now may have saved it."""
+def load_own(trainer: Trainer, folder: Path, *, num_saved: int) -> dict[str, Any]:
+    """Read what differs by process; another number of processes than now, `num_saved`, may have saved it."""
     strategy = trainer.strategy
-    num_saved = read_manifest(folder).facts["geometry"]["world_size"]
     if num_saved == strategy.world_size:
         return load_rng(folder, rank=strategy.rank, world_size=strategy.world_size)
     logger.warning(

@@ -30,9 +30,7 @@ from hftrain.adapter.strategy import strategy_request
 from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackRunner, TrainerCallback, default_callbacks
-from hftrain.checkpoint.parts import save_arguments
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
 from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
 from hftrain.core.progress import TrainerControl
@@ -72,6 +70,7 @@ from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.acceleration import has_engine, make_accelerator
 from hftrain.trainer.announce import announce_evaluation
 from hftrain.trainer.best import note_best
+from hftrain.trainer.capture import task_state, write_model
 from hftrain.trainer.checks import (
     check_arguments,
     check_best_metric,
@@ -105,6 +104,7 @@ from hftrain.trainer.generating import generates
 from hftrain.trainer.hooks import call_with, check_hooks
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.instep import in_step
+from hftrain.trainer.interrupts import saves_at_all
 from hftrain.trainer.ipex import optimize_with_ipex
 from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.nodes import check_nodes
@@ -120,7 +120,7 @@ from hftrain.trainer.reports import (
     to_plain,
     with_prefix,
 )
-from hftrain.trainer.saving import find_resume, load_task, task_state
+from hftrain.trainer.saving import find_resume, load_task
 from hftrain.trainer.searching import TrialRun, search, trying
 from hftrain.trainer.session import TrainSession, place_task
 from hftrain.trainer.signatures import accepts, takes_trial, taking
@@ -508,7 +508,9 @@ class Trainer:
         """Train until the planned number of optimizer updates; collective.
 
         Args:
-            resume_from_checkpoint: A checkpoint's folder, or True for the newest valid one in `output_dir`.
+            resume_from_checkpoint: A checkpoint's folder; True for the newest valid one in `output_dir`; ``"auto"`` for
+                that if there is one, else a new run. None does what the arguments say if they say ``"auto"``, else
+                starts a new run, as False does.
             trial: An Optuna trial (what it has suggested, else the default space), or a dict of hyper-parameters. They
                 are written into the arguments for as long as the run lasts; needs `model_init`.
             ignore_keys_for_eval: Outputs that evaluations during training leave out of the predictions.
@@ -520,6 +522,8 @@ class Trainer:
         Raises:
             ConfigError: The run cannot work as set up; raised before any device is touched.
             CheckpointError: There is nothing valid to resume from.
+            SystemExit: SIGTERM has stopped the run, after a checkpoint; the exit status is 128 + 15.
+            KeyboardInterrupt: SIGINT has, likewise.
 
         Source: the documented `Trainer.train`.
         """
@@ -551,7 +555,7 @@ class Trainer:
                 self._check_columns(dataset)
                 if not self._is_overridden("_get_eval_sampler"):
                     self._check_lengths(dataset, is_training=False)
-        if self.args.save_strategy != "no":
+        if saves_at_all(self):
             prepare_output(self)
         self._check_optimizer()
         check_training(self)
@@ -774,12 +778,8 @@ class Trainer:
                 self._hub.after_save_model(message="Model save", folder=folder)
 
     def _save(self, output_dir: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        folder = Path(output_dir)
-        save_weights(self.model, folder, state_dict=state_dict, safe=bool(self.args.save_safetensors))
-        save_task_state(task_state(self.task), folder)
-        if hasattr(self.processing_class, "save_pretrained"):
-            self.processing_class.save_pretrained(output_dir)
-        save_arguments(self.args.to_dict(), folder)
+        own, arguments = task_state(self.task), self.args.to_dict()
+        write_model(self, Path(output_dir), model=self.model, weights=state_dict, own=own, arguments=arguments)
 
     def save_state(self) -> None:
         """Write `trainer_state.json` into `output_dir`; the main process writes."""

@@ -14,6 +14,7 @@ from hftrain import ConfigError, Trainer
 from hftrain.adapter.fsdp import fsdp_options
 from hftrain.adapter.strategy import strategy_request
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
+from hftrain.strategies.fsdp.wrapper import FSDP1Strategy
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,7 @@ def test_older_arguments_become_keys(tmp_path: Path) -> None:
     ("config", "reason"),
     [
         ({"min_num_param": 5}, "Did you mean 'min_num_params'"),
-        ({"version": 1}, "older wrapper .FSDP1. is not here"),
+        ({"version": 3}, "two versions of FSDP"),
         ({"forward_prefetch": 3}, "yes or a no"),
         ({"min_num_params": "many"}, "number of parameters"),
         ({"min_num_params": -1}, "number of parameters"),
@@ -138,8 +139,8 @@ def test_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str | None
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"backward_prefetch": "backward_pos"}, "backward_prefetch='backward_pos' changes nothing"),
-        ({"limit_all_gathers": False}, "limit_all_gathers=False changes nothing"),
+        ({"backward_prefetch": "backward_pos", "version": 2}, "backward_prefetch='backward_pos' changes nothing"),
+        ({"limit_all_gathers": False, "version": 2}, "limit_all_gathers=False changes nothing"),
         ({"use_orig_params": False}, "use_orig_params=False changes nothing"),
     ],
 )
@@ -148,6 +149,42 @@ def test_key_that_this_engine_cannot_honour_warns(
 ) -> None:
     options(tmp_path, "full_shard", config)
     assert reason in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"version": 1}, {}),
+        ({"fsdp_version": "1", "backward_prefetch": "NO_PREFETCH"}, {"backward_prefetch": "no_prefetch"}),
+        ({"backward_prefetch": "backward_pos"}, {"backward_prefetch": "backward_post"}),
+        ({"limit_all_gathers": False, "forward_prefetch": True}, {"limit_all_gathers": False}),
+    ],
+)
+@pytest.mark.parametrize("strategy", [None, "fsdp", "fsdp1"])
+def test_older_wrapper_is_taken_where_it_is_named_or_only_it_honours_a_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: dict[str, Any], expected: dict[str, Any], strategy: Any
+) -> None:
+    args = make_arguments(tmp_path, fsdp="shard_grad_op", fsdp_config=config)
+    trainer = Trainer(Net(), args, strategy=strategy)
+    assert isinstance(trainer.strategy, FSDP1Strategy)
+    assert trainer.is_fsdp_enabled
+    found = {key: getattr(trainer.strategy, key) for key in ("backward_prefetch", "limit_all_gathers", "sharding")}
+    assert found == {
+        "backward_prefetch": "backward_pre", "limit_all_gathers": True, "sharding": "shard_grad_op", **expected
+    }  # fmt: skip
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config"),
+    [("fsdp1", {"version": 2}), ("fsdp_offload", {"version": 1}), ("fsdp_hybrid", {"version": 1})],
+)
+def test_name_and_version_that_contradict_each_other_are_refused(
+    tmp_path: Path, strategy: str, config: dict[str, Any]
+) -> None:
+    args = make_arguments(tmp_path, fsdp="full_shard offload", fsdp_config=config)
+    with pytest.raises(ConfigError, match=f"strategy='{strategy}' was asked for together with fsdp_config's version"):
+        Trainer(Net(), args, strategy=strategy)
 
 
 def test_two_shardings_are_refused(tmp_path: Path) -> None:

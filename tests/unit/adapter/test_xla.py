@@ -61,7 +61,6 @@ def test_keys_become_options(tmp_path: Path, config: dict[str, Any], expected: d
     assert with_config(tmp_path, **config) == {
         "place_model": True,
         "shards": True,
-        "layer_classes": None,
         "min_num_params": 0,
         "recomputes": False,
         **expected,

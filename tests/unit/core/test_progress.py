@@ -12,7 +12,8 @@ from hftrain.core.progress import Cadence, Progress, TrainerControl
 
 def test_progress_comes_back_from_plain_integers() -> None:
     state = Progress(step=3, epoch=1, micro_steps_in_epoch=2, samples=24, tokens=5).state_dict()
-    assert state == {"step": 3, "epoch": 1, "micro_steps_in_epoch": 2, "samples": 24, "tokens": 5}
+    assert state == {"step": 3, "epoch": 1, "micro_steps_in_epoch": 2, "samples": 24, "tokens": 5,
+                     "offset_in_epoch": 0, "cut_epochs": 0}  # fmt: skip
     progress = Progress(samples=9)
     progress.load_state_dict({**state, "step": 4.0})  # type: ignore[dict-item]
     assert progress == Progress(step=4, epoch=1, micro_steps_in_epoch=2, samples=24, tokens=5)

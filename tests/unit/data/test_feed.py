@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
@@ -33,7 +34,8 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         for index in torch.randperm(11, generator=self.generator).tolist():
-            yield index, random.random()
+            self.num_read = getattr(self, "num_read", 0) + 1
+            yield index, random.random(), numpy.random.random(), float(torch.rand(()))
 
 
 class WorkerIds(Items):
@@ -110,11 +112,25 @@ def test_skip_reads_no_sample_and_draws_no_number():
     assert dataset.read == formula(11, 0)[8:10]
 
 
+def generators():
+    return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
+
+
 def test_skipping_streams_is_done_before_open_returns():
-    iterator = feed(Stream()).open(0, skip=2)
-    state = random.getstate()
+    stream = Stream()
+    iterator = feed(stream).open(0, skip=2)
+    assert stream.num_read == 4
     assert next(iterator)[0][0] == formula(11, 0)[4]
-    assert random.getstate() != state
+
+
+def test_streams_draw_numbers_of_their_own():
+    before = generators()
+    whole = list(feed(Stream()).open(1))
+    assert generators() == before
+    random.random(), numpy.random.random(), torch.rand(())
+    resumed = feed(Stream()).open(1, skip=2)
+    assert list(resumed) == whole[2:]
+    assert list(feed(Stream()).open(0)) != whole
 
 
 @pytest.mark.parametrize("skip", [6, 9])

@@ -86,7 +86,7 @@ class Bench:
     def count(self, entry: Any) -> int:
         return self.diary.count(entry)
 
-    def open(self, epoch: int, *, skip: int = 0) -> Iterator[Any]:
+    def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
         self.note(("open", epoch, skip))
         per_epoch = self.num_batches if isinstance(self.num_batches, int) else self.num_batches[epoch]
         return (torch.full((2,), float(number)) for number in range(skip, per_epoch))
@@ -295,3 +295,21 @@ def test_unheard_events_are_not_fired_within_a_step() -> None:
 
     Counting(4, max_steps=2, accumulation=2).loop.run()
     assert fired == ["on_epoch_begin", "on_epoch_end"]
+
+
+# -- what others ask for ---------------------------------------------------------------------------------------------
+
+
+def test_pending_calls_run_at_every_steps_end_until_they_take_themselves_out() -> None:
+    bench = Bench(5, max_steps=4, hooks={"on_step_end": at_step(2, should_save=True)})
+
+    def call() -> None:
+        bench.note("called")
+        if bench.progress.step == 2:
+            bench.loop.pending.remove(call)
+
+    bench.loop.pending.append(call)
+    bench.loop.run()
+    marks = [entry for entry in bench.diary if entry in ("step", "called", "save")]
+    # Before the save of the same step, which it may still ask for.
+    assert marks == ["step", "called", "step", "called", "save", "step", "step"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import ConfigError, StrategyError
-from hftrain.strategies.fsdp import lockstep
+from hftrain.strategies import lockstep
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.fsdp.units import find_units
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.resuming import StopAt
 from support.tiny import Net, make_arguments
 from torch import nn
 
-from hftrain import Trainer, TrainerCallback
+from hftrain import Trainer
 from hftrain.trainer.counting import RunCounts, TokenCounter, count_tokens
 
 PAD = 0
@@ -108,15 +109,6 @@ def test_main_input_is_the_models(tmp_path: Path) -> None:
     trainer = Trainer(Pixels(), make_arguments(tmp_path, **options), train_dataset=rows)
     trainer.train()
     assert trainer.state.num_input_tokens_seen == 50
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 def test_counts_go_on_after_a_resume(tmp_path: Path) -> None:

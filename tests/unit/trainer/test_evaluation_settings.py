@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from support.resuming import StopAt
 from support.tiny import Net, Noisy, Rows, Stream, Task, make_arguments, make_rows
 from torch import nn
 
@@ -331,14 +332,9 @@ def test_memory_comes_back_and_begins_anew_with_each_epoch_and_evaluation(tmp_pa
 
 
 def test_memory_goes_on_after_a_resume(tmp_path: Path) -> None:
-    class StopAt(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                control.should_save = control.should_training_stop = True
-
     model = Recurrent()
     options: dict[str, Any] = {"past_index": 2, "num_train_epochs": 1, "save_strategy": "steps", "save_steps": 50}
-    for callbacks, resume in (([StopAt()], False), ([], True)):
+    for callbacks, resume in (([StopAt(2)], False), ([], True)):
         trainer = Trainer(model, make_arguments(tmp_path, **options), train_dataset=make_rows(16), callbacks=callbacks)
         trainer.train(resume_from_checkpoint=resume)
     assert [memory for _, memory in model.seen] == [0, 1, 2, 3]

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.resuming import StopAt
 from support.tiny import Net, Task, make_arguments, make_rows
 from torch import nn
 
-from hftrain import ConfigError, StepOutput, TaskError, Trainer, TrainerCallback, TrainingArguments, set_seed
+from hftrain import ConfigError, StepOutput, TaskError, Trainer, TrainingArguments, set_seed
 from hftrain.core.types import Owns
 from hftrain.trainer.fitting import split_batch
 
@@ -120,17 +121,11 @@ def test_memory_that_runs_out_later_cuts_further(tmp_path: Path, accumulation: i
     assert fitted.state.train_batch_size == 2
 
 
-class StopAt(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 4:
-            control.should_save = control.should_training_stop = True
-
-
 def test_found_size_is_recorded_and_reused(tmp_path: Path) -> None:
     set_seed(1)
     undisturbed = train(tmp_path / "a", Limited())
     set_seed(1)
-    train(tmp_path / "b", Limited(3), callbacks=[StopAt()], auto_find_batch_size=True)
+    train(tmp_path / "b", Limited(3), callbacks=[StopAt(4)], auto_find_batch_size=True)
     state = json.loads((tmp_path / "b" / "checkpoint-4" / "trainer_state.json").read_text("utf-8"))
     assert state["train_batch_size"] == 2
     model = Limited(3)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.optimizer_runs import StopAt, make_run, weights_of
+from support.optimizer_runs import make_run, weights_of
+from support.resuming import StopAt
 
 from hftrain import ConfigError, Trainer, TrainerCallback
 

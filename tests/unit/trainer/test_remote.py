@@ -89,7 +89,7 @@ def test_a_remote_checkpoint_that_is_absent_or_no_folder_is_an_error():
         make_trainer().train(resume_from_checkpoint=f"{URL}/checkpoint-9")
     with pytest.raises(ConfigError, match="It names no folder"):
         make_trainer().train(resume_from_checkpoint="memory://bucket")
-    with pytest.raises(CheckpointError, match=r"There is no valid checkpoint in 'memory://bucket/run'"):
+    with pytest.raises(CheckpointError, match=r"There is no valid checkpoint with a manifest in 'memory://bucket/run'"):
         make_trainer().train(resume_from_checkpoint=True)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -34,13 +33,12 @@ from hftrain.strategies.deepspeed.config import (
 from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_processes
 from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
 from hftrain.strategies.deepspeed.zero3 import is_partitioned, load_whole, rows_of
-from hftrain.strategies.distributed import DistributedStrategy
-from hftrain.strategies.fsdp.lockstep import Lockstep
+from hftrain.strategies.lockstep import SplittingStrategy
 
 _GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
-class DeepSpeedStrategy(DistributedStrategy):
+class DeepSpeedStrategy(SplittingStrategy):
     """Train with DeepSpeed; its engine runs backward, clipping, loss scaling and the update.
 
     ZeRO stage 0 splits nothing, 1 the optimizer's state, 2 the gradients too, 3 the parameters too. A Trainer fills
@@ -71,6 +69,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     """
 
     name = "deepspeed"
+    saves_in_background = False
     owns = Owns.BACKWARD | Owns.STEP | Owns.CLIP | Owns.SCALING | Owns.ACCUMULATION | Owns.CASTING
 
     def __init__(
@@ -92,7 +91,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.makes = frozenset({"optimizer", "scheduler"} & {key for key in self._given if self._given[key]})
         self.schedule: Any = None
         self._engine: Any = None
-        self._lockstep: Lockstep | None = None
         self._plugin: Any = None
         self._sets_local_rank = False
 
@@ -263,22 +261,11 @@ class DeepSpeedStrategy(DistributedStrategy):
         With stage 3 its forward passes talk to the other processes: call `finish_forwards` after the last batch.
         """
         bare = self.unwrap(model)
-        if self._engine is not None and self.world_size > 1:
-            for buffer in bare.buffers():
-                dist.broadcast(buffer, src=0)
+        if self._engine is not None:
+            self._share_buffers(bare)
             if is_partitioned(bare):
-                self.after_evaluation(bare)
-                self._lockstep = Lockstep(bare, self, nullcontext)
+                self._start_lockstep(bare)
         return bare
-
-    def finish_forwards(self) -> None:
-        if self._lockstep is not None:
-            self._lockstep.finish()
-
-    def after_evaluation(self, model: nn.Module) -> None:
-        if self._lockstep is not None:
-            self._lockstep.close()
-            self._lockstep = None
 
     # -- the step ------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, pairwise
 from typing import Any
 
@@ -19,10 +19,9 @@ from torch.optim import Optimizer
 from hftrain.core.errors import ConfigError, explain, suggest
 from hftrain.core.log import get_logger
 from hftrain.core.types import PrecisionPolicy, Shard
-from hftrain.strategies.distributed import DistributedStrategy
-from hftrain.strategies.fsdp.lockstep import Lockstep
 from hftrain.strategies.fsdp.states import gather, pieces, split_like
 from hftrain.strategies.fsdp.units import find_units, recompute_activations
+from hftrain.strategies.lockstep import SplittingStrategy
 
 logger = get_logger(__name__)
 
@@ -30,7 +29,7 @@ SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_
 STATE_DICT_TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 
 
-class FSDPStrategy(DistributedStrategy):
+class FSDPStrategy(SplittingStrategy):
     """Train with torch's composable `fully_shard`: each process keeps a part of every parameter.
 
     A unit's parameters are gathered when its forward or backward pass needs them and let go afterwards; gradients are
@@ -105,7 +104,6 @@ class FSDPStrategy(DistributedStrategy):
         self.activation_checkpointing = activation_checkpointing
         self.state_dict_type = state_dict_type
         self._policy: PrecisionPolicy | None = None
-        self._lockstep: Lockstep | None = None
         self._plugin: Any = None
         self._check_options()
 
@@ -120,7 +118,7 @@ class FSDPStrategy(DistributedStrategy):
             ConfigError: It has no part to make a unit of that was named or is needed, nothing to train, a parameter
                 without dimensions, or no weights.
         """
-        if isinstance(model, FSDPModule):
+        if self._split_root(model) is not None:
             return
         units = self._units(model)
         reason, remedy = None, ""
@@ -155,8 +153,8 @@ class FSDPStrategy(DistributedStrategy):
         Raises:
             ConfigError: See `check_model`.
         """
-        if make_optimizer is None or isinstance(model, FSDPModule):
-            return super().setup(model, make_optimizer, policy)
+        if make_optimizer is None or self._split_root(model) is not None:
+            return super().setup(self._split_root(model) or model, make_optimizer, policy)
         self.check_model(model)
         self._policy = policy
         units = self._units(model)
@@ -168,42 +166,34 @@ class FSDPStrategy(DistributedStrategy):
             )
         if self.activation_checkpointing:
             recompute_activations(units)
-        whole = dict(_tensors(model)) if self.is_main else {}
-        self._split(model, units, policy)
-        if self.sync_module_states and self.world_size > 1:
-            self._send_out(model, whole)
-        return model, make_optimizer(model)
+        return self._split(model, units, policy), make_optimizer(model)
 
     def place(self, model: nn.Module) -> nn.Module:
-        return model if isinstance(model, FSDPModule) else super().place(model)
+        return model if self._split_root(model) is not None else super().place(model)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         """Return the split model, whose forward passes talk to the other processes. Collective; mutates the buffers.
 
         Call `finish_forwards` after the last batch: processes hold different numbers of batches.
         """
-        if not isinstance(model, FSDPModule) or self.world_size == 1:
+        root = self._split_root(model)
+        if root is None:
             return super().for_evaluation(model)
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
-        self.after_evaluation(model)
-        self._lockstep = Lockstep(model, self, self._casting)
-        return model
-
-    def finish_forwards(self) -> None:
-        if self._lockstep is not None:
-            self._lockstep.finish()
+        self._share_buffers(root)
+        self._start_lockstep(root, self._casting)
+        return root
 
     def after_evaluation(self, model: nn.Module) -> None:
-        if self._lockstep is not None:
-            self._lockstep.close()
-            self._lockstep = None
+        super().after_evaluation(model)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return self._without_exchange(model)
+
     @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def _without_exchange(self, model: nn.Module) -> Iterator[None]:
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(False)
         try:
@@ -216,15 +206,13 @@ class FSDPStrategy(DistributedStrategy):
         return norm.full_tensor().to(self.device) if isinstance(norm, DTensor) else norm
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        # With the parameters themselves, so that names of one and the same stay so.
-        state = self.unwrap(model).state_dict(keep_vars=True)
-        found = gather(dict(state), device=self.device, keeps=self.is_main)
+        found = gather(self._state(model), device=self.device, keeps=self.is_main)
         return {name: _detached(value) for name, value in found.items()} if self.is_main else {}
 
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
-        if not isinstance(model, FSDPModule) or self._saves_whole():
+        if self._split_root(model) is None or self._saves_whole():
             return None
-        return pieces(model.state_dict(), is_main=self.is_main)
+        return pieces(self._state(model), is_main=self.is_main)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         model = self.unwrap(model)
@@ -233,15 +221,16 @@ class FSDPStrategy(DistributedStrategy):
         return model.load_state_dict(split, strict=strict)
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        found: dict[str, Any] = gather(optimizer.state_dict(), device=self.device, keeps=self.is_main)
+        state = self._optimizer_state(model, optimizer)
+        found: dict[str, Any] = gather(state, device=self.device, keeps=self.is_main)
         return found if self.is_main else {}
 
     def optimizer_shards(
         self, model: nn.Module, optimizer: Optimizer
     ) -> tuple[dict[str, Any], dict[str, Shard]] | None:
-        if not isinstance(model, FSDPModule) or self._saves_whole():
+        if self._split_root(model) is None or self._saves_whole():
             return None
-        state = optimizer.state_dict()
+        state = self._optimizer_state(model, optimizer)
         split = {
             f"{index}.{key}": value
             for index, entry in state["state"].items()
@@ -268,11 +257,10 @@ class FSDPStrategy(DistributedStrategy):
             from accelerate import FullyShardedDataParallelPlugin
 
             self._plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                reshard_after_forward=bool(self.reshard_after_forward),
                 cpu_offload=self.offload,
                 state_dict_type=self.state_dict_type,
                 activation_checkpointing=self.activation_checkpointing,
+                **self._engine_options(),
             )
         return {**super().accelerator_options(), "fsdp_plugin": self._plugin}
 
@@ -320,14 +308,28 @@ class FSDPStrategy(DistributedStrategy):
         shape = (self.world_size // size, size)
         return init_device_mesh(self.device_type, shape, mesh_dim_names=("replicate", "shard"))
 
-    def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy) -> None:
+    def _split_root(self, model: nn.Module) -> nn.Module | None:
+        """Return the outermost unit of a model that is split; None if it is not."""
+        return model if isinstance(model, FSDPModule) else None
+
+    def _engine_options(self) -> dict[str, Any]:
+        """Return what the documented plugin says of this engine."""
+        return {"fsdp_version": 2, "reshard_after_forward": bool(self.reshard_after_forward)}
+
+    def _state(self, model: nn.Module) -> dict[str, Any]:
+        """Return a model's state, what is split as `DTensor`; names of one and the same stay so. Collective."""
+        return dict(self.unwrap(model).state_dict(keep_vars=True))
+
+    def _optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state, what is split as `DTensor`. Collective."""
+        return optimizer.state_dict()
+
+    def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy) -> nn.Module:
+        """Split a model, start from the first process's weights, and return the outermost unit."""
+        whole = dict(_tensors(model)) if self.is_main else {}
         mesh = self._mesh()
         offload = CPUOffloadPolicy(pin_memory=self.device_type != "cpu") if self.offload else OffloadPolicy()
-        casting: dict[str, Any] = {}
-        # Beside autocast, to gather half as much. On the CPU autocast leaves some operations (layer_norm) alone, which
-        # then fail where a float32 buffer meets a cast parameter; there parameters are gathered as they are.
-        if policy.autocast and self.device_type != "cpu":
-            casting = {"param_dtype": policy.compute_dtype, "reduce_dtype": policy.reduce_dtype}
+        casting = self._cast_options(policy)
         for unit in units:
             fully_shard(
                 unit,
@@ -343,6 +345,16 @@ class FSDPStrategy(DistributedStrategy):
             in_order = [module for module in model.modules() if isinstance(module, FSDPModule)]
             for module, following in pairwise(in_order):
                 module.set_modules_to_forward_prefetch([following])
+        if self.sync_module_states and self.world_size > 1:
+            self._send_out(model, whole)
+        return model
+
+    def _cast_options(self, policy: PrecisionPolicy) -> dict[str, Any]:
+        # Beside autocast, to gather half as much. On the CPU autocast leaves some operations (layer_norm) alone, which
+        # then fail where a float32 buffer meets a cast parameter; there parameters are gathered as they are.
+        if policy.autocast and self.device_type != "cpu":
+            return {"param_dtype": policy.compute_dtype, "reduce_dtype": policy.reduce_dtype}
+        return {}
 
     def _send_out(self, model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
         """Give every process its part of the first one's parameters, and its buffers; one tensor at a time."""

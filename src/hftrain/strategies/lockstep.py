@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from hftrain.core.errors import StrategyError, explain
 from hftrain.strategies.base import Strategy
+from hftrain.strategies.distributed import DistributedStrategy
 
 _CALLING, _DONE, _EMPTY = 2, 1, 0
 
@@ -88,6 +89,29 @@ class Lockstep:
             dist.broadcast(tensor.detach().contiguous() if self._strategy.rank == src else tensor, src)
         args, kwargs = _rebuild(shape, iter(tensors).__next__)
         return args, kwargs
+
+
+class SplittingStrategy(DistributedStrategy):
+    """Let processes that hold parts of a model evaluate it together. A subclass says, in `for_evaluation`, which."""
+
+    _lockstep: Lockstep | None = None
+
+    def finish_forwards(self) -> None:
+        if self._lockstep is not None:
+            self._lockstep.finish()
+
+    def after_evaluation(self, model: nn.Module) -> None:
+        if self._lockstep is not None:
+            self._lockstep.close()
+            self._lockstep = None
+
+    def _start_lockstep(
+        self, model: nn.Module, casting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        """Watch the forward passes of a model, if other processes take part in them."""
+        if self.world_size > 1:
+            SplittingStrategy.after_evaluation(self, model)
+            self._lockstep = Lockstep(model, self, casting)
 
 
 def _describe(tree: Any, tensors: list[torch.Tensor]) -> Any:

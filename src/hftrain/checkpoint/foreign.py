@@ -1,0 +1,156 @@
+"""Checkpoints of transformers' Trainer: the same files, without a manifest.
+
+Position, logs and best metric are in `trainer_state.json`; the rest is read as from a checkpoint of our own. Nothing
+proves such a folder, and some things that decide a run are not in it (or in a pickle, which is never read): those are
+taken from the run that goes on, which says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hftrain.checkpoint.layout import MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_name
+from hftrain.checkpoint.manifest import Manifest, verify
+from hftrain.checkpoint.parts import load_trainer_state
+from hftrain.checkpoint.shape import Grid
+from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.state import TrainerState
+
+# Options that newer versions of torch have added to optimizers, which fill them in when they load an older state.
+_ADDED = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
+# The optimizers' states that have the shape of their parameter.
+_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+def is_foreign(folder: Path) -> bool:
+    """Tell whether a folder looks like a checkpoint of transformers' Trainer."""
+    return not (folder / MANIFEST).exists() and (folder / TRAINER_STATE).is_file()
+
+
+def check_foreign(folder: Path) -> None:
+    """Refuse a checkpoint of transformers' Trainer that lacks what a resume needs.
+
+    Raises:
+        CheckpointError: A file is absent, or the state of the run makes no sense.
+    """
+    _read_state(folder)
+    missing = [name for name in (OPTIMIZER, SCHEDULER) if not (folder / name).is_file()]
+    names = {path.name for path in folder.iterdir()}
+    if missing and any(name.startswith(("global_step", "pytorch_model_fsdp", "optimizer_")) for name in names):
+        raise _unusable(folder, "Its optimizer is in the files of DeepSpeed or FSDP, which run code when they are read")
+    if not missing and num_processes(folder) == 0:
+        missing = [rng_name(rank=0, world_size=1)]
+    if missing:
+        raise _unusable(folder, f"It has no {' and no '.join(missing)}")
+
+
+def check_whole(folder: Path) -> None:
+    """Prove a checkpoint by its manifest; of one of transformers' Trainer, only that nothing is missing.
+
+    Raises:
+        CheckpointError: It is damaged or incomplete.
+    """
+    if is_foreign(folder):
+        check_foreign(folder)
+    else:
+        verify(folder)
+
+
+def num_processes(folder: Path) -> int:
+    """Count the processes that saved a checkpoint, each of which has left its random numbers."""
+    if (folder / rng_name(rank=0, world_size=1)).is_file():
+        return 1
+    ranks = 0
+    while (folder / rng_name(rank=ranks, world_size=2)).is_file():
+        ranks += 1
+    return ranks
+
+
+def read_foreign(folder: Path, current: Mapping[str, Any], grid: Grid) -> Manifest:
+    """Return what a manifest would say of a checkpoint of transformers' Trainer.
+
+    Its state tells steps, passes as a fraction, batch size and the length of the run; its files tell the processes.
+
+    Args:
+        folder: The checkpoint.
+        current: The ``geometry`` of the run that goes on, from which the rest is taken.
+        grid: How that run cuts a pass.
+
+    Raises:
+        CheckpointError: Steps and passes do not fit together: other data, or another accumulation.
+    """
+    state = _read_state(folder)
+    world_size, batch_size = num_processes(folder), state.train_batch_size or current["batch_size"]
+    geometry = {**current, "world_size": world_size, "batch_size": batch_size}
+    num_batches = grid.num_batches
+    if (world_size, batch_size) != (current["world_size"], current["batch_size"]) and grid.round_size:
+        is_split = grid.round_size < current["world_size"] * current["batch_size"]
+        geometry["round_size"] = batch_size * (1 if is_split else world_size)
+        if num_batches is not None and grid.num_samples is not None:
+            rest = grid.num_samples % geometry["round_size"] and not current["drop_last"]
+            num_batches = grid.num_samples // geometry["round_size"] + bool(rest)
+    epoch, used = _position(folder, state, num_batches=num_batches, accumulation=grid.accumulation)
+    done = epoch * (grid.num_samples or 0) + used * (geometry.get("round_size") or 0)
+    progress = {"step": state.global_step, "epoch": epoch, "micro_steps_in_epoch": used, "samples": done}
+    plan = {"max_steps": state.max_steps, "asked": state.max_steps, "num_batches": num_batches}
+    return Manifest(step=state.global_step, facts={"progress": progress, "geometry": geometry, "plan": plan})
+
+
+def check_foreign_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Refuse the state of another optimizer, or of other parameters; the checkpoint does not name its class.
+
+    Raises:
+        CheckpointError: Options or shapes differ.
+    """
+    groups, own = state.get("param_groups", []), optimizer.param_groups
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
+        raise _unusable(folder / OPTIMIZER, "Its groups of parameters are not those of this run's optimizer")
+    for group, present in zip(groups, own, strict=True):
+        missing = present.keys() - group.keys() - _ADDED - {"initial_lr"}
+        other = group.get("decoupled_weight_decay") != present.get("decoupled_weight_decay")
+        if missing or ("decoupled_weight_decay" in group and other):
+            raise _unusable(folder / OPTIMIZER, f"It is not the state of a {type(optimizer).__name__}")
+        for number, parameter in zip(group["params"], present["params"], strict=True):
+            for name, value in state.get("state", {}).get(number, {}).items():
+                if name in _LIKE_PARAMETER and value is not None and value.shape != parameter.shape:
+                    raise _unusable(folder / OPTIMIZER, f"{name!r} of parameter {number} has another shape than it")
+
+
+def _position(folder: Path, state: TrainerState, *, num_batches: int | None, accumulation: int) -> tuple[int, int]:
+    """Return the whole passes, and the micro-steps in the current one, from a fraction of passes."""
+    passes = state.epoch or 0.0
+    epoch = math.floor(passes)
+    if num_batches is None:
+        # Without a length, the whole run counts as one pass there.
+        return epoch, round((passes - epoch) * state.max_steps * accumulation)
+    used = round((passes - epoch) * num_batches)
+    steps = epoch * -(-num_batches // accumulation) + -(-used // accumulation)
+    if abs((passes - epoch) * num_batches - used) > 1e-4 or steps != state.global_step:
+        raise _unusable(
+            folder,
+            f"It was at step {state.global_step} after {passes:g} passes, which {num_batches} batches a pass and "
+            f"gradient_accumulation_steps={accumulation} do not give",
+            "Resume with the data and the accumulation of that run. A checkpoint saved here can then change the latter",
+        )
+    return (epoch + 1, 0) if used == num_batches else (epoch, used)
+
+
+def _read_state(folder: Path) -> TrainerState:
+    state = load_trainer_state(folder)
+    counts = (state.global_step, state.max_steps)
+    numbers = (state.epoch or 0.0,)
+    is_sound = all(type(count) is int and count >= 0 for count in counts)
+    is_sound = is_sound and all(type(n) in (int, float) and math.isfinite(n) and n >= 0 for n in numbers)
+    size = state.train_batch_size
+    if not is_sound or not (size is None or (type(size) is int and size > 0)):
+        raise _unusable(folder / TRAINER_STATE, "Its counters are not numbers of steps, passes and samples")
+    return state
+
+
+def _unusable(path: Path, reason: str, remedy: str = "Load its weights into the model and start a new run") -> Any:
+    return CheckpointError(explain(f"Resuming from {path} was asked for.", f"{reason}.", f"{remedy}."))

@@ -1,0 +1,123 @@
+"""Where a run goes on that is resumed with other batches, accumulation or processes, and how many steps are left.
+
+The position is that in samples: how many of the epoch's order were trained on. Where no batch of the new size begins
+there, the rest of that epoch is cut into batches from exactly that sample on, and later epochs from their start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.progress import Progress
+
+# What decides the order of the data, or what the optimizer's state means: refused if it differs.
+_FIXED = ("samples", "data_seed", "drop_last", "precision")
+# What only matters within an epoch: an order that depends on the size of batches, or on random numbers of one process.
+_FIXED_WITHIN = ("grouping", "seedable")
+# What a run may change: name, and how the warning calls it.
+_FREE = ("world_size", "batch_size", "accumulation")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """How a pass over the data is cut.
+
+    Units:
+        round_size: samples of one micro-step, all ranks together (None: unknown, or not always as many). accumulation:
+        micro-steps per update. num_batches: micro-steps of a pass (None: unknown). num_samples: of a pass (None:
+        unknown).
+    """
+
+    round_size: int | None
+    accumulation: int
+    num_batches: int | None
+    num_samples: int | None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Updates of a whole pass whose batches are counted."""
+        return max(1, -(-(self.num_batches or 0) // self.accumulation))
+
+
+def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_within_epoch: bool, step: int) -> list[str]:
+    """Refuse a run that cannot go on where the checkpoint was saved; name what else has changed.
+
+    Args:
+        saved: The checkpoint's ``geometry``.
+        current: The same of this run; what is left out is not compared.
+        is_within_epoch: Whether the checkpoint was saved in the middle of an epoch.
+        step: The checkpoint's, for the message.
+
+    Returns:
+        What differs and does not hinder, such as ``"batch_size 2 -> 4"``.
+
+    Raises:
+        CheckpointError: A value differs without which the position or the optimizer's state means nothing.
+    """
+    fixed = [*_FIXED, *(_FIXED_WITHIN if is_within_epoch else ())]
+    # Known to the ranks that shared the data only.
+    alone = saved.get("own_shares") or current.get("own_shares") or current.get("seedable") is False
+    fixed += ["world_size"] if is_within_epoch and alone else []
+    if is_within_epoch and not (saved.get("round_size") and current.get("round_size")):
+        fixed += ["world_size", "batch_size"]
+    missing = object()
+    differing = [
+        f"{name}={current[name]!r} (the checkpoint has {saved.get(name)!r})"
+        for name in dict.fromkeys(fixed)
+        if name in current and saved.get(name, current[name] if name in _FIXED_WITHIN else missing) != current[name]
+    ]
+    if differing:
+        raise CheckpointError(
+            explain(
+                f"Resuming from step {step} was asked for with {', '.join(differing)}.",
+                "With that the position in the data is lost, or the optimizer's state means something else.",
+                "Resume with the values of the checkpoint, or start a new run from its weights.",
+            )
+        )
+    return [f"{name} {saved.get(name)} -> {current[name]}" for name in _FREE if saved.get(name) != current[name]]
+
+
+def move(progress: Progress, saved: Grid, current: Grid) -> Progress:
+    """Return the same position in another grid.
+
+    Args:
+        progress: The position in the old one.
+        saved: The old one; `num_batches` is that of the pass the position is in.
+        current: The new one.
+    """
+    used = progress.micro_steps_in_epoch
+    is_over = saved.num_batches is not None and used >= saved.num_batches
+    if not (used or progress.offset_in_epoch):
+        return progress
+    if not is_over and (saved.round_size == current.round_size or not (saved.round_size and current.round_size)):
+        return progress
+    samples = progress.offset_in_epoch + used * (saved.round_size or 0)
+    is_over = is_over or (saved.num_samples is not None and samples >= saved.num_samples)
+    if is_over and current.num_batches is not None:
+        return replace(progress, micro_steps_in_epoch=current.num_batches, offset_in_epoch=0)
+    if is_over or not (saved.round_size and current.round_size):
+        return replace(progress, epoch=progress.epoch + 1, micro_steps_in_epoch=0, offset_in_epoch=0)
+    used, offset = divmod(samples, current.round_size)
+    return replace(progress, micro_steps_in_epoch=used, offset_in_epoch=offset)
+
+
+def steps_left(progress: Progress, grid: Grid, *, num_batches_first: int, num_steps: int) -> int:
+    """Return how many updates a run needs to its planned end.
+
+    Args:
+        progress: Where it is, in `grid`.
+        grid: How passes are cut; their batches are counted.
+        num_batches_first: Micro-steps of the pass the position is in.
+        num_steps: The updates that the whole run would have in this grid.
+    """
+    per_epoch, accumulation = grid.steps_per_epoch, grid.accumulation
+    rest = num_steps - (progress.epoch + 1) * per_epoch
+    left = num_batches_first - progress.micro_steps_in_epoch
+    if rest < 0:
+        # It ends within this pass: the micro-steps beyond that are taken off.
+        beyond = num_batches_first - min(num_batches_first, (num_steps - progress.epoch * per_epoch) * accumulation)
+        left, rest = left - beyond, 0
+    return max(0, -(-left // accumulation)) + rest

@@ -1,0 +1,100 @@
+"""Copies of a run's tensors in host memory, to be written while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hftrain.core.tree import map_tensors
+from hftrain.storage.tensors import tensor_identity
+
+# Below, the caching allocator's rounding costs little; above, memory is registered as it is.
+_SMALL_BYTES = 1 << 20
+
+
+class HostCopies:
+    """Copy tensors to host memory, into the same memory each time.
+
+    What was copied stays as it is until the next `begin`. Memory that a save did not use again is let go.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[Any, list[torch.Tensor]] = {}
+        self._used: list[tuple[Any, torch.Tensor]] = []
+        self._registered: set[int] = set()
+        self._devices: set[torch.device] = set()
+
+    def begin(self) -> None:
+        """Take all memory back for new copies."""
+        for key, room in self._used:
+            self._free.setdefault(key, []).append(room)
+        self._used, self._devices = [], set()
+
+    def copy(self, tree: Any) -> Any:
+        """Return a nested structure with its tensors copied; what is one tensor in it stays one.
+
+        Copies from a CUDA device may still be under way on return, see `fence`.
+        """
+        known: dict[Any, torch.Tensor] = {}
+
+        def once(tensor: torch.Tensor) -> torch.Tensor:
+            identity = tensor_identity(tensor)
+            if identity is None:  # no memory of a plain kind
+                return tensor.detach().to("cpu", copy=True)
+            if identity not in known:
+                known[identity] = self._copy(tensor.detach())
+            return known[identity]
+
+        return map_tensors(tree, once)
+
+    def fence(self) -> Callable[[], None]:
+        """End the copying; return what waits, in any thread, until all of it is done. Does not synchronise."""
+        for rooms in self._free.values():
+            for room in rooms:
+                self._let_go(room)
+        self._free.clear()
+        events = []
+        for device in self._devices:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
+
+    def close(self) -> None:
+        """Let all memory go; for when nobody reads the copies any more."""
+        self.begin()
+        self.fence()
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_cuda = tensor.device.type == "cuda"
+        key = (tensor.shape, tensor.stride(), tensor.dtype, is_cuda)
+        rooms = self._free.get(key)
+        room = rooms.pop() if rooms else self._make(tensor, is_pinned=is_cuda)
+        self._used.append((key, room))
+        if is_cuda:
+            # In the order of the stream: a later update of the tensor waits for it, and the host does not.
+            self._devices.add(tensor.device)
+        return room.copy_(tensor, non_blocking=is_cuda)
+
+    def _make(self, like: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
+        num_bytes = like.numel() * like.element_size()
+        is_small = num_bytes < _SMALL_BYTES
+        room = torch.empty_like(like, device="cpu", pin_memory=is_pinned and is_small)
+        if is_pinned and not is_small:
+            # torch's own pinned memory comes in powers of two: up to twice the state.
+            status = torch.cuda.cudart().cudaHostRegister(room.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
+            if int(status) == 0:
+                self._registered.add(room.data_ptr())
+        return room
+
+    def _let_go(self, room: torch.Tensor) -> None:
+        if room.data_ptr() in self._registered:
+            self._registered.discard(room.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(room.data_ptr())  # type: ignore[no-untyped-call]

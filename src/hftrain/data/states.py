@@ -1,0 +1,193 @@
+"""Data that can tell where it is and go on from there: `state_dict` and `load_state_dict`, in workers too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from hftrain.core.log import warn_once
+from hftrain.data.dispatch import DispatchLoader
+from hftrain.data.samplers import SkippedBatches, samplers_of
+from hftrain.data.seeding import SeededBatches
+from hftrain.data.sharding import RankLoader, is_plain_loader, rebuild_loader
+from hftrain.data.streams import EpochStream
+from hftrain.data.wrappers import StreamWrapper, has_state
+
+
+def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
+    """Let a plain loader be resumed exactly: with seeds for its workers, and with the states of its dataset.
+
+    Args:
+        loader: A loader of this rank, such as one that a user's override returned.
+        seed: The data seed.
+        rank: This rank.
+
+    Returns:
+        A loader of the same batches; the one given if it iterates in its own way, or lacks nothing.
+    """
+    if isinstance(loader, DispatchLoader):
+        inner = resumable_loader(loader.loader, seed=seed, rank=rank)
+        return loader if inner is loader.loader else loader.with_loader(inner)
+    if not is_plain_loader(loader):
+        return loader
+    dataset, keeps = loader.dataset, has_state(loader.dataset)
+    if isinstance(dataset, IterableDataset):
+        if not keeps:
+            return loader
+        if epoch_stream(dataset) is None:
+            dataset = EpochStream(dataset, seed=seed, rank=rank)
+        kind = StatefulLoader if loader.num_workers else RankLoader
+        batching = {"dataset": dataset, "batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        return rebuild_loader(loader, kind=kind, **batching)
+    if not loader.num_workers:
+        return loader
+    batches = loader.batch_sampler
+    if batches is not None and not any(isinstance(part, SeededBatches) for part in (batches, *samplers_of(batches))):
+        batches = SeededBatches(batches, seed=seed, rank=rank)
+    if not keeps:
+        return loader if batches is loader.batch_sampler else rebuild_loader(loader, batch_sampler=batches)
+    if loader.persistent_workers:
+        warn_once(
+            f"{type(dataset).__name__} has a state, with which each epoch's workers begin anew: they do not persist."
+        )
+    own = {"sampler": loader.sampler, "batch_size": None} if batches is None else {"batch_sampler": batches}
+    return rebuild_loader(loader, kind=StatefulLoader, persistent_workers=False, **own)
+
+
+class StatefulLoader(RankLoader):
+    """Read a dataset that has a state in workers, and know the state that each worker's copy had at any batch.
+
+    Workers read ahead, so each batch brings along the state that its worker's copy had right after it. A map-style
+    dataset goes on with the very next batch. Of a stream each worker has a part of its own, and goes on at the start
+    of the round (one batch from each worker) that was begun: fewer batches than there are workers are read again.
+
+    Args:
+        dataset: Map-style, or a stream with an `EpochStream` inside.
+        collate_fn, worker_init_fn, **options: Those of `torch.utils.data.DataLoader`, with workers.
+    """
+
+    def __init__(self, dataset: Any, *, collate_fn: Any, worker_init_fn: Any, **options: Any) -> None:
+        self._skipped: SkippedBatches | None = None
+        if not isinstance(dataset, IterableDataset):
+            name = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
+            self._skipped = options[name] = SkippedBatches(options[name], skip=0)
+        self._start = _WorkerStart(worker_init_fn)
+        super().__init__(dataset, collate_fn=_Stamp(collate_fn), worker_init_fn=self._start, **options)
+        self._num_batches = self._num_to_drop = 0
+        self._is_loaded = False
+        # By worker: its state, and after how many batches it was in it; the last two.
+        self._states: list[list[tuple[int, Any]]] = [[] for _ in range(self.num_workers)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the iteration that was begun last is, as of the batches it has yielded."""
+        if self._skipped is not None:
+            # The next batch is made by the first of the new workers.
+            turn = self._num_batches % self.num_workers
+            latest = [states[-1:] for states in self._states]
+            return {"num_batches": self._num_batches, "num_to_drop": 0, "workers": latest[turn:] + latest[:turn]}
+        counts = [states[-1][0] if states else 0 for states in self._states]
+        num_rounds = max(counts) - (min(counts) != max(counts))
+        workers = [[entry for entry in states if entry[0] <= num_rounds][-1:] for states in self._states]
+        num_to_drop = sum(count > num_rounds for count in counts)
+        return {"num_batches": self._num_batches, "num_to_drop": num_to_drop, "workers": workers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next iteration where another loader with as many workers was."""
+        self._states = [[(int(count), inner) for count, inner in entries] for entries in state["workers"]]
+        self._start.entries = [entries[-1] if entries else None for entries in self._states]
+        self._num_batches, self._num_to_drop = int(state["num_batches"]), int(state["num_to_drop"])
+        self._is_loaded = True
+
+    def skip(self, num_batches: int) -> bool:
+        """Begin the next iteration later, with the dataset as it is; False if it is a stream, which cannot."""
+        if self._skipped is not None:
+            self.load_state_dict({"num_batches": num_batches, "num_to_drop": 0, "workers": [[]] * self.num_workers})
+        return self._skipped is not None
+
+    def __iter__(self) -> Any:
+        if not self._is_loaded:
+            self._states = [[] for _ in range(self.num_workers)]
+            self._num_batches = self._num_to_drop = 0
+        if self._skipped is not None:
+            self._skipped.skip(self._num_batches)
+        batches = self._unpacked(super().__iter__())
+        # The workers have their copies by now; those of the next epoch begin with the dataset as it is.
+        self._start.entries, self._is_loaded = [], False
+        self._num_batches -= self._num_to_drop
+        for _ in range(self._num_to_drop):
+            next(batches, None)
+        return batches
+
+    def _unpacked(self, iterator: Iterator[Stamped]) -> Iterator[Any]:
+        for stamped in iterator:
+            states = self._states[stamped.worker]
+            states.append((states[-1][0] + 1 if states else 1, stamped.state))
+            del states[:-2]
+            self._num_batches += 1
+            yield stamped.batch
+
+
+class Stamped:
+    """A batch on its way from a worker, with the state of the worker's dataset."""
+
+    def __init__(self, batch: Any, worker: int, state: Any) -> None:
+        self.batch = batch
+        self.worker = worker
+        self.state = state
+
+    def pin_memory(self, *args: Any) -> Stamped:
+        """Pin the batch, not the state; called by torch's loader."""
+        self.batch = pin_memory(self.batch, *args)  # type: ignore[no-untyped-call]
+        return self
+
+
+class _Stamp:
+    """Collate, and add the state of the worker's dataset; runs in the worker, after each batch."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to a collator that wants it."""
+        if callable(getattr(self.collate, "set_epoch", None)):
+            self.collate.set_epoch(epoch)  # type: ignore[attr-defined]
+
+    def __call__(self, samples: Any) -> Stamped:
+        batch = self.collate(samples)
+        worker: Any = get_worker_info()
+        # A copy, because it is sent while the dataset goes on.
+        state = copy.deepcopy(worker.dataset.state_dict())
+        stream = epoch_stream(worker.dataset)
+        if stream is not None:
+            stream.end_batch()
+        return Stamped(batch, worker.id, state)
+
+
+class _WorkerStart:
+    """Initialise a worker, and put the state of its dataset back; runs in the worker, before it reads."""
+
+    def __init__(self, inner: Callable[[int], Any] | None) -> None:
+        self.inner = inner
+        self.entries: list[tuple[int, Any] | None] = []
+
+    def __call__(self, worker_id: int) -> None:
+        if self.inner is not None:
+            self.inner(worker_id)
+        entry = self.entries[worker_id] if self.entries else None
+        if entry is not None:
+            dataset: Any = get_worker_info().dataset  # type: ignore[union-attr]
+            dataset.load_state_dict(entry[1])
+            stream = epoch_stream(dataset)
+            if stream is not None:
+                stream.num_batches = entry[0]
+
+
+def epoch_stream(dataset: Any) -> EpochStream | None:
+    """Return the wrapper of a stream that seeds its workers, wherever it is among the wrappers."""
+    while isinstance(dataset, StreamWrapper) and not isinstance(dataset, EpochStream):
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, EpochStream) else None

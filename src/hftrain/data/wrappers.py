@@ -1,0 +1,57 @@
+"""What wraps a stream, and whether a dataset under it has a state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+
+class StreamWrapper(IterableDataset[Any]):
+    """A stream made of another one, whose epoch and state are the other's.
+
+    Args:
+        dataset: The other stream.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to a stream that wants it."""
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+
+    def state_dict(self) -> Any:
+        """Return the state of the stream."""
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Put the state of the stream back, for the iteration that follows."""
+        self.dataset.load_state_dict(state)
+
+
+def has_state(data: Any) -> bool:
+    """Tell whether a dataset, under its wrappers, or a loader has a state from which it goes on exactly.
+
+    A `datasets.IterableDataset` that shuffles has not: its state leaves the content of its buffer out. It is read
+    again from the epoch's start, as streams without a state are.
+
+    Example:
+        >>> import torch
+        >>> has_state([1, 2]), has_state(torch.nn.Identity())
+        (False, True)
+    """
+    while isinstance(data, StreamWrapper):
+        data = data.dataset
+    if not (callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))):
+        return False
+    return not _has_shuffle_buffer(getattr(data, "_ex_iterable", None))
+
+
+def _has_shuffle_buffer(source: Any) -> bool:
+    """Look for the buffer in the chain of sources of a `datasets.IterableDataset`, by name to import nothing."""
+    if source is None:
+        return False
+    sources = [getattr(source, "ex_iterable", None), *(getattr(source, "ex_iterables", None) or ())]
+    return type(source).__name__ == "BufferShuffledExamplesIterable" or any(map(_has_shuffle_buffer, sources))

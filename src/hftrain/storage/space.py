@@ -1,0 +1,41 @@
+"""Room on a disk: how much there is, and errors that say there was none."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the room for files in a folder, which need not exist yet; a user's quota may leave less."""
+    folder = folder.absolute()
+    return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Tell whether an error, or what it came from, says that a disk or a quota is full."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        # safetensors tells the number in its text only.
+        if getattr(error, "errno", None) in _FULL or any(f"(os error {number})" in str(error) for number in _FULL):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def readable_bytes(number: float) -> str:
+    """Return a number of bytes with a unit, in powers of 1000.
+
+    Example:
+        >>> readable_bytes(1_234_567_890)
+        '1.23 GB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"

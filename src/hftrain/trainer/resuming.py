@@ -1,0 +1,167 @@
+"""How long a run is and where it begins: from its start, or from a checkpoint whose run may have had another shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hftrain.adapter.data import data_seed, read_accelerator_config
+from hftrain.checkpoint.foreign import is_foreign, read_foreign
+from hftrain.checkpoint.manifest import Manifest, read_manifest
+from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
+from hftrain.core.log import get_logger
+from hftrain.core.progress import Progress
+from hftrain.data.offsets import has_own_shares, samples_per_round, with_offset
+from hftrain.data.sizes import has_length
+
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """A run from where it begins to its end.
+
+    Args:
+        grid: How passes over the data are cut.
+        geometry: What a resume must find again, or say that it has changed; see `check_shape`.
+        asked: The updates a run of this shape has from start to end.
+        max_steps: Those after which this one ends: more or fewer, where a part of it had another shape.
+        num_batches_first: Micro-steps of the pass it begins in.
+        saved: The checkpoint's manifest; None for a new run.
+    """
+
+    grid: Grid
+    geometry: dict[str, Any]
+    asked: int
+    max_steps: int
+    num_batches_first: int | None
+    saved: Manifest | None = None
+
+    def facts(self, progress: Progress) -> dict[str, Any]:
+        """Return what a manifest says of the run's position and shape."""
+        num_batches = self.num_batches_first if progress.offset_in_epoch else self.grid.num_batches
+        plan = {"max_steps": self.max_steps, "asked": self.asked, "num_batches": num_batches}
+        return {"progress": progress.state_dict(), "geometry": self.geometry, "plan": plan}
+
+
+def plan_run(
+    trainer: Trainer, folder: Path | None, loader: Any, values: tuple[Any, ...], *, progress: Progress
+) -> RunPlan:
+    """Plan a run, and put `progress` where it begins.
+
+    Args:
+        trainer: About to train.
+        folder: The checkpoint it goes on from; None starts anew.
+        loader: This rank's batches.
+        values: What `Trainer.set_initial_training_values` returned.
+        progress: Mutated.
+
+    Raises:
+        CheckpointError: The checkpoint's position or state means nothing in this run.
+    """
+    is_by_epochs, num_batches, asked = values[4:7]
+    geometry = _geometry(trainer, loader)
+    grid = Grid(
+        round_size=geometry["round_size"],
+        accumulation=geometry["accumulation"],
+        num_batches=num_batches,
+        num_samples=geometry["samples"],
+    )
+    if folder is None:
+        return RunPlan(grid=grid, geometry=geometry, asked=asked, max_steps=asked, num_batches_first=num_batches)
+    manifest = _read(trainer, folder, geometry, grid)
+    saved, plan = manifest.facts.get("geometry", {}), manifest.facts.get("plan", {})
+    progress.load_state_dict(manifest.facts["progress"])
+    is_within = bool(progress.micro_steps_in_epoch or progress.offset_in_epoch)
+    if trainer.args.ignore_data_skip:
+        free = ("round_size", "world_size", "batch_size", "accumulation", "precision")
+        changes = check_shape(saved, {name: geometry[name] for name in free}, is_within_epoch=False, step=manifest.step)
+    else:
+        changes = check_shape(saved, geometry, is_within_epoch=is_within, step=manifest.step)
+    old_grid = Grid(
+        round_size=saved.get("round_size"),
+        accumulation=saved["accumulation"],
+        num_batches=plan.get("num_batches"),
+        num_samples=saved.get("samples"),
+    )
+    moved = move(progress, old_grid, grid)
+    progress.load_state_dict(moved.state_dict())
+    offset = progress.offset_in_epoch
+    first = num_batches
+    if offset and not trainer.args.ignore_data_skip:
+        shifted = with_offset(loader, offset)
+        first = len(shifted) if has_length(shifted) else None
+    max_steps = asked
+    if is_by_epochs and first is not None:
+        is_as_planned = not changes and plan.get("asked") == asked
+        left = steps_left(progress, grid, num_batches_first=first, num_steps=asked)
+        max_steps = plan["max_steps"] if is_as_planned else progress.step + left
+    if changes:
+        _say(progress, changes, grid=grid, num_steps=max_steps, plan=plan)
+    elif progress.step >= max_steps:
+        logger.warning(
+            "%s is the end of its run: no step is left. Raise num_train_epochs or max_steps to go on.", folder
+        )
+    return RunPlan(
+        grid=grid, geometry=geometry, asked=asked, max_steps=max_steps, num_batches_first=first, saved=manifest
+    )
+
+
+def _read(trainer: Trainer, folder: Path, geometry: Mapping[str, Any], grid: Grid) -> Manifest:
+    if not is_foreign(folder):
+        return read_manifest(folder)
+    manifest = read_foreign(folder, geometry, grid)
+    args = trainer.args
+    logger.warning(
+        "%s was saved by transformers' Trainer. What it does not tell, or only in a pickle, which is never read, is "
+        "taken from this run: gradient_accumulation_steps=%s, the data (%s samples) and its seed (%s), "
+        "dataloader_drop_last=%s, precision %s, the schedule (%s) and the optimizer's class. Losses that were not "
+        "logged yet are lost.",
+        *(folder, args.gradient_accumulation_steps, geometry["samples"], geometry["data_seed"]),
+        *(args.dataloader_drop_last, geometry["precision"], args.lr_scheduler_type),
+    )
+    return manifest
+
+
+def _say(progress: Progress, changes: list[str], *, grid: Grid, num_steps: int, plan: Mapping[str, Any]) -> None:
+    samples = progress.offset_in_epoch + progress.micro_steps_in_epoch * (grid.round_size or 0)
+    logger.warning(
+        "The run goes on in another shape (%s). Its position is kept: epoch %d, sample %s of %s%s. Planned anew: %d "
+        "steps left, %d in all (before: %s); the schedule is that of %d steps, and stands at step %d.",
+        ", ".join(changes),
+        progress.epoch,
+        samples if grid.num_samples is None else min(samples, grid.num_samples),
+        "an unknown number" if grid.num_samples is None else grid.num_samples,
+        ", from which on this epoch's batches are cut" if progress.offset_in_epoch else "",
+        max(0, num_steps - progress.step),
+        num_steps,
+        plan.get("max_steps", "unknown"),
+        num_steps,
+        progress.step,
+    )
+
+
+def _geometry(trainer: Trainer, loader: Any) -> dict[str, Any]:
+    """Return what decides the data's order and how it is cut, and what the optimizer's state depends on."""
+    args, world_size = trainer.args, trainer.strategy.world_size
+    # Processes that split a layer read the same.
+    num_readers = world_size // trainer.get_tp_size()
+    grouping = trainer._length_config(is_training=True)
+    return {
+        "world_size": world_size,
+        "batch_size": args.train_batch_size,
+        "accumulation": args.gradient_accumulation_steps,
+        "round_size": samples_per_round(loader, world_size=num_readers),
+        "samples": len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
+        "data_seed": data_seed(args),
+        "drop_last": args.dataloader_drop_last,
+        "grouping": None if grouping is None else grouping.batch_size,
+        "seedable": bool(read_accelerator_config(args).get("use_seedable_sampler", True)),
+        "own_shares": has_own_shares(loader),
+        "precision": trainer.precision.policy.name,
+    }

@@ -1,0 +1,123 @@
+"""Room for a run's checkpoints: how much one takes, whether it is there, and what is done if not."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hftrain.checkpoint.adapters import saves_adapters
+from hftrain.checkpoint.manager import CheckpointManager
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import get_logger
+from hftrain.core.tree import map_tensors
+from hftrain.storage.space import free_bytes, readable_bytes
+from hftrain.storage.tensors import tensor_identity
+from hftrain.trainer.capture import task_state
+
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+# Beside tensors: configurations, a vocabulary, the log history; and what the file system needs.
+_ALLOWANCE, _ALLOWANCE_BYTES = 1.01, 1 << 20
+
+
+def checkpoint_bytes(trainer: Trainer, optimizer: torch.optim.Optimizer, *, is_first: bool = False) -> int:
+    """Return about how much a checkpoint takes on the disk of this process's committer. Collective; synchronises.
+
+    Args:
+        trainer: Whose.
+        optimizer: Its optimizer.
+        is_first: Whether to add what the optimizer's state will take, before its first step.
+    """
+    strategy, args = trainer.strategy, trainer.args
+    own = 0
+    shards = strategy.model_shards(trainer.model_wrapped)
+    if shards is not None:
+        own += tree_bytes(shards)
+    elif args.should_save:
+        own += _whole_bytes(strategy.unwrap(trainer.model_wrapped))
+    if args.should_save:
+        own += tree_bytes(task_state(trainer.task))
+    if not args.save_only_model:
+        split = strategy.optimizer_shards(trainer.model_wrapped, optimizer)
+        if split is not None:
+            own += tree_bytes(split[1])
+        elif args.should_save:
+            own += tree_bytes(optimizer.state_dict())
+        if is_first and args.should_save:
+            own += expected_state_bytes(optimizer)
+    total = own
+    if not args.save_on_each_node:
+        total = int(strategy.reduce(torch.tensor(own, dtype=torch.int64, device=strategy.device), op="sum"))
+    return int(total * _ALLOWANCE) + _ALLOWANCE_BYTES
+
+
+def tree_bytes(tree: Any) -> int:
+    """Return the bytes of all tensors in a nested structure, each tensor once; of split ones all processes' parts."""
+    sizes: dict[Any, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        sizes[tensor_identity(tensor) or id(tensor)] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    kept = map_tensors(tree, note)  # no tensor goes, and gives its identity to the next, before all are counted
+    del kept
+    return sum(sizes.values())
+
+
+def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return what the state of one of torch's optimizers will take once it has stepped; 0 for any other's.
+
+    It is tried on a small parameter with the same settings.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim.") or optimizer.state:
+        return 0
+    sample = nn.Parameter(torch.zeros(32, 32))
+    sample.grad = torch.zeros_like(sample)
+    # Some defaults are the class's own, and no arguments.
+    names = optimizer.defaults.keys() & inspect.signature(type(optimizer)).parameters.keys()
+    try:
+        twin = type(optimizer)([sample], **{name: optimizer.defaults[name] for name in names})
+        twin.step()
+    except Exception as error:
+        logger.info("The size of the state of %s is not known before its first step: %r", type(optimizer), error)
+        return 0
+    ratio = tree_bytes(dict(twin.state[sample])) / tree_bytes([sample])
+    trained = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    return int(ratio * tree_bytes(trained))
+
+
+def check_room(trainer: Trainer, manager: CheckpointManager, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a run whose output folder cannot hold one checkpoint, before its first step. Collective.
+
+    A resumed run that has one there already may go on, unless it is to stop when there is no room.
+
+    Raises:
+        ConfigError: There is not the room for one.
+    """
+    needed = checkpoint_bytes(trainer, optimizer, is_first=True)
+    is_enough, free = True, 0
+    if manager.is_committer:
+        free = free_bytes(manager.config.output_dir)
+        logger.info("A checkpoint takes about %s; %s are free.", readable_bytes(needed), readable_bytes(free))
+        is_enough = free >= needed or (trainer.save_policy.on_full_disk != "stop" and bool(manager.own_checkpoints()))
+    if not trainer.strategy.all_true(is_enough):
+        found = f"{readable_bytes(free)} are free there" if manager.is_committer else "there is less room"
+        raise ConfigError(
+            explain(
+                f"Checkpoints should be saved to {manager.config.output_dir}.",
+                f"One takes about {readable_bytes(needed)}, and {found}.",
+                "Give an output_dir with more room, or save less: save_only_model=True, or save_strategy='no'.",
+            )
+        )
+
+
+def _whole_bytes(model: nn.Module) -> int:
+    if saves_adapters(model):
+        return tree_bytes([parameter for parameter in model.parameters() if parameter.requires_grad])
+    return tree_bytes(model.state_dict())

@@ -1,0 +1,261 @@
+"""How a run's checkpoints are written: at once or in the background, and with room or without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hftrain.checkpoint.adapters import saves_adapters
+from hftrain.checkpoint.agreement import BoardGroup
+from hftrain.checkpoint.background import BackgroundWrite
+from hftrain.checkpoint.manager import CheckpointManager, Group, NoSpaceError, Writer
+from hftrain.checkpoint.snapshot import HostCopies
+from hftrain.core.errors import StrategyError, explain
+from hftrain.core.log import get_logger
+from hftrain.core.progress import Progress
+from hftrain.core.state import TrainerState
+from hftrain.storage.space import free_bytes, readable_bytes
+
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+# A subclass that has one of these wants to see, or writes itself, what is in the folder when it returns.
+_WRITING_HOOKS = ("save_model", "_save", "_save_checkpoint", "_save_optimizer_and_scheduler")
+_SHORT_WAIT_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Save:
+    """One checkpoint to write.
+
+    Args:
+        step: The optimizer updates done.
+        epoch: The documented epoch, fractional.
+        num_bytes: About what it takes on disk.
+        main, each, facts: See `CheckpointManager.save`.
+    """
+
+    step: int
+    epoch: float | None
+    num_bytes: int
+    main: Sequence[Writer]
+    each: Sequence[Writer]
+    facts: Mapping[str, Any]
+
+
+class CheckpointWrites:
+    """Write one run's checkpoints as its `SavePolicy` says.
+
+    Args:
+        trainer: Whose.
+        manager: Commits and deletes them.
+        progress: Where the run is.
+        pending: What the loop calls at each step's end, see `FitSlots`.
+        best: Tells the checkpoint with the best metric so far.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        manager: CheckpointManager,
+        *,
+        progress: Progress,
+        pending: list[Callable[[], None]],
+        best: Callable[[], Path | None],
+    ) -> None:
+        self.trainer = trainer
+        self.manager = manager
+        self.progress = progress
+        self.pending = pending
+        self.best = best
+        self._group: BoardGroup | None = None
+        self._copies: HostCopies | None = None
+        self._flight: BackgroundWrite | None = None
+        self._has_waited = False
+
+    def start(self) -> None:
+        """Get ready to write in the background, where the policy asks for it and it can be; the others are told why.
+
+        All processes must call it in the same order.
+        """
+        if not self.trainer.save_policy.save_async:
+            return
+        reason = self._obstacle()
+        try:
+            if reason is None:
+                board = self.trainer.strategy.make_board()
+                self._group = BoardGroup(self.manager.group, board, timeout_s=self.trainer.args.ddp_timeout)
+                self._copies = HostCopies()
+        except StrategyError as error:
+            reason = str(error)
+        if reason is not None and self.manager.is_committer:
+            logger.warning("save_async=True changes nothing, every save waits until it is written: %s", reason)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether checkpoints are written in the background."""
+        return self._copies is not None
+
+    def keep(self, tree: Any) -> Any:
+        """Return a nested structure as it is now: copied to host memory, if it is written later."""
+        return tree if self._copies is None else self._copies.copy(tree)
+
+    def has_room(self, num_bytes: int, *, step: int) -> bool:
+        """Tell whether a checkpoint fits on disk, after making room as the policy allows; collective.
+
+        Raises:
+            NoSpaceError: It does not, and the policy is to stop.
+        """
+        policy, manager = self.trainer.save_policy.on_full_disk, self.manager
+        free = free_bytes(manager.config.output_dir) if manager.is_committer else num_bytes
+        if free < num_bytes and policy == "prune" and manager.prune(num_bytes, best=self.best()):
+            free = free_bytes(manager.config.output_dir)
+        if self.trainer.strategy.all_true(free >= num_bytes):
+            return True
+        reason = (
+            f"It takes about {readable_bytes(num_bytes)}, and {readable_bytes(free)} are free."
+            if free < num_bytes
+            else "Another machine has no room for it."
+        )
+        asked = f"The checkpoint of step {step} should be written to {manager.config.output_dir}."
+        error = NoSpaceError(explain(asked, reason, "Make room, then resume from the newest checkpoint."))
+        if policy == "stop":
+            raise error
+        self._skip(step, error)
+        return False
+
+    def begin(self) -> None:
+        """Get ready to copy what `write` will write."""
+        if self._copies is not None:
+            self._copies.begin()
+
+    def write(self, save: Save, then: Callable[[Save, Path | None], None]) -> None:
+        """Write a checkpoint, or let it be written in the background; collective.
+
+        Args:
+            save: What to write.
+            then: Called with the folder once it is committed, in the main thread and at the same step in all processes;
+                or with None if there was no room, and the run goes on.
+
+        Raises:
+            CheckpointError: It could not be written; in the background that is raised at a later step.
+        """
+
+        def settle(path: Path | None, error: BaseException | None) -> None:
+            self._flight = None
+            if isinstance(error, NoSpaceError) and self.trainer.save_policy.on_full_disk != "stop":
+                self._skip(save.step, error)
+            elif error is not None:
+                raise error
+            then(save, path)
+
+        if self._copies is None or self._group is None:
+            try:
+                path = self._commit(save, self.manager.group)
+            except NoSpaceError as error:
+                settle(None, error)
+            else:
+                settle(path, None)
+            return
+        wait = self._copies.fence()
+
+        def work(group: Group) -> Path:
+            wait()
+            path = self._commit(save, group)
+            if not self.rotates_later:
+                self.manager.rotate(best=self.best())
+            return path
+
+        self._flight = BackgroundWrite(
+            work, settle, group=self._group, read_step=lambda: self.progress.step, pending=self.pending
+        )
+
+    @property
+    def rotates_later(self) -> bool:
+        """Whether older checkpoints are deleted in the main thread, after the commit."""
+        return not self.is_async or self.trainer._is_overridden("_rotate_checkpoints")
+
+    def finish(self, *, for_next: bool = False) -> None:
+        """Wait until nothing is written in the background, and settle it. All processes must call it at the same step.
+
+        Args:
+            for_next: Whether it is the next save that waits; a long wait is said once.
+        """
+        flight = self._flight
+        if flight is None:
+            return
+        start_s = time.perf_counter()
+        flight.finish()
+        waited_s = time.perf_counter() - start_s
+        if for_next and waited_s > _SHORT_WAIT_S and not self._has_waited and self.manager.is_committer:
+            self._has_waited = True
+            logger.warning(
+                "A save waited %.1f s for the one before it to be written: the disk is slower than the saves come. "
+                "Save less often; this is said once.",
+                waited_s,
+            )
+
+    def close(self, *, is_urgent: bool) -> None:
+        """Let go of everything at a run's end, also after an error.
+
+        Args:
+            is_urgent: Do not wait for what is being written: it is lost if the process ends before.
+        """
+        flight, self._flight = self._flight, None
+        if flight is not None and not is_urgent:
+            error = flight.wait()
+            if error is not None:
+                logger.error("The last checkpoint could not be written in the background: %s", error)
+        if self._copies is not None and (flight is None or flight.is_over):
+            self._copies.close()
+        self._group = self._copies = None
+
+    def _commit(self, save: Save, group: Group) -> Path:
+        while True:
+            try:
+                return self.manager.save(save.step, main=save.main, each=save.each, facts=save.facts, group=group)
+            except NoSpaceError:
+                is_pruning = self.trainer.save_policy.on_full_disk == "prune"
+                # Each turn deletes at least one, so this ends.
+                if not is_pruning or group.all_true(not self.manager.prune(save.num_bytes, best=self.best())):
+                    raise
+
+    def _skip(self, step: int, error: BaseException) -> None:
+        if self.manager.is_committer:
+            own = self.manager.own_checkpoints()
+            logger.warning(
+                "Skipped the checkpoint of step %d and train on; %s. %s The next save tries again; "
+                "SavePolicy(on_full_disk=...) can make room by deleting older checkpoints, or stop the run.",
+                step,
+                f"the last one is {own[-1].name}" if own else "there is none yet",
+                error,
+            )
+
+    def _obstacle(self) -> str | None:
+        """Return what cannot be written in the background, None if all can."""
+        trainer = self.trainer
+        for hook in _WRITING_HOOKS:
+            if trainer._is_overridden(hook):
+                return f"{type(trainer).__name__}.{hook} writes, or reads, the files itself."
+        if not trainer.strategy.saves_in_background:
+            return f"strategy={trainer.strategy.name!r} has parts of its state written by another library."
+        if getattr(trainer.model, "hf_quantizer", None) is not None and not saves_adapters(trainer.model):
+            return "A quantized model hands out its weights only while it is saved."
+        return None
+
+
+@contextmanager
+def as_of(state: TrainerState, save: Save) -> Iterator[None]:
+    """Let the documented state name a save's step for a while: callbacks find the checkpoint's folder by it."""
+    now = state.global_step, state.epoch
+    state.global_step, state.epoch = save.step, save.epoch
+    try:
+        yield
+    finally:
+        state.global_step, state.epoch = now

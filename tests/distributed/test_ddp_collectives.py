@@ -1,0 +1,85 @@
+"""What processes tell each other in a step of DDP that does not log: what torch's own DDP does, and nothing more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.tiny import Net, make_arguments, make_rows
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile
+
+from hftrain import Trainer, TrainerCallback
+
+pytestmark = pytest.mark.distributed
+
+FIRST, LAST = 3, 6
+
+
+class Watch(TrainerCallback):
+    """Record the exchanges from the beginning of one step to the end of another."""
+
+    def __init__(self) -> None:
+        self.recorder = profile()
+        self.counts: Counter[str] = Counter()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == FIRST:
+            self.recorder.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == LAST:
+            self.recorder.stop()
+            self.counts = exchanges(self.recorder)
+
+
+def exchanges(recorder: Any) -> Counter[str]:
+    return Counter(event.name for event in recorder.events() if event.name.startswith("c10d::"))
+
+
+def by_hand(accumulation: int) -> Counter[str]:
+    """Train as many steps with DDP alone."""
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = {"x": torch.randn(4, 4), "labels": torch.zeros(4, dtype=torch.long)}
+    recorder = profile()
+    for step in range(1, LAST + 1):
+        if step == FIRST:
+            recorder.start()
+        for _ in range(accumulation - 1):
+            with model.no_sync():
+                model(**batch)[0].backward()
+        model(**batch)[0].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    recorder.stop()
+    return exchanges(recorder)
+
+
+def count(folder: str) -> dict[str, Any]:
+    answers = {}
+    for accumulation in (1, 3):
+        watch = Watch()
+        arguments = make_arguments(
+            Path(folder), max_steps=LAST + 2, logging_steps=LAST + 1, gradient_accumulation_steps=accumulation,
+            per_device_train_batch_size=2,
+        )  # fmt: skip
+        trainer = Trainer(Net(), arguments, train_dataset=make_rows(96), callbacks=[watch], strategy="ddp")
+        trainer.train()
+        answers[f"trainer {accumulation}"] = watch.counts
+        assert dist.is_initialized()
+        answers[f"by hand {accumulation}"] = by_hand(accumulation)
+    return answers
+
+
+def test_step_that_does_not_log_exchanges_what_ddp_does(tmp_path: Path, run_distributed: Any) -> None:
+    for answer in run_distributed(count, folder=str(tmp_path)):
+        for accumulation in (1, 3):
+            found = answer[f"trainer {accumulation}"]
+            assert found == answer[f"by hand {accumulation}"]
+            assert found["c10d::allreduce_"] == LAST - FIRST + 1

@@ -1,0 +1,165 @@
+"""G2: resume is bit-exact, at any step, any number of times.
+
+Each case trains undisturbed, and in three parts A -> B -> C that are stopped, saved and resumed; B saves on its way.
+The dataset draws random numbers of three kinds, the model drops out, and the last window of an epoch is short.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.resuming import StopAt, assert_same, outcome
+from support.stateful import StatefulRows, StatefulStream, disturbed
+from support.tiny import Net, make_arguments, make_rows
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from hftrain import Trainer, set_seed
+
+Row = dict[str, torch.Tensor]
+
+# 7 batches a pass for one rank, 4 for each of two.
+NUM_ROWS = 26
+
+
+class Rows(Dataset[Row]):
+    """Map-style, and random."""
+
+    def __init__(self) -> None:
+        self.rows = make_rows(NUM_ROWS)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return disturbed(self.rows[index])
+
+
+class Stream(IterableDataset[Row]):
+    """A stream without a length, and random in each sample and in its order, with a memory of what it drew."""
+
+    def __iter__(self) -> Iterator[Row]:
+        worker = get_worker_info()
+        buffer: list[Row] = []
+        for row in make_rows(NUM_ROWS)[slice(None) if worker is None else slice(worker.id, None, worker.num_workers)]:
+            buffer.append(row)
+            if len(buffer) == 5:
+                yield disturbed(buffer.pop(int(torch.randint(5, ()))))
+        yield from map(disturbed, buffer)
+
+
+DATA: dict[str, Callable[[], Any]] = {
+    "map": Rows,
+    "stream": Stream,
+    "stateful_map": lambda: StatefulRows(NUM_ROWS),
+    "stateful_stream": lambda: StatefulStream(NUM_ROWS),
+    "endless_stream": lambda: StatefulStream(NUM_ROWS, starts_over=False),
+}
+
+
+def steps_per_epoch(*, data: str, workers: int, accumulation: int, ranks: int) -> int:
+    """Count the steps of a pass; each of two workers has its own last batch."""
+    num_batches = {1: 8 if workers and "stream" in data else 7, 2: 4}[ranks]
+    return -(-num_batches // accumulation)
+
+
+def make_trainer(folder: Path, case: dict[str, Any], *, stop: int | None = None, **options: Any) -> Trainer:
+    """Return a trainer of three epochs."""
+    set_seed(1)
+    arguments = make_arguments(
+        folder,
+        gradient_accumulation_steps=case["accumulation"],
+        dataloader_num_workers=case["workers"],
+        dataloader_persistent_workers=case.get("persistent", False),
+        max_steps=3 * case["steps"],
+        logging_steps=3,
+        save_strategy="steps",
+        bf16=case["precision"] == "bf16",
+        **options,
+    )
+    return Trainer(Net(dropout=0.2), arguments, train_dataset=DATA[case["data"]](), callbacks=[StopAt(stop)])
+
+
+def check(folder: Path, *, ranks: int = 1, **case: Any) -> None:
+    """Stop in the middle of epochs, at their ends, and early in the second; go on, twice; compare with one run."""
+    steps = case["steps"] = steps_per_epoch(
+        data=case["data"], workers=case["workers"], accumulation=case["accumulation"], ranks=ranks
+    )
+    whole = make_trainer(folder / "whole", case, save_steps=1000)
+    whole.train()
+    assert whole.state.global_step == 3 * steps
+    middle = max(steps // 2, 1)
+    for stops in ((middle, steps + middle), (steps, 2 * steps), (steps + 1, 2 * steps + 1)):
+        parts = folder / "-".join(map(str, stops))
+        for part, stop in enumerate((*stops, None)):
+            trainer = make_trainer(parts, case, stop=stop, save_steps=2)
+            trainer.train(resume_from_checkpoint=part > 0)
+        assert_same(outcome(trainer), outcome(whole), f"{case} {stops}")
+
+
+MATRIX = [
+    {"data": data, "workers": workers, "accumulation": accumulation, "precision": precision}
+    for data, workers, accumulation, precision in itertools.product(DATA, (0, 2), (1, 3), ("fp32", "bf16"))
+]
+PERSISTENT = [
+    {"data": data, "workers": 2, "persistent": True, "accumulation": accumulation, "precision": "fp32"}
+    for data, accumulation in itertools.product(DATA, (1, 3))
+]
+# Each pair of values of two columns at least once.
+SHORT = [
+    {"data": "map", "workers": 0, "accumulation": 3, "precision": "fp32"},
+    {"data": "map", "workers": 2, "accumulation": 1, "precision": "bf16"},
+    {"data": "stream", "workers": 0, "accumulation": 1, "precision": "bf16"},
+    {"data": "stream", "workers": 2, "accumulation": 3, "precision": "fp32"},
+    {"data": "stream", "workers": 2, "accumulation": 3, "precision": "bf16", "persistent": True},
+    {"data": "stateful_map", "workers": 0, "accumulation": 1, "precision": "fp32"},
+    {"data": "stateful_map", "workers": 2, "accumulation": 3, "precision": "fp32"},
+    {"data": "stateful_stream", "workers": 0, "accumulation": 3, "precision": "fp32"},
+    {"data": "stateful_stream", "workers": 2, "accumulation": 1, "precision": "fp32"},
+    {"data": "stateful_stream", "workers": 2, "accumulation": 3, "precision": "fp32", "persistent": True},
+    {"data": "endless_stream", "workers": 0, "accumulation": 1, "precision": "fp32"},
+]
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return "-".join(f"{name}={value}" if isinstance(value, int) else value for name, value in case.items())
+
+
+@pytest.mark.parametrize("case", SHORT, ids=name_of)
+def test_resume_is_exact(tmp_path: Path, case: dict[str, Any]) -> None:
+    check(tmp_path, **case)
+
+
+@pytest.mark.guarantees
+@pytest.mark.parametrize("case", [*MATRIX, *PERSISTENT], ids=name_of)
+def test_resume_is_exact_in_the_whole_matrix(tmp_path: Path, case: dict[str, Any]) -> None:
+    check(tmp_path, **case)
+
+
+def check_ranks(cases: list[dict[str, Any]], folder: str) -> int:
+    """Run cases one after another on the ranks that were launched."""
+    for number, case in enumerate(cases):
+        check(Path(folder) / str(number), ranks=2, **case)
+    return len(cases)
+
+
+@pytest.mark.distributed
+def test_resume_of_two_ranks_is_exact(run_distributed: Any, tmp_path: Path) -> None:
+    cases = [SHORT[1], SHORT[2]]
+    assert run_distributed(check_ranks, cases=cases, folder=str(tmp_path)) == [2, 2]
+
+
+@pytest.mark.guarantees
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_of_two_ranks_is_exact_in_the_whole_matrix(
+    run_distributed: Any, tmp_path: Path, data: str, workers: int
+) -> None:
+    cases = [case for case in [*MATRIX, *PERSISTENT] if (case["data"], case["workers"]) == (data, workers)]
+    results = run_distributed(check_ranks, cases=cases, folder=str(tmp_path), timeout_s=1500.0)
+    assert results == [len(cases)] * 2

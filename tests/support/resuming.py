@@ -1,0 +1,64 @@
+"""Runs that are stopped and go on, held against runs that never were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy
+import torch
+
+from hftrain import Trainer, TrainerCallback
+
+# Numbers of a log line that tell how long something took.
+_CLOCKS = ("_runtime", "_per_second", "_preparation_time")
+
+
+class StopAt(TrainerCallback):
+    """Save and stop at one step; None never does."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def without_times(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out of a log history what the clock decides."""
+    return [{name: value for name, value in line.items() if not name.endswith(_CLOCKS)} for line in history]
+
+
+def comparable(history: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what of a log history is the same in every run: not the line that ends one, as a stopped run has more."""
+    return without_times(line for line in history if "train_loss" not in line)
+
+
+def outcome(trainer: Trainer) -> dict[str, Any]:
+    """Return what two runs must agree in: weights, optimizer, schedule, log history."""
+    assert trainer.optimizer is not None
+    return {
+        "weights": {name: value.clone() for name, value in trainer.model.state_dict().items()},
+        "optimizer": trainer.optimizer.state_dict(),
+        "schedule": None if trainer.lr_scheduler is None else trainer.lr_scheduler.state_dict(),
+        "log_history": comparable(trainer.state.log_history),
+    }
+
+
+def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
+    """Compare nested values bit for bit."""
+    if isinstance(theirs, torch.Tensor):
+        assert torch.equal(ours, theirs), where
+    elif isinstance(theirs, numpy.ndarray):
+        assert numpy.array_equal(ours, theirs), where
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in theirs:
+            assert_same(ours[key], theirs[key], f"{where}.{key}")
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs), (where, ours, theirs)
+        for index, pair in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(*pair, f"{where}[{index}]")
+    else:
+        assert ours == theirs, where
