@@ -13,7 +13,7 @@ from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_name, 
 from hftrain.checkpoint.manifest import Manifest, read_manifest, verify, write_manifest
 from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.remote import RemoteCheckpoints
-from hftrain.checkpoint.rotation import commit_order, surplus
+from hftrain.checkpoint.rotation import best_names, commit_order, surplus
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.log import get_logger
 from hftrain.storage import files
@@ -65,6 +65,8 @@ class CheckpointConfig:
         safe_weights: Whether weights are written as safetensors.
         on_each_node: Whether each machine writes to storage of its own.
         url: The remote folder where the checkpoints are kept; `output_dir` is then its local mirror.
+        keep_best: How many of those with the best metrics are kept beside the newest; without a limit, no others are.
+        is_greater_better: Which way a metric is better.
 
     Source: the documented `output_dir`, `save_total_limit`, `save_only_model`, `save_safetensors`,
     `save_on_each_node`.
@@ -76,6 +78,8 @@ class CheckpointConfig:
     safe_weights: bool = True
     on_each_node: bool = False
     url: str | None = None
+    keep_best: int | None = None
+    is_greater_better: bool = False
 
 
 class CheckpointManager:
@@ -206,17 +210,24 @@ class CheckpointManager:
             best: The checkpoint with the best metric so far.
         """
         limit = self.config.save_total_limit
+        if limit is None and self.config.keep_best is not None:
+            limit = 1  # the newest; the best are protected
         if self.remote is not None and self.is_committer:
             kept_names = {path.name for path in (best, self._committed) if path is not None}
-            self.remote.rotate(run_id=self.run_id, limit=limit, protected=kept_names)
+            self.remote.rotate(run_id=self.run_id, limit=limit, protected=kept_names, choose=self._best_names)
             limit = 1  # of their copies here
         known = self.own_checkpoints()
         if not self.is_committer or limit is None or limit < 1 or not known:
             return
         protected = {path.resolve() for path in (known[-1], best, self._committed) if path is not None}
-        kept = [path for path in known if path.resolve() in protected]
+        good = self._best_names({path.name: read_manifest(path) for path in known}) if self.config.keep_best else ()
+        kept = [path for path in known if path.resolve() in protected or path.name in good]
         for path in surplus(known, protected=kept, limit=limit):
             files.discard(path)
+
+    def _best_names(self, manifests: Mapping[str, Manifest]) -> set[str]:
+        config = self.config
+        return best_names(manifests, number=config.keep_best, is_greater_better=config.is_greater_better)
 
     def prune(self, needed_bytes: int, *, best: Path | None = None) -> bool:
         """Delete this run's oldest checkpoints, at least one, until there is room; for the committer alone.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_step, list_checkpoints
@@ -96,7 +96,15 @@ class RemoteCheckpoints:
         self._report_unpublished(manifests, None if found is None else found.name)
         return found
 
-    def rotate(self, *, run_id: str, limit: int | None, protected: set[str], keeps_newest: bool = True) -> None:
+    def rotate(
+        self,
+        *,
+        run_id: str,
+        limit: int | None,
+        protected: set[str],
+        keeps_newest: bool = True,
+        choose: Callable[[Mapping[str, Manifest]], set[str]] = lambda manifests: set(),
+    ) -> None:
         """Delete a run's oldest checkpoints beyond the limit; what fails is left behind with a warning.
 
         Args:
@@ -104,6 +112,7 @@ class RemoteCheckpoints:
             limit: How many are kept; None, or a number below 1, keeps all.
             protected: The names of those that stay whatever the limit.
             keeps_newest: Whether the newest is one of them.
+            choose: Names, of all of the run's, others that stay.
         """
         if limit is None or limit < 1:
             return
@@ -112,9 +121,10 @@ class RemoteCheckpoints:
         except UnreachableError as error:
             logger.warning("Deleted no old checkpoints: %s", error)
             return
-        own = [name for name, manifest in manifests.items() if manifest and manifest.facts.get("run_id") == run_id]
+        known = {name: m for name, m in manifests.items() if m and m.facts.get("run_id") == run_id}
+        own = [*known]
         if protected & {*own}:
-            kept = protected | {*(own[-1:] if keeps_newest else [])}
+            kept = protected | {*(own[-1:] if keeps_newest else [])} | choose(known)
             for name in surplus(own, protected=kept, limit=limit):
                 self.delete(name, run_id=run_id)
 

@@ -54,16 +54,21 @@ def save_weights(
     elif not safe:
         save_containers(state, folder / BIN_WEIGHTS)
     else:
-        foreign = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-        if foreign:
-            raise CheckpointError(
-                explain(
-                    f"The weights of {type(model).__name__} should be saved as safetensors.",
-                    f"{', '.join(foreign)} are no tensors.",
-                    "Set save_safetensors=False, or return tensors from get_extra_state().",
-                )
-            )
+        check_saveable(model, state)
         save_tensors(state, folder / WEIGHTS)
+
+
+def check_saveable(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` where a model's state cannot be a safetensors file."""
+    foreign = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if foreign and not saves_adapters(model) and not _saves_itself(model):
+        raise CheckpointError(
+            explain(
+                f"The weights of {type(model).__name__} should be saved as safetensors.",
+                f"{', '.join(foreign)} are no tensors.",
+                "Set save_safetensors=False, or return tensors from get_extra_state().",
+            )
+        )
 
 
 def load_weights(

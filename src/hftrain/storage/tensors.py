@@ -76,6 +76,19 @@ def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, to
     return tensors
 
 
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes in a safetensors file, by name, without reading a tensor.
+
+    Raises:
+        CheckpointError: It is absent or damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
 def save_containers(tree: Any, path: Path) -> None:
     """Write tensors, numbers and text in nested dictionaries, lists and tuples: all that safe loading accepts.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,10 @@ class RunCheckpoints:
         self.saved_step: int | None = None
         self.tried_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
+        # By the step of the evaluation, the last one only; None for NaN.
+        self.metric: dict[int, float | None] = {}
+        # What `own_state` was at an earlier moment, to be saved in its place.
+        self.past_state: dict[str, Any] | None = None
         self.plan: RunPlan
         self.feed: TrainFeed
 
@@ -123,6 +128,7 @@ class RunCheckpoints:
         facts = self.plan.facts(self.progress)
         facts["geometry"] = {**facts["geometry"], "optimizer": type(optimizer).__name__}
         facts["left"] = to_do(trainer.control, self.progress)
+        facts["metric"] = self.metric.get(state.global_step)
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
         self.writes.write(save, lambda save, path: self._after(save, path, former_best=former_best))
 
@@ -169,10 +175,9 @@ class RunCheckpoints:
             writers.append(lambda folder: save_scaler(scaler, folder))
         return writers
 
-    def _rank_writer(self) -> Writer:
-        """Write what differs by rank: random numbers, and this rank's part of the logging window."""
-        strategy = self.trainer.strategy
-        own = {
+    def own_state(self) -> dict[str, Any]:
+        """Return what differs by rank: random numbers, and this rank's part of the logging window."""
+        return {
             **capture_rng(),
             "epoch_rng": self.epoch_rng,
             "data": self.feed.state_dict(),
@@ -181,6 +186,10 @@ class RunCheckpoints:
             "train_metrics": metric_states(self.trainer.task.metrics("train")),
             "past": self.trainer._past,
         }
+
+    def _rank_writer(self) -> Writer:
+        strategy = self.trainer.strategy
+        own = self.past_state or self.own_state()
         own = map_tensors(self.writes.keep(own), torch.Tensor.cpu)
         return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
 
@@ -215,9 +224,13 @@ class RunCheckpoints:
         if not is_foreign(folder):
             check_geometry(self.plan.saved, optimizer=type(optimizer).__name__)
         trainer._load_optimizer_and_scheduler(str(folder))
-        own = load_own(trainer, folder, num_saved=self.plan.saved.facts["geometry"]["world_size"])
+        num_saved = self.plan.saved.facts["geometry"]["world_size"]
+        own = load_own(trainer, folder, num_saved=num_saved)
         self.epoch_rng = own.pop("epoch_rng", {})
-        self.feed.load_state_dict(own.pop("data", None))
+        data = own.pop("data", None)
+        # Where several processes read a stream, each may have stood elsewhere in it than all together.
+        is_alone = num_saved == strategy.world_size == 1
+        self.feed.load_state_dict(data if is_alone or not (self.plan.is_reshaped and self.feed.is_stream) else None)
         self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
         self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
         unknown = restore_metric_states(
@@ -229,7 +242,7 @@ class RunCheckpoints:
                 ", ".join(unknown),
             )
         past = own.pop("past", None)
-        if self.progress.micro_steps_in_epoch:
+        if self.progress.micro_steps_in_epoch and not self.plan.is_reshaped:
             trainer._past = strategy.to_device(past)
         trainer.callback_handler.restore(
             trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
@@ -284,6 +297,9 @@ def make_manager(trainer: Trainer) -> CheckpointManager:
     """Return what saves and finds the run's checkpoints."""
     folder = Path(trainer._get_output_dir(trainer._trial))
     config = checkpoint_config(trainer.args, output_dir=folder, url=remote_of(trainer, folder))
+    config = replace(
+        config, keep_best=trainer.save_policy.keep_best, is_greater_better=bool(trainer.args.greater_is_better)
+    )
     return CheckpointManager(config, group=trainer.strategy)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +17,8 @@ from torch import nn
 from hftrain.adapter.data import data_seed
 from hftrain.adapter.plan import fit_config
 from hftrain.adapter.sharing import syncs_each_batch
+from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.parts import load_trainer_state
-from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, restore_rng, set_seed
@@ -26,18 +27,14 @@ from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
 from hftrain.data.states import resumable_loader
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
-from hftrain.loops.window import LogWindow, LossWindow, merge_reports
+from hftrain.loops.window import LogWindow, merge_reports
 from hftrain.optim.weight_modes import training_weights
-from hftrain.step.assemble import assemble_stepper
-from hftrain.strategies.base import Strategy
-from hftrain.task.module import TaskModule
 from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer.announce import announce_training
 from hftrain.trainer.best import read_metric, rehearse_best_metric
-from hftrain.trainer.checks import best_metric_key, check_optimizer
+from hftrain.trainer.checks import best_metric_key
 from hftrain.trainer.counting import RunCounts
 from hftrain.trainer.debugging import watch_overflow
-from hftrain.trainer.engines import forget_taken
 from hftrain.trainer.eval_sets import check_cadences, is_due
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
@@ -49,15 +46,14 @@ from hftrain.trainer.remote import meet_at_mirror, own_copy, publish_quietly
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.resuming import plan_run
 from hftrain.trainer.room import check_room
+from hftrain.trainer.salvage import Salvage
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
-from hftrain.trainer.weighing import LossShares
+from hftrain.trainer.setup import empty_cache, loss_window, set_up
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
-
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class TrainSession:
@@ -76,15 +72,7 @@ class TrainSession:
         self.progress = Progress()
         strategy = trainer.strategy
         self.logs = LogWindow(gather_object=strategy.gather_object)
-        self.losses = LossWindow(
-            # Documented: not on XLA.
-            filters_nonfinite=trainer.args.logging_nan_inf_filter and strategy.device_type != "xla",
-            reduce=(
-                (lambda loss: trainer._nested_gather(loss).mean())
-                if trainer._is_overridden("_nested_gather")
-                else (lambda loss: strategy.reduce(loss, op="mean"))
-            ),
-        )
+        self.losses = loss_window(trainer)
         self._rng: Mapping[str, Any] | None = None
         self._left: frozenset[str] = frozenset()
         self.changes = ModelChanges(trainer)
@@ -103,6 +91,10 @@ class TrainSession:
         self.counts: RunCounts
         self.loop: FitLoop
         self.interrupts: Interrupts
+        self.salvage: Salvage
+        self.is_evaluating = False
+        # In words; None in a step or an evaluation.
+        self.phase: str | None = "set up the training"
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -126,7 +118,7 @@ class TrainSession:
         plan = (*plan[:6], max_steps)
         self.counts = RunCounts(trainer)
         self._start_state(max_steps=max_steps, num_epochs=num_epochs)
-        stepper = self._set_up(max_steps)
+        stepper = set_up(self, max_steps)
         self._watch = watch_overflow(trainer)
         if self.resume is not None:
             self._load_rest(self.resume)
@@ -155,9 +147,10 @@ class TrainSession:
             num_epochs=num_epochs if plan[4] else None,
             world_size=trainer.strategy.world_size,
         )
+        self.phase = None
         with Interrupts(self, save=self._save) as self.interrupts:
-            with training_weights(self.optimizer):
-                self.loop = self._loop(config, loader, stepper)
+            with training_weights(self.optimizer), Salvage(self, save=self._save) as self.salvage:
+                self.loop = self._loop(config, loader, self.salvage.watch(stepper))
                 self.loop.run()
             self.checkpoints.settle()
             self._save_end(first)
@@ -205,79 +198,6 @@ class TrainSession:
         if self.resume is not None:
             self.checkpoints.take_over(self.resume, self.checkpoints.plan)
 
-    def _set_up(self, max_steps: int) -> Any:
-        """Place and wrap the model, make optimizer and schedule, assemble the step."""
-        trainer, strategy, precision = self.trainer, self.trainer.strategy, self.trainer.precision
-        # Before the weights are loaded, which would be rounded to the dtype they are copied into.
-        trainer.model = trainer.task.model = precision.convert(trainer.model)
-        if self.resume is not None:
-            self.checkpoints.load_model(self.resume)
-        place_task(trainer.task, strategy, is_model_placed=True)
-        self.changes.apply(trainer.model)
-        trainer._forget_schedule()
-        forget_taken(trainer)
-
-        strategy.plan(num_steps=max_steps, num_warmup_steps=trainer.args.get_warmup_steps(max_steps))
-
-        def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-            if "scheduler" in strategy.makes:
-                trainer.create_optimizer()
-            else:
-                trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
-            assert trainer.optimizer is not None
-            trainer.model = trainer.ipex_optimize_model(trainer.model, training=True)
-            # Here, for a strategy may put parameters of its own into the groups.
-            check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
-            return precision.attach(trainer.model, trainer.optimizer)
-
-        wrapped, optimizer = self._wrap(make_optimizer)
-        trainer.compiler.compile(trainer.model)
-        if "scheduler" in strategy.makes:
-            trainer.lr_scheduler = strategy.schedule
-        elif "optimizer" in strategy.makes:
-            trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
-        trainer._check_in_backward(optimizer)
-        # An interrupted run, or the user, may have left gradients.
-        trainer.model.zero_grad()
-        trainer.optimizer = self.optimizer = optimizer
-        trainer.task.model = trainer.model_wrapped = wrapped
-        trainer._shares = LossShares(trainer)
-        stepper = assemble_stepper(
-            strategy=strategy,
-            precision=precision,
-            optimizer=optimizer,
-            max_grad_norm=trainer.args.max_grad_norm,
-        )
-        trainer._backward, trainer._autocast = stepper.backward, stepper.autocast
-        return stepper
-
-    def _wrap(self, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap the model through the hook; what an override left to do is done after it."""
-        trainer, strategy = self.trainer, self.trainer.strategy
-        made: list[torch.optim.Optimizer] = []
-
-        def set_up(model: nn.Module) -> nn.Module:
-            wrapped, optimizer = strategy.setup(model, make_optimizer, trainer.precision.policy)
-            assert optimizer is not None
-            made[:] = [optimizer]
-            return wrapped
-
-        self.wrap = set_up
-        # The wrapper that the user brought, if it still holds the model.
-        outermost = trainer._outermost if strategy.unwrap(trainer._outermost) is trainer.model else trainer.model
-        wrapped = trainer._wrap_model(outermost)
-        if not made:
-            wrapped = set_up(wrapped)
-        if strategy.unwrap(wrapped) is not trainer.model:
-            raise ConfigError(
-                explain(
-                    f"{type(trainer).__name__}._wrap_model returned a {type(wrapped).__name__}.",
-                    f"strategy={strategy.name!r} cannot look through it to the model.",
-                    "Wrap the model before it is given to the Trainer, or return what super()._wrap_model returned.",
-                )
-            )
-        return wrapped, made[0]
-
     def _load_rest(self, folder: Path) -> None:
         """Load what a checkpoint holds beside the model."""
         trainer = self.trainer
@@ -298,14 +218,14 @@ class TrainSession:
             fitting = MicroBatches(trainer, logs=self.logs, found=found_size(trainer.args, self.resume))
             take, step = fitting.take, fitting.step
         slots = FitSlots(
-            get_batch_samples=self.counts.watching(take),
+            get_batch_samples=self.salvage.watching(self.counts.watching(take)),
             training_step=step,
             before_epoch=self._before_epoch,
             restore_rng=self._restore_rng,
             log=self._log,
             evaluate=self._evaluate,
             save=self._save,
-            empty_cache=_empty_cache,
+            empty_cache=empty_cache,
             act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
             pending=self.pending,
         )
@@ -400,12 +320,16 @@ class TrainSession:
     def _evaluate(self) -> None:
         trainer = self.trainer
         self.counts.read()
+        self.is_evaluating = True
         metrics = trainer._evaluate(trainer._trial, self.ignore_keys)
+        self.is_evaluating = False
         wanted = best_metric_key(trainer.args.metric_for_best_model or "loss")
         if wanted not in metrics and not all(is_due(entry, trainer) for entry in trainer._eval_sets.values()):
             # The set that decides has a cadence of its own, and was not evaluated now.
             return
         if trainer.args.metric_for_best_model is not None and trainer.state.global_step > 0:
+            value = read_metric(metrics, wanted)
+            self.checkpoints.metric = {trainer.state.global_step: value if math.isfinite(value) else None}
             is_best = trainer._determine_best_metric(metrics, trainer._trial)
             if trainer.args.save_strategy == "best" and is_best:
                 trainer.control.should_save = True
@@ -418,7 +342,9 @@ class TrainSession:
 
     def _save(self) -> None:
         self.interrupts.note_save()
+        self.phase = f"save {checkpoint_name(self.trainer.state.global_step)}"
         self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial))
+        self.phase = None
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -431,7 +357,7 @@ class TrainSession:
             self.checkpoints.settle()
 
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
-        trainer = self.trainer
+        trainer, self.phase = self.trainer, "finish the training"
         self.losses.read()
         self.counts.read()
         trainer.store_flos()
@@ -456,7 +382,8 @@ class TrainSession:
         trainer._report_memory(metrics)
         trainer._log(metrics)
         best = best_checkpoint(trainer)
-        if trainer.args.save_total_limit == 1 and trainer.args.load_best_model_at_end and best is not None:
+        keeps_one = trainer.args.save_total_limit == 1 and trainer.save_policy.keep_best in (None, 1)
+        if keeps_one and trainer.args.load_best_model_at_end and best is not None:
             self.checkpoints.manager.keep_only(best)
         trainer.callback_handler.fire("on_train_end")
         publish_quietly(trainer)
@@ -469,19 +396,3 @@ class TrainSession:
         strategy = self.trainer.strategy
         own = (self.progress.samples - first.samples) // strategy.world_size
         return int(strategy.reduce(torch.tensor(own, device=strategy.device), op="sum"))
-
-
-def place_task(task: TaskModule, strategy: Strategy, *, is_model_placed: bool = False) -> None:
-    """Move a task's metrics and what else it holds to the device, and the model unless the strategy does."""
-    model = task.model
-    # Its other children, and the tensors it holds itself.
-    del task.model
-    task.to(strategy.device)
-    task.model = model if is_model_placed else strategy.place(model)
-
-
-def _empty_cache() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    elif torch.backends.mps.is_available():
-        torch.mps.empty_cache()

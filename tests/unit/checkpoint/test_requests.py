@@ -157,7 +157,6 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def exit_(status: int) -> None:
         statuses.append(status)
-        raise SystemExit  # ends the thread
 
     monkeypatch.setattr(requests.os, "_exit", exit_)
     return statuses
@@ -180,7 +179,7 @@ def test_a_stop_ends_the_process_at_once_if_another_has_failed(
     first, _ = make_silent_pair(monkeypatch, board)
     first.ask("SIGTERM")
     wait_until(lambda: bool(exits))
-    assert exits == [143]
+    assert set(exits) == {143}
     first.close()
 
 
@@ -190,7 +189,7 @@ def test_a_stop_ends_the_process_at_once_if_another_does_not_answer(
     first, _ = make_silent_pair(monkeypatch, Board())
     first.ask("SIGINT")
     wait_until(lambda: bool(exits))
-    assert exits == [130]
+    assert set(exits) == {130}
     first.close()
 
 
