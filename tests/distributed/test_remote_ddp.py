@@ -93,6 +93,25 @@ def fail(root: str) -> str:
     return ""
 
 
+def cannot_publish(root: str) -> str:
+    url, _ = begin(root, is_apart=False)
+    trainer = Trainer(Net(), make_arguments(url, max_steps=1), train_dataset=make_rows(24))
+    trainer.train()
+    if trainer.is_world_process_zero():
+        (Path(root) / "store").write_text("no folder")
+    try:
+        trainer.save_model()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_cannot_be_published_is_an_error_of_all(tmp_path: Path, run_distributed: Any) -> None:
+    answers = run_distributed(cannot_publish, root=str(tmp_path))
+    assert "Files should be uploaded to local://" in answers[0]
+    assert "The main process could not upload its files" in answers[1]
+
+
 def test_a_machine_that_cannot_fetch_ends_all(tmp_path: Path, run_distributed: Any) -> None:
     answers = run_distributed(fail, root=str(tmp_path))
     assert "should be read" in answers[1]
