@@ -198,7 +198,7 @@ def _check_evaluations(trainer: Trainer) -> None:
                 raise TaskError(
                     explain(
                         "compute_metrics was given.",
-                        f"The evaluation set {name!r} has no {what} for it (its columns: {', '.join(sorted(columns))}).",
+                        f"The evaluation set {name!r} has no {what} for it, only {', '.join(sorted(columns))}.",
                         remedy,
                     )
                 )
@@ -268,6 +268,6 @@ def _check_saves(trainer: Trainer) -> None:
                         "Let state() return numbers, text, lists and dictionaries.",
                     )
                 ) from error
-            except Exception:  # noqa: S110
+            except Exception:
                 # Some have no state before the run begins.
                 pass
