@@ -22,7 +22,8 @@ CONSTRAINTS = ("-c", "constraints.txt")
 
 # Tests with one of these marks have a session of their own.
 MARKS = (
-    "slow", "guarantees", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "optimizers", "trackers", "bench"
+    "slow", "guarantees", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "optimizers", "trackers", "remote",
+    "bench",
 )  # fmt: skip
 
 # Experiment trackers by what their installation costs.
@@ -189,6 +190,14 @@ def tests_trackers_all(session: nox.Session) -> None:
     """Run them with every tracker; needs uv, as pip takes very long to find versions that fit together."""
     install(session, "test", *QUICK_TRACKERS, *SLOW_TRACKERS)
     pytest(session, "trackers and not slow")
+
+
+@nox.session(name="tests-remote")
+def tests_remote(session: nox.Session) -> None:
+    """Run the tests against a real S3 server on the loopback, which fails on request."""
+    install(session, "test", "s3")
+    session.install(*CONSTRAINTS, "moto[server]")
+    pytest(session, "remote and not guarantees and not bench")
 
 
 @nox.session

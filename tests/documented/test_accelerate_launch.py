@@ -1,16 +1,20 @@
 """The documented configuration files and commands of `accelerate launch`: what they say arrives.
 
-Files for several GPUs, machines or DeepSpeed cannot be launched here: what accelerate's launcher would put into the
-processes' environment is made by its own functions, and read by ours.
+What accelerate's launcher would put into the processes' environment is made by its own functions, and read by ours.
+The files for several GPUs (on one machine in place of two) and for FSDP are launched for real as well, with two
+processes on the CPU; those for DeepSpeed are where it is installed, in tests/deepspeed/test_launches.py.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.distributed import run_command
 from support.tiny import make_arguments
 
 from hftrain.adapter.compilation import compile_config
@@ -173,3 +177,51 @@ def test_deepspeed_files_say_what_they_say(tmp_path: Path, name: str, expected: 
     assert args.num_processes == 4
     assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
     assert {key: environment.get(key) for key in expected} == expected
+
+
+# -- for real ----------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import json, os, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from torch import nn
+from support.tiny import Net, make_arguments, make_rows
+from hftrain import Trainer, set_seed
+
+
+class BertLayer(nn.Sequential):
+    pass
+
+
+set_seed(0)
+model = Net()
+model.layers = nn.Sequential(*[BertLayer(layer) if isinstance(layer, nn.Linear) else layer for layer in model.layers])
+trainer = Trainer(model, make_arguments(Path("out"), max_steps=2), train_dataset=make_rows(16))
+trainer.train()
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+answer = [trainer.strategy.name, trainer.strategy.world_size, trainer.precision.policy.name, losses]
+Path(f"answer_{{trainer.strategy.rank}}.json").write_text(json.dumps(answer))
+"""
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "expected"), [("multi_gpu", ["ddp", 2, "fp16"]), ("fsdp", ["fsdp", 2, "bf16"])])
+def test_file_in_accelerates_folder_starts_two_processes_that_train_as_it_says(
+    tmp_path: Path, name: str, expected: list[Any]
+) -> None:
+    env = {"HF_HOME": str(tmp_path / "cache")}
+    ended, output = run_command([*ACCELERATE, "config", "default"], tmp_path, env)
+    assert ended == 0, output
+    config = tmp_path / "cache/accelerate/default_config.yaml"
+    assert config.is_file(), "what `accelerate config` makes is where `accelerate launch` looks"
+    alone = "num_machines: 1\nnum_processes: 2\nmixed_precision: fp16\ndistributed_type: MULTI_GPU\ngpu_ids: all\n"
+    config.write_text(COMMON + (alone if name == "multi_gpu" else FILES[name]))
+    (tmp_path / "script.py").write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))
+    ended, output = run_command([*ACCELERATE, "launch", "--main_process_port", "0", "script.py"], tmp_path, env)
+    assert ended == 0, output
+    first, second = (json.loads((tmp_path / f"answer_{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first[:3] == expected
+    assert len(first[3]) == 2

@@ -22,10 +22,6 @@ REQUIREMENT = re.compile(r"- (R\d{3}) \S")
 # Sections with requirements that no test holds yet: what is missing there.
 OPEN_SECTIONS: dict[str, str] = {
     "U": "the wrapper of torch_xla, which XLA strategies do without",
-    "V": "accelerate's own installation and files",
-    "W": "ways to install FairScale",
-    "Y": "devices that no test runs on",
-    "AG": "notes on installing",
 }
 
 

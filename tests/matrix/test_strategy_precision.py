@@ -12,9 +12,9 @@ from hftrain.step.assemble import assemble_stepper
 from hftrain.step.legality import check_legal, legality_table
 from hftrain.strategies.registry import create_strategy
 
-# DeepSpeed's rows run where it is installed: tests/deepspeed/test_launches.py. DataParallel wants GPUs, and XLA's are
-# never made for a CPU: tests/distributed/test_xla.py trains with them.
-ELSEWHERE = ("deepspeed", "data_parallel", "xla")
+# DeepSpeed's rows run where it is installed: tests/deepspeed/test_launches.py. DataParallel and MPS want GPUs; XLA's
+# are never made for a CPU: tests/distributed/test_xla.py trains with them.
+ELSEWHERE = ("deepspeed", "data_parallel", "mps", "xla")
 ON_CPU = [row for row in legality_table() if row.device == "cpu" and not row.strategy.startswith(ELSEWHERE)]
 
 

@@ -69,13 +69,15 @@ def launch(
     (folder / "kwargs.json").write_text(json.dumps(dict(kwargs or {})), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     started = time.monotonic()
-    returncode, output = _run([*command, str(_WORKER), str(where), name], folder, env or {}, timeout_s)
+    returncode, output = run_command([*command, str(_WORKER), str(where), name], folder, env or {}, timeout_s)
     results = [_read(folder / f"result_{rank}.json") for rank in range(num_processes)]
     return DistributedRun(returncode, results, output, time.monotonic() - started)
 
 
-def _run(command: list[str], folder: Path, env: Mapping[str, str], timeout_s: float) -> tuple[int | None, str]:
-    """Run a command, and leave neither it nor a descendant behind."""
+def run_command(
+    command: list[str], folder: Path, env: Mapping[str, str], timeout_s: float = 240.0
+) -> tuple[int | None, str]:
+    """Run a command without a launcher's variables, leave neither it nor a descendant behind; return how it ended."""
     base = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_ENV}
     process = subprocess.Popen(
         command,

@@ -28,7 +28,10 @@ class DirectoryArguments:
     )
     resume_from_checkpoint: str | None = field(
         default=None,
-        metadata={"help": "For scripts: the checkpoint folder to hand to train(). The Trainer does not read it."},
+        metadata={
+            "help": "For scripts: the checkpoint folder to hand to train(). The Trainer itself reads it only if it is "
+            "'auto': resume the newest valid checkpoint in output_dir if there is one, else start anew."
+        },
     )
     run_name: str | None = field(
         default=None, metadata={"help": "The run's label in experiment trackers; output_dir if not given."}

@@ -42,6 +42,8 @@ class DefaultFlowCallback(TrainerCallback):
             control.should_evaluate = True
         if save.is_due_at_step(step) or (is_last and args.save_strategy == "steps"):
             control.should_save = True
+            # Also where the event of the save comes later, or there is no room for it.
+            self._saved_step = step
         if is_last:
             control.should_training_stop = True
         return control
@@ -62,4 +64,4 @@ class DefaultFlowCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Remember the step, so that the end of the run is not saved twice."""
-        self._saved_step = state.global_step
+        self._saved_step = max(self._saved_step or 0, state.global_step)

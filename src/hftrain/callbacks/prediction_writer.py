@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
@@ -16,7 +18,11 @@ from hftrain.core.errors import ConfigError, TaskError, explain
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.storage.files import read_json, write_text
+from hftrain.storage.mirrors import local_folder
+from hftrain.storage.remote import RemoteFolder, check_url, is_url
 from hftrain.storage.tensors import load_tensors, save_tensors
+
+_OURS = re.compile(r"rank[0-9]+(-[0-9]{5}\.safetensors|\.json)")
 
 
 class PredictionWriter(TrainerCallback):
@@ -32,12 +38,14 @@ class PredictionWriter(TrainerCallback):
       took batches in turn (streams) or each had a run of consecutive ones, and the files' names.
 
     Args:
-        folder: Where the files go; made if absent. Processes on several machines need a shared one to be read together.
+        folder: Where the files go; made if absent. Processes on several machines need a shared one to be read together:
+            a URL is one. They are then uploaded when `predict()` ends, and a copy stays in the URL's local mirror.
         batches_per_file: How many batches are held until a file is written.
         returns_predictions: Let `predict()` return the predictions as well.
 
     Raises:
-        ConfigError: `batches_per_file` is below 1.
+        ConfigError: `batches_per_file` is below 1, or the folder is of a store that nobody knows.
+        MissingDependencyError: The package of the folder's store is not installed.
     """
 
     def __init__(self, folder: str | Path, *, batches_per_file: int = 64, returns_predictions: bool = False) -> None:
@@ -50,7 +58,9 @@ class PredictionWriter(TrainerCallback):
                     batches_per_file=batches_per_file,
                 )
             )
-        self.folder = Path(folder).absolute()
+        check_url(folder)
+        self._remote = RemoteFolder(str(folder)) if is_url(folder) else None
+        self.folder = local_folder(folder, start=Path.cwd())
         self.replaces_predictions = not returns_predictions
         self._batches_per_file = batches_per_file
         self._start(None)
@@ -97,6 +107,9 @@ class PredictionWriter(TrainerCallback):
             "files": self._files,
         }
         write_text(self.folder / f"rank{rank}.json", json.dumps(about, indent=2) + "\n")
+        if self._remote is not None:
+            for name in [*self._files, f"rank{rank}.json"]:
+                self._remote.upload(self.folder / name, name)
         self._start(None)
 
     @staticmethod
@@ -106,6 +119,13 @@ class PredictionWriter(TrainerCallback):
         Raises:
             TaskError: The files of a process are missing: its `predict()` has not ended well.
         """
+        if is_url(folder):
+            with tempfile.TemporaryDirectory() as local:
+                remote = RemoteFolder(str(folder))
+                for name in filter(_OURS.fullmatch, remote.names()):
+                    remote.download(name, Path(local) / name)
+                yield from PredictionWriter.read(local)
+            return
         folder = Path(folder)
         first = _read_about(folder, 0)
         about = [_read_about(folder, rank) for rank in range(first["world_size"])]
@@ -133,6 +153,12 @@ class PredictionWriter(TrainerCallback):
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in (self.folder / f"rank{rank}.json", *self.folder.glob(f"rank{rank}-*.safetensors")):
             path.unlink(missing_ok=True)
+        if self._remote is not None:
+            # The list first: without it nothing reads as whole.
+            self._remote.delete_file(f"rank{rank}.json")
+            for name in self._remote.names():
+                if name.startswith(f"rank{rank}-"):
+                    self._remote.delete_file(name)
 
     def _write(self, rank: int) -> None:
         self._files.append(f"rank{rank}-{len(self._files):05d}.safetensors")

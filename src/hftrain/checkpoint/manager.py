@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_name, checkpoint_step, list_checkpoints
-from hftrain.checkpoint.manifest import Manifest, read_manifest, verify, write_manifest
+from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_links, verify, write_manifest
+from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.remote import RemoteCheckpoints
-from hftrain.checkpoint.rotation import commit_order, surplus
+from hftrain.checkpoint.rotation import best_names, commit_order, surplus
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.log import get_logger
 from hftrain.storage import files
@@ -64,6 +65,8 @@ class CheckpointConfig:
         safe_weights: Whether weights are written as safetensors.
         on_each_node: Whether each machine writes to storage of its own.
         url: The remote folder where the checkpoints are kept; `output_dir` is then its local mirror.
+        keep_best: How many of those with the best metrics are kept beside the newest; without a limit, no others are.
+        is_greater_better: Which way a metric is better.
 
     Source: the documented `output_dir`, `save_total_limit`, `save_only_model`, `save_safetensors`,
     `save_on_each_node`.
@@ -75,6 +78,8 @@ class CheckpointConfig:
     safe_weights: bool = True
     on_each_node: bool = False
     url: str | None = None
+    keep_best: int | None = None
+    is_greater_better: bool = False
 
 
 class CheckpointManager:
@@ -91,6 +96,8 @@ class CheckpointManager:
         # A run that is resumed keeps its name; rotation touches no other run's checkpoints.
         self.run_id = uuid.uuid4().hex
         self.remote = None if config.url is None else RemoteCheckpoints(config.url, mirror=config.output_dir)
+        # Set where machines do not share the mirror of a remote folder.
+        self.parcels: Parcels | None = None
         self._committed: Path | None = None
         self._begun: Path | None = None
 
@@ -127,10 +134,12 @@ class CheckpointManager:
         group = group or self.group
         # In this order, for what all write together: no process may wait for one that has failed at its own part.
         writers = [*each, *main] if self.is_committer else each
-        self._together(target, self._begin, group, is_for_main=True)
+        self._together(target, self._begin, group, is_for_main=self.parcels is None)
         if self.config.on_each_node:
             self._together(target, self._check_own_storage, group, is_for_main=True)
         self._together(target, lambda path: self._write(path, writers), group)
+        if self.parcels is not None:
+            self._together(target, lambda path: self._send(path, step), group)
         self._together(target, lambda path: self._commit(path, step, facts), group, is_for_main=True)
         self._committed = target
         return target
@@ -181,6 +190,7 @@ class CheckpointManager:
         if (path / MANIFEST).exists():
             return verify(path)
         if (path / TRAINER_STATE).is_file():
+            refuse_links(path)
             logger.warning("%s has no %s: its files are read as they are, without proof.", path, MANIFEST)
             return None
         raise CheckpointError(
@@ -201,17 +211,24 @@ class CheckpointManager:
             best: The checkpoint with the best metric so far.
         """
         limit = self.config.save_total_limit
+        if limit is None and self.config.keep_best is not None:
+            limit = 1  # the newest; the best are protected
         if self.remote is not None and self.is_committer:
             kept_names = {path.name for path in (best, self._committed) if path is not None}
-            self.remote.rotate(run_id=self.run_id, limit=limit, protected=kept_names)
+            self.remote.rotate(run_id=self.run_id, limit=limit, protected=kept_names, choose=self._best_names)
             limit = 1  # of their copies here
         known = self.own_checkpoints()
         if not self.is_committer or limit is None or limit < 1 or not known:
             return
         protected = {path.resolve() for path in (known[-1], best, self._committed) if path is not None}
-        kept = [path for path in known if path.resolve() in protected]
+        good = self._best_names({path.name: read_manifest(path) for path in known}) if self.config.keep_best else ()
+        kept = [path for path in known if path.resolve() in protected or path.name in good]
         for path in surplus(known, protected=kept, limit=limit):
             files.discard(path)
+
+    def _best_names(self, manifests: Mapping[str, Manifest]) -> set[str]:
+        config = self.config
+        return best_names(manifests, number=config.keep_best, is_greater_better=config.is_greater_better)
 
     def prune(self, needed_bytes: int, *, best: Path | None = None) -> bool:
         """Delete this run's oldest checkpoints, at least one, until there is room; for the committer alone.
@@ -260,6 +277,10 @@ class CheckpointManager:
         return is_whole and manifest.facts.get("run_id") == self.run_id
 
     def _begin(self, target: Path) -> None:
+        if self.parcels is not None and self.is_committer:
+            self.parcels.clear()
+        elif self.parcels is not None and not self.parcels.is_sender:
+            return
         files.sweep(target.parent, is_ours=_is_ours)
         self._begun = files.begin(target)
 
@@ -281,9 +302,15 @@ class CheckpointManager:
             writer(staged)
         files.fsync_tree(staged)  # on shared storage each machine can flush only what it wrote itself
 
+    def _send(self, target: Path, step: int) -> None:
+        if self.parcels is not None and self.parcels.is_sender:
+            self.parcels.send(files.find_staging(target), step=step)
+
     def _commit(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
         staged = files.find_staging(target)
         own = {"only_model": self.config.only_model, "run_id": self.run_id, "saved_at_s": time.time()}
+        if self.parcels is not None:
+            self.parcels.collect(staged, step=step)
         write_manifest(staged, {**facts, **own}, step=step)
         files.commit(staged, target)
         if self.remote is not None:
@@ -304,11 +331,10 @@ class CheckpointManager:
                 files.sweep(target.parent, is_ours=_is_ours)
         finally:
             lacks_space = group.all_true(cause is None or is_disk_full(cause))
-        reason = (
-            "Another process failed, and says why."
-            if cause is None
-            else f"{type(cause).__name__}: {str(cause).rstrip('.')}."
-        )
+        reason = "Another process failed, and says why."
+        if cause is not None:
+            shortage = "The disk, or a quota, is full: " if lacks_space else ""
+            reason = f"{shortage}{type(cause).__name__}: {str(cause).rstrip('.')}."
         remedy = "Earlier checkpoints are untouched. Mend the cause, then resume from the newest."
         kind = NoSpaceError if lacks_space else CheckpointError
         raise kind(explain(f"{target} should be written.", reason, remedy)) from cause

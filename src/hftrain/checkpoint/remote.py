@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_step, list_checkpoints
@@ -96,7 +96,15 @@ class RemoteCheckpoints:
         self._report_unpublished(manifests, None if found is None else found.name)
         return found
 
-    def rotate(self, *, run_id: str, limit: int | None, protected: set[str], keeps_newest: bool = True) -> None:
+    def rotate(
+        self,
+        *,
+        run_id: str,
+        limit: int | None,
+        protected: set[str],
+        keeps_newest: bool = True,
+        choose: Callable[[Mapping[str, Manifest]], set[str]] = lambda manifests: set(),
+    ) -> None:
         """Delete a run's oldest checkpoints beyond the limit; what fails is left behind with a warning.
 
         Args:
@@ -104,6 +112,7 @@ class RemoteCheckpoints:
             limit: How many are kept; None, or a number below 1, keeps all.
             protected: The names of those that stay whatever the limit.
             keeps_newest: Whether the newest is one of them.
+            choose: Names, of all of the run's, others that stay.
         """
         if limit is None or limit < 1:
             return
@@ -112,9 +121,10 @@ class RemoteCheckpoints:
         except UnreachableError as error:
             logger.warning("Deleted no old checkpoints: %s", error)
             return
-        own = [name for name, manifest in manifests.items() if manifest and manifest.facts.get("run_id") == run_id]
+        known = {name: m for name, m in manifests.items() if m and m.facts.get("run_id") == run_id}
+        own = [*known]
         if protected & {*own}:
-            kept = protected | {*(own[-1:] if keeps_newest else [])}
+            kept = protected | {*(own[-1:] if keeps_newest else [])} | choose(known)
             for name in surplus(own, protected=kept, limit=limit):
                 self.delete(name, run_id=run_id)
 
@@ -138,22 +148,23 @@ class RemoteCheckpoints:
         """Delete a checkpoint, its manifest first; what cannot be deleted is left behind with a warning."""
         try:
             self._claim(name, run_id)
-            self.folder.delete(f"{name}/{MANIFEST}")
-            self.folder.delete(name)
+            self.folder.delete_file(f"{name}/{MANIFEST}")
+            self.folder.delete_folder(name)
         except OSError as error:
             logger.warning("Could not delete %s/%s: %s", self.folder.url, name, error)
 
     def _upload(self, path: Path, run_id: str) -> None:
         claim = self._claim(path.name, run_id)
         names = [file.relative_to(path).as_posix() for file in files.walk_files(path)]
-        self.folder.delete(f"{path.name}/{MANIFEST}")
-        for name in self.folder.sizes(path.name).keys() - {*names, claim}:
-            self.folder.delete(f"{path.name}/{name}")
+        there = self.folder.sizes(path.name).keys() - {claim}
+        # The manifest first; the new files replace those of their names.
+        for name in sorted(there & {MANIFEST}) + sorted(there - {*names}):
+            self.folder.delete_file(f"{path.name}/{name}")
         for name in sorted(names, key=lambda name: name == MANIFEST):
             if name == MANIFEST:
                 self._check_sizes(path, names)
             self.folder.upload(path / name, f"{path.name}/{name}")
-        self.folder.delete(f"{path.name}/{claim}")
+        self.folder.delete_file(f"{path.name}/{claim}")
         logger.info("Uploaded %s to %s.", path.name, self.folder.url)
 
     def _check_sizes(self, path: Path, names: list[str]) -> None:
@@ -174,7 +185,7 @@ class RemoteCheckpoints:
             if checkpoint_step(name) is not None and name != besides:
                 found = self.folder.sizes(name)
                 if MANIFEST not in found and f"{_CLAIM}{run_id}" in found:
-                    self.folder.delete(name)
+                    self.folder.delete_folder(name)
         self._has_swept = True
 
     def _manifests(self) -> dict[str, Manifest | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 from hftrain.checkpoint.manifest import Manifest
@@ -32,3 +32,19 @@ def surplus(known: Sequence[T], *, protected: Collection[T], limit: int) -> Sequ
     others = [each for each in known if each not in protected]
     num_kept = len(known) - len(others)
     return others[: max(0, len(known) - max(limit, num_kept))]
+
+
+def best_names(manifests: Mapping[str, Manifest], *, number: int | None, is_greater_better: bool) -> set[str]:
+    """Return the checkpoints with the best metrics; of equal ones the earlier.
+
+    Args:
+        manifests: By the checkpoint's name. Those without the fact ``metric`` are not among the best.
+        number: How many; None for none.
+        is_greater_better: Which way is better.
+    """
+    scored = [
+        (-metric if is_greater_better else metric, manifest.step, name)
+        for name, manifest in manifests.items()
+        if isinstance(metric := manifest.facts.get("metric"), (int, float))
+    ]
+    return {name for _, _, name in sorted(scored)[: number or 0]}

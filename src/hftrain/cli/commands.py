@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -13,7 +12,7 @@ from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
 from hftrain.step.legality import check_legal
 from hftrain.strategies.base import Strategy
-from hftrain.strategies.registry import create_strategy, strategies
+from hftrain.strategies.registry import accepted_options, create_strategy, strategies
 
 T = TypeVar("T")
 
@@ -37,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def show_strategies(*, use_cpu: bool = False) -> list[str]:
     """Return a line for each strategy: what it is, and the precisions it takes here or why it cannot run here."""
-    lines = []
+    taken = create_strategy("auto", **({"use_cpu": True} if use_cpu else {}))
+    lines = [f"{'auto':<18} what the launcher and the machine say; the default\n{'':<18} here: {taken.name}"]
     for name in strategies.names():
         made = _make(functools.partial(_strategy, name, use_cpu=use_cpu))
         if isinstance(made, str):
@@ -62,7 +62,8 @@ def show_precisions(*, use_cpu: bool = False) -> list[str]:
 
 
 def _strategy(name: str, *, use_cpu: bool) -> Strategy:
-    takes_it = "use_cpu" in inspect.signature(strategies.resolve(name)[0]).parameters
+    accepted = accepted_options(name)
+    takes_it = accepted is None or "use_cpu" in accepted
     return create_strategy(name, **({"use_cpu": True} if use_cpu and takes_it else {}))
 
 

@@ -76,32 +76,43 @@ class EvenedStream(StreamWrapper):
         self._unit = unit
         self._count = 0
         self._first_state: Any = None
-        self._is_loaded = False
+        self._is_loaded = self._is_over = self._is_filled = False
 
     def __iter__(self) -> Iterator[Any]:
         return self._read_again() if has_state(self.dataset) else even_out(self.dataset, self._unit)
 
     def _read_again(self) -> Iterator[Any]:
+        is_loaded, self._is_loaded = self._is_loaded, False
+        if is_loaded and self._is_over:
+            return
         stream = iter(self.dataset)
-        if not self._is_loaded:
-            self._count, self._first_state = 0, copy.deepcopy(self.dataset.state_dict())
-        self._is_loaded = False
+        if not is_loaded:
+            self._count, self._is_over, self._is_filled = 0, False, False
+            self._first_state = copy.deepcopy(self.dataset.state_dict())
         for item in stream:
             self._count += 1
             yield item
+        self._is_over = True
         while self._count % self._unit:
+            self._is_filled = True
             self.dataset.load_state_dict(copy.deepcopy(self._first_state))
             for item in islice(self.dataset, -self._count % self._unit):
                 self._count += 1
                 yield item
+        if self._is_filled:
+            # Where it stopped tells nothing.
+            self.dataset.load_state_dict(copy.deepcopy(self._first_state))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's state, and what filling it up needs."""
-        return {"stream": self.dataset.state_dict(), "start": self._first_state, "count": self._count % self._unit}
+        count = self._count % self._unit
+        own = {"start": self._first_state, "count": count, "is_over": self._is_over, "is_filled": self._is_filled}
+        return {"stream": self._first_state if self._is_filled else self.dataset.state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned, for the iteration that follows."""
-        self._first_state, self._count, self._is_loaded = state["start"], int(state["count"]), True
+        self._first_state, self._count = state["start"], int(state["count"])
+        self._is_loaded, self._is_over, self._is_filled = True, bool(state["is_over"]), bool(state["is_filled"])
         self.dataset.load_state_dict(state["stream"])
 
     def __len__(self) -> int:

@@ -46,7 +46,7 @@ class TrainFeed:
         self.loader = loader
         self._seed = seed
         self._state: dict[str, Any] | None = None
-        self._is_open = False
+        self._is_open = self._is_at_end = False
         if isinstance(loader, DispatchLoader):
             loader = loader.loader
         self._reader: Any = loader
@@ -103,8 +103,8 @@ class TrainFeed:
         _start_epoch(loader, epoch=epoch, seed=self._seed)
         # A loader that begins elsewhere is another object, and leaves the state of this one as it was.
         self._is_open = loader is self.loader
-        if is_placed and not is_within:
-            return _restarted(loader)
+        if is_placed or self._is_at_end:
+            return self._placed(loader, may_start_over=not is_within)
         if _draws_here(self.loader, self._reader):
             iterator = with_own_numbers(lambda: iter(loader), seed=derive_seed(self._seed, epoch))
         else:
@@ -121,7 +121,7 @@ class TrainFeed:
 
     def _restore(self, state: dict[str, Any], *, is_within: bool) -> bool:
         """Put states back; tell whether that is the place in the data, too."""
-        reader, is_placed = self._reader, False
+        reader = self._reader
         # A dataset stands at a sample, whatever the batches.
         shape = {name: getattr(reader, name, None) for name in (_SHAPE if "loader" in state else _SHAPE[:1])}
         differing = [
@@ -132,14 +132,37 @@ class TrainFeed:
         if differing and is_within and (self.is_stream or "loader" in state):
             _logger.warning("The data cannot go on exactly where it was: %s.", ", ".join(differing))
             return False
+        if is_within and "loader" in state and not isinstance(reader, StatefulLoader) and state["num_workers"]:
+            _logger.warning(
+                "%s goes on from its own state, which leaves out the random numbers that its workers draw.",
+                type(reader).__name__,
+            )
         # A torch loader begins each epoch anew; its state is one within an epoch.
         if "loader" in state and has_state(reader) and (is_within or not isinstance(reader, DataLoader)):
             reader.load_state_dict(state["loader"])
             return True
         if "dataset" in state and _is_read_here(reader) and has_state(reader.dataset):
             reader.dataset.load_state_dict(state["dataset"])
-            is_placed = self.is_stream
-        return is_placed
+            return self.is_stream
+        return False
+
+    def _placed(self, loader: Any, *, may_start_over: bool) -> Iterator[Any]:
+        """Iterate data whose state was put back, and may be that of its end.
+
+        Then this epoch is over. The next one begins anew, for which each of data and wrapper has to be asked again.
+        """
+        iterator = iter(loader)
+
+        def batches() -> Iterator[Any]:
+            self._is_at_end = True
+            for attempt in (iterator, loader, loader):
+                for batch in attempt:
+                    self._is_at_end = False
+                    yield batch
+                if not self._is_at_end or not may_start_over:
+                    return
+
+        return batches()
 
 
 def _is_read_here(reader: Any) -> bool:
@@ -153,16 +176,6 @@ def _draws_here(loader: Any, reader: Any) -> bool:
         return False
     is_stream = isinstance(getattr(reader, "dataset", None), IterableDataset)
     return is_stream and _is_read_here(reader) and not has_state(reader) and not has_state(reader.dataset)
-
-
-def _restarted(loader: Any) -> Iterator[Any]:
-    """Iterate data whose state may be that of its end; then it begins again, as it does when an epoch follows one."""
-    is_at_end = True
-    for batch in loader:
-        is_at_end = False
-        yield batch
-    if is_at_end:
-        yield from loader
 
 
 def _skip_indices(loader: Any, skip: int) -> tuple[Any, int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, get_worker_info
 
 
 def derive_seed(*parts: int) -> int:
@@ -29,7 +30,10 @@ def seed_process(seed: int) -> None:
 
 
 def start_worker(worker_id: int, *, rank: int, seed: int | None = None) -> None:
-    """Seed a new worker process; a `worker_init_fn` once `rank` is bound.
+    """Seed a new worker process, and put it into a process group of its own; a `worker_init_fn` once `rank` is bound.
+
+    Launchers and terminals send a signal to the whole group of the process that trains. That one may go on to the next
+    step and save, for which it needs its workers.
 
     Args:
         worker_id: The worker's number.
@@ -37,6 +41,8 @@ def start_worker(worker_id: int, *, rank: int, seed: int | None = None) -> None:
         seed: The seed to start from; None for torch's base seed, which the loader's generator draws for each epoch.
     """
     seed_process(derive_seed(torch.initial_seed() if seed is None else seed, rank, worker_id))
+    if get_worker_info() is not None and hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
 
 
 def with_own_numbers(open_batches: Callable[[], Iterator[Any]], *, seed: int) -> Iterator[Any]:

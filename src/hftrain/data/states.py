@@ -19,7 +19,7 @@ from hftrain.data.wrappers import StreamWrapper, has_state
 
 
 def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
-    """Let the workers of a plain loader be resumed exactly: with seeds, and with the states of their datasets.
+    """Let a plain loader be resumed exactly: with seeds for its workers, and with the states of its dataset.
 
     Args:
         loader: A loader of this rank, such as one that a user's override returned.
@@ -27,12 +27,12 @@ def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
         rank: This rank.
 
     Returns:
-        A loader of the same batches; the one given if it has no workers, iterates in its own way, or lacks nothing.
+        A loader of the same batches; the one given if it iterates in its own way, or lacks nothing.
     """
     if isinstance(loader, DispatchLoader):
         inner = resumable_loader(loader.loader, seed=seed, rank=rank)
         return loader if inner is loader.loader else loader.with_loader(inner)
-    if not is_plain_loader(loader) or not loader.num_workers:
+    if not is_plain_loader(loader):
         return loader
     dataset, keeps = loader.dataset, has_state(loader.dataset)
     if isinstance(dataset, IterableDataset):
@@ -40,8 +40,11 @@ def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
             return loader
         if epoch_stream(dataset) is None:
             dataset = EpochStream(dataset, seed=seed, rank=rank)
+        kind = StatefulLoader if loader.num_workers else RankLoader
         batching = {"dataset": dataset, "batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        return rebuild_loader(loader, kind=StatefulLoader, **batching)
+        return rebuild_loader(loader, kind=kind, **batching)
+    if not loader.num_workers:
+        return loader
     batches = loader.batch_sampler
     if batches is not None and not any(isinstance(part, SeededBatches) for part in (batches, *samplers_of(batches))):
         batches = SeededBatches(batches, seed=seed, rank=rank)
@@ -119,7 +122,7 @@ class StatefulLoader(RankLoader):
             next(batches, None)
         return batches
 
-    def _unpacked(self, iterator: Iterator[_Stamped]) -> Iterator[Any]:
+    def _unpacked(self, iterator: Iterator[Stamped]) -> Iterator[Any]:
         for stamped in iterator:
             states = self._states[stamped.worker]
             states.append((states[-1][0] + 1 if states else 1, stamped.state))
@@ -128,7 +131,7 @@ class StatefulLoader(RankLoader):
             yield stamped.batch
 
 
-class _Stamped:
+class Stamped:
     """A batch on its way from a worker, with the state of the worker's dataset."""
 
     def __init__(self, batch: Any, worker: int, state: Any) -> None:
@@ -136,7 +139,7 @@ class _Stamped:
         self.worker = worker
         self.state = state
 
-    def pin_memory(self, *args: Any) -> _Stamped:
+    def pin_memory(self, *args: Any) -> Stamped:
         """Pin the batch, not the state; called by torch's loader."""
         self.batch = pin_memory(self.batch, *args)  # type: ignore[no-untyped-call]
         return self
@@ -153,7 +156,7 @@ class _Stamp:
         if callable(getattr(self.collate, "set_epoch", None)):
             self.collate.set_epoch(epoch)  # type: ignore[attr-defined]
 
-    def __call__(self, samples: Any) -> _Stamped:
+    def __call__(self, samples: Any) -> Stamped:
         batch = self.collate(samples)
         worker: Any = get_worker_info()
         # A copy, because it is sent while the dataset goes on.
@@ -161,7 +164,7 @@ class _Stamp:
         stream = epoch_stream(worker.dataset)
         if stream is not None:
             stream.end_batch()
-        return _Stamped(batch, worker.id, state)
+        return Stamped(batch, worker.id, state)
 
 
 class _WorkerStart:

@@ -49,7 +49,7 @@ class EpochStream(StreamWrapper):
         self._rank = rank
         self._begun: int | None = None
         self._first_state: Any = None
-        self._is_loaded = False
+        self._is_loaded = self._is_over = False
         # Of this epoch, by this worker; counted where each batch has a state, and then part of the next one's seed.
         self.num_batches = 0
         self._epoch = torch.tensor(-1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
@@ -62,23 +62,34 @@ class EpochStream(StreamWrapper):
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = int(self._epoch)
+        epoch, is_loaded = int(self._epoch), self._is_loaded
+        self._is_loaded = False
         if epoch >= 0:
             if get_worker_info() is not None:
-                self._begin(epoch)
+                self._begin(epoch, is_loaded=is_loaded)
             set_dataset_epoch(self.dataset, epoch=epoch, seed=self._seed)
-        return iter(self.dataset)
+        if not has_state(self.dataset):
+            return iter(self.dataset)
+        if is_loaded and self._is_over:
+            return iter(())
+        self._is_over = False
+        return self._until_over(iter(self.dataset))
 
-    def _begin(self, epoch: int) -> None:
-        if epoch != self._begun and not self._is_loaded:
+    def _begin(self, epoch: int, *, is_loaded: bool) -> None:
+        if epoch != self._begun and not is_loaded:
             self.num_batches = 0
             if has_state(self.dataset):
                 if self._begun is None:
                     self._first_state = copy.deepcopy(self.dataset.state_dict())
                 else:
                     self.dataset.load_state_dict(copy.deepcopy(self._first_state))
-        self._begun, self._is_loaded = epoch, False
+        self._begun = epoch
         self._seed_worker(epoch)
+
+    def _until_over(self, items: Iterator[Any]) -> Iterator[Any]:
+        yield from items
+        # A last batch that is not full has seen the end already; the stream's own state may be that of a new start.
+        self._is_over = True
 
     def _seed_worker(self, epoch: int) -> None:
         worker: Any = get_worker_info()
@@ -90,12 +101,16 @@ class EpochStream(StreamWrapper):
         self.num_batches += 1
         self._seed_worker(int(self._epoch))
 
-    def load_state_dict(self, state: Any) -> None:
-        """Put the state of the stream back, for the iteration that follows."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the stream, and whether it was read to its end."""
+        return {"stream": self.dataset.state_dict(), "is_over": self._is_over}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned, for the iteration that follows."""
         if self._begun is None and not self._is_loaded:
             self._first_state = copy.deepcopy(self.dataset.state_dict())
-        self._is_loaded = True
-        self.dataset.load_state_dict(state)
+        self._is_loaded, self._is_over = True, bool(state["is_over"])
+        self.dataset.load_state_dict(state["stream"])
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from hftrain.core.log import warn_once
-
 
 class StreamWrapper(IterableDataset[Any]):
     """A stream made of another one, whose epoch and state are the other's.
@@ -36,7 +34,8 @@ class StreamWrapper(IterableDataset[Any]):
 def has_state(data: Any) -> bool:
     """Tell whether a dataset, under its wrappers, or a loader has a state from which it goes on exactly.
 
-    A `datasets.IterableDataset` that shuffles has not: its state leaves the content of its buffer out.
+    A `datasets.IterableDataset` that shuffles has not: its state leaves the content of its buffer out. It is read
+    again from the epoch's start, as streams without a state are.
 
     Example:
         >>> import torch
@@ -47,13 +46,7 @@ def has_state(data: Any) -> bool:
         data = data.dataset
     if not (callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))):
         return False
-    if not _has_shuffle_buffer(getattr(data, "_ex_iterable", None)):
-        return True
-    warn_once(
-        f"{type(data).__name__} shuffles with a buffer, which its state leaves out: after a resume in the middle of an "
-        "epoch it is read again from the epoch's start, up to where the run was."
-    )
-    return False
+    return not _has_shuffle_buffer(getattr(data, "_ex_iterable", None))
 
 
 def _has_shuffle_buffer(source: Any) -> bool:

@@ -46,7 +46,7 @@ class FitSlots:
         get_batch_samples: (iterator, number, device) -> the step's micro-batches (none left: empty), item count.
         training_step: (model, batch, item count) -> detached loss, its share of the step; runs backward.
         before_epoch: Called before an epoch's data is opened.
-        restore_rng: Called once it is open.
+        restore_rng: Called once it is open; returns whether the pass is over already.
         log, evaluate, save: Act on what callbacks asked for.
         empty_cache: Gives cached device memory back.
         act: (the loop's own `act`, last gradient norm, last learning rate); called in place of `FitLoop.act` where
@@ -58,7 +58,7 @@ class FitSlots:
     get_batch_samples: Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
     training_step: Callable[[nn.Module, Any, Any], torch.Tensor]
     before_epoch: Callable[[], None]
-    restore_rng: Callable[[], None]
+    restore_rng: Callable[[], bool | None]
     log: Callable[[dict[str, Any]], None]
     evaluate: Callable[[], Any]
     save: Callable[[], None]
@@ -172,10 +172,10 @@ class FitLoop:
         batches = self.feed.open(progress.epoch, skip=num_skipped, offset=offset)
         control.should_epoch_stop = False
         self.events.fire("on_epoch_begin")
-        self.slots.restore_rng()
+        is_over = self.slots.restore_rng()
         num_steps = 0
         is_exhausted = False
-        while progress.step < self.config.max_steps:
+        while progress.step < self.config.max_steps and not is_over:
             window, num_items = self.slots.get_batch_samples(batches, accumulation, self.device)
             if not window:
                 is_exhausted = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import secrets
 import tempfile
 import threading
 import time
@@ -89,7 +88,9 @@ class RemoteFolder:
         from fsspec.core import url_to_fs
 
         self.url = url.rstrip("/")
-        self._fs, self._root = url_to_fs(self.url)
+        # The one store that does not make folders by itself.
+        options = {"auto_mkdir": True} if self.url.startswith("local:") else {}
+        self._fs, self._root = url_to_fs(self.url, **options)
         self._root = self._root.rstrip("/")
 
     def check_writable(self) -> None:
@@ -98,10 +99,10 @@ class RemoteFolder:
         Raises:
             ConfigError: It cannot, with the store's reason.
         """
-        name = f".write-test-{secrets.token_hex(4)}"
+        # Always of the same name, so that a kill here leaves nothing that stays.
         try:
-            self.write(name, "test")
-            self.delete(name)
+            self.write(".write-test", "test")
+            self.delete_file(".write-test")
         except OSError as error:
             raise ConfigError(
                 explain(
@@ -143,8 +144,13 @@ class RemoteFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._do("get_file", self._path(name), str(path), name)
 
-    def delete(self, name: str) -> None:
-        """Delete a file or a folder; one that is absent is none to delete."""
+    def delete_file(self, name: str) -> None:
+        """Delete a file; one that is absent is none to delete."""
+        with suppress(FileNotFoundError):
+            self._ask("rm_file", name)
+
+    def delete_folder(self, name: str) -> None:
+        """Delete a folder and all that is in it; one that is absent is none to delete."""
         with suppress(FileNotFoundError):
             self._ask("rm", name, recursive=True)
 

@@ -13,6 +13,7 @@ from hftrain.strategies.environment import launched_world_size
 strategies: Registry[Strategy] = Registry("strategy", group="hftrain.strategies")
 
 strategies.register("single", "hftrain.strategies.single:SingleDeviceStrategy", summary="one process, one device")
+strategies.register("mps", "hftrain.strategies.single:MPSStrategy", summary="one process, an Apple GPU")
 strategies.register("ddp", "hftrain.strategies.ddp:DDPStrategy", summary="a copy of the model per process")
 strategies.register(
     "ddp_find_unused",

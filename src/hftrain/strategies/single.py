@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hftrain.core.errors import ConfigError, explain
+from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.environment import find_device_type, launched_world_size
 
@@ -46,6 +47,29 @@ class SingleDeviceStrategy(Strategy):
                 explain(f"device={str(device)!r} was asked for.", reason, "Choose another.", use_cpu=use_cpu)
             )
         super().__init__(planned, place_model=place_model)
+
+
+class MPSStrategy(SingleDeviceStrategy):
+    """Train in this process alone, on an Apple GPU; `"single"` takes one by itself, and the CPU where there is none.
+
+    Args:
+        use_cpu: Refused: it contradicts the name.
+        place_model: See `SingleDeviceStrategy`.
+
+    Raises:
+        ConfigError: See `SingleDeviceStrategy`; or torch sees no such GPU.
+
+    Source: the documented `use_mps_device`.
+    """
+
+    name = "mps"
+
+    def __init__(self, *, use_cpu: bool = False, place_model: bool = True) -> None:
+        super().__init__(use_cpu=use_cpu, device="mps", place_model=place_model)
+
+    @classmethod
+    def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
+        return None if device_type == "mps" else "it runs on Apple GPUs only"
 
 
 def _absence(device: torch.device) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from hftrain.adapter.plan import require_max_steps
 from hftrain.arguments.training import TrainingArguments
+from hftrain.checkpoint.policy import SavePolicy
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
 from hftrain.core.log import warn_once
 from hftrain.data.sizes import has_length
@@ -249,6 +251,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.M
                 "trainer.optimizer and trainer.lr_scheduler to None.",
             )
         )
+    check_step(type(optimizer))
     driven = getattr(schedule, "optimizer", optimizer)
     if driven is not optimizer:
         raise ConfigError(
@@ -256,6 +259,20 @@ def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.M
                 f"A {type(schedule).__name__} was to drive the learning rate.",
                 "It was made for another optimizer than the one that trains.",
                 "Make it from the same optimizer.",
+            )
+        )
+
+
+def check_step(kind: type[torch.optim.Optimizer]) -> None:
+    """Raise where an optimizer's step calls the model again, as LBFGS does."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            explain(
+                f"A {kind.__name__} was to train.",
+                "Its step needs a closure that runs the model again, and a step here runs it once: clipping, "
+                "accumulation and the scaling of the loss would not reach what the closure computes.",
+                "Use another optimizer, or run it yourself in an override of training_step.",
             )
         )
 
@@ -329,3 +346,29 @@ def check_best_metric(
 def best_metric_key(metric: str) -> str:
     """Return the name a metric has in an evaluation's results."""
     return metric if metric.startswith("eval_") else f"eval_{metric}"
+
+
+def check_save_policy(args: Any, policy: SavePolicy) -> None:
+    """Raise where what a `SavePolicy` asks for could not happen.
+
+    Raises:
+        ConfigError: It names both settings.
+    """
+    if policy.keep_best is not None and (args.metric_for_best_model is None or args.eval_strategy == "no"):
+        raise ConfigError(
+            explain(
+                f"SavePolicy(keep_best={policy.keep_best}) was asked for.",
+                "No evaluation says which checkpoints are the best.",
+                "Set metric_for_best_model, and eval_strategy to 'steps' or 'epoch'.",
+                metric_for_best_model=args.metric_for_best_model,
+                eval_strategy=str(args.eval_strategy),
+            )
+        )
+    if policy.on_exception and args.auto_find_batch_size == "smaller_batch":
+        raise ConfigError(
+            explain(
+                "SavePolicy(on_exception=True) was asked for with auto_find_batch_size='smaller_batch'.",
+                "That starts the run again after an error, while a checkpoint is for going on.",
+                "Use auto_find_batch_size=True, which cuts the batches of the step instead.",
+            )
+        )

@@ -101,6 +101,14 @@ class RunCounts:
             self._tokens = 0
             self._trainer.state.num_input_tokens_seen += int(tokens)
 
+    def mark(self) -> tuple[Count, float]:
+        """Return what is counted and not read yet, for `reset`."""
+        return self._tokens, self._trainer.current_flos
+
+    def reset(self, mark: tuple[Count, float]) -> None:
+        """Forget what was counted since a mark, if nothing was read meanwhile."""
+        self._tokens, self._trainer.current_flos = mark
+
     def session_tokens(self) -> int | None:
         """Return the tokens per device since `begin`, None where nobody asked for their speed."""
         if not self._trainer.args.include_tokens_per_second:

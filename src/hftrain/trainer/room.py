@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,8 +79,10 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
         return 0
     sample = nn.Parameter(torch.zeros(32, 32))
     sample.grad = torch.zeros_like(sample)
+    # Some defaults are the class's own, and no arguments.
+    names = optimizer.defaults.keys() & inspect.signature(type(optimizer)).parameters.keys()
     try:
-        twin = type(optimizer)([sample], **optimizer.defaults)
+        twin = type(optimizer)([sample], **{name: optimizer.defaults[name] for name in names})
         twin.step()
     except Exception as error:
         logger.info("The size of the state of %s is not known before its first step: %r", type(optimizer), error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,9 @@ import torch
 from torch import nn
 
 from hftrain.adapter.checkpoint import checkpoint_config
+from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, naming_the_folder, restoring
 from hftrain.checkpoint.foreign import check_foreign, check_foreign_optimizer, is_foreign
-from hftrain.checkpoint.layout import (
-    ARGUMENTS,
-)
+from hftrain.checkpoint.layout import ARGUMENTS, OPTIMIZER, SCALER, SCHEDULER, checkpoint_name
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import check_geometry
 from hftrain.checkpoint.parts import (
@@ -31,13 +31,14 @@ from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
-from hftrain.core.seed import capture_rng
+from hftrain.core.seed import capture_rng, preserved_rng, restore_rng
 from hftrain.core.tree import map_tensors
 from hftrain.data.feed import TrainFeed
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, without_model
+from hftrain.trainer.leftovers import to_do
 from hftrain.trainer.remote import checkpoint_text, fetch_best, fetch_named, publish_quietly, remote_of
 from hftrain.trainer.resuming import RunPlan
 from hftrain.trainer.room import checkpoint_bytes
@@ -51,6 +52,8 @@ logger = get_logger(__name__)
 
 Writer = Callable[[Path], None]
 
+# Resume if there is something to resume.
+AUTO = "auto"
 # What the optimizer's and the schedule's state carry on, whatever the arguments say now.
 _OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # When things happen follows the present arguments, and so is no longer what it was before the resume.
@@ -86,7 +89,12 @@ class RunCheckpoints:
             trainer, self.manager, progress=progress, pending=pending, best=lambda: best_checkpoint(trainer)
         )
         self.saved_step: int | None = None
+        self.tried_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
+        # By the step of the evaluation, the last one only; None for NaN.
+        self.metric: dict[int, float | None] = {}
+        # What `own_state` was at an earlier moment, to be saved in its place.
+        self.past_state: dict[str, Any] | None = None
         self.plan: RunPlan
         self.feed: TrainFeed
 
@@ -95,11 +103,13 @@ class RunCheckpoints:
         self.writes.finish(for_next=True)
         trainer, state, keep = self.trainer, self.trainer.state, self.writes.keep
         num_bytes = checkpoint_bytes(trainer, optimizer)
+        self.tried_step = state.global_step
         if not self.writes.has_room(num_bytes, step=state.global_step):
             return
         former_best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = checkpoint_text(trainer, self.manager.config.output_dir, state.global_step)
+            best = self.manager.config.output_dir / checkpoint_name(state.global_step)
+            state.best_model_checkpoint = checkpoint_text(trainer, best)
         state.stateful_callbacks = trainer.callback_handler.stateful_states()
         self.writes.begin()
         each: list[Writer] = [
@@ -118,6 +128,8 @@ class RunCheckpoints:
         each += shard_writers(trainer, optimizer, keep)
         facts = self.plan.facts(self.progress)
         facts["geometry"] = {**facts["geometry"], "optimizer": type(optimizer).__name__}
+        facts["left"] = to_do(trainer.control, self.progress)
+        facts["metric"] = self.metric.get(state.global_step)
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
         self.writes.write(save, lambda save, path: self._after(save, path, former_best=former_best))
 
@@ -164,10 +176,9 @@ class RunCheckpoints:
             writers.append(lambda folder: save_scaler(scaler, folder))
         return writers
 
-    def _rank_writer(self) -> Writer:
-        """Write what differs by rank: random numbers, and this rank's part of the logging window."""
-        strategy = self.trainer.strategy
-        own = {
+    def own_state(self) -> dict[str, Any]:
+        """Return what differs by rank: random numbers, and this rank's part of the logging window."""
+        return {
             **capture_rng(),
             "epoch_rng": self.epoch_rng,
             "data": self.feed.state_dict(),
@@ -176,6 +187,10 @@ class RunCheckpoints:
             "train_metrics": metric_states(self.trainer.task.metrics("train")),
             "past": self.trainer._past,
         }
+
+    def _rank_writer(self) -> Writer:
+        strategy = self.trainer.strategy
+        own = self.past_state or self.own_state()
         own = map_tensors(self.writes.keep(own), torch.Tensor.cpu)
         return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
 
@@ -192,6 +207,7 @@ class RunCheckpoints:
                 ", ".join(found),
             )
 
+    @naming_the_folder
     def take_over(self, folder: Path, plan: RunPlan) -> None:
         """Go on as the checkpoint's run, and say which arguments have changed."""
         assert plan.saved is not None
@@ -199,10 +215,12 @@ class RunCheckpoints:
             self._report_changed_arguments(folder)
             self.manager.run_id = plan.saved.facts["run_id"]
 
+    @naming_the_folder
     def load_model(self, folder: Path) -> None:
         """Load the weights, and what the task holds beside its model, in place."""
         self.trainer._load_from_checkpoint(str(folder))
 
+    @naming_the_folder
     def load_rest(self, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Load what the optimizer and its company had reached, and return the random numbers' state."""
         trainer, strategy = self.trainer, self.trainer.strategy
@@ -228,25 +246,35 @@ class RunCheckpoints:
                 ", ".join(unknown),
             )
         past = own.pop("past", None)
-        if self.progress.micro_steps_in_epoch and not self.plan.is_reshaped:
+        if self.progress.micro_steps_in_epoch and not self.plan.is_reshaped and trainer.args.past_index >= 0:
             trainer._past = strategy.to_device(past)
         trainer.callback_handler.restore(
             trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
         )
+        with preserved_rng():  # now, for the loop that restores them is no place to find out that they are none
+            for numbers in (self.epoch_rng, own) if self.epoch_rng else (own,):
+                restore_rng(numbers)
         return own
 
     def read_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Load optimizer, schedule and scaler. Collective."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        state = load_optimizer(folder)
+        before, state = group_settings(optimizer), load_optimizer(folder)
         if is_foreign(folder):
             check_foreign_optimizer(state, optimizer, folder)
-        strategy.load_optimizer_state(trainer.model_wrapped, optimizer, state)
+        with restoring(folder / OPTIMIZER):
+            strategy.load_optimizer_state(trainer.model_wrapped, optimizer, state)
+        check_optimizer(folder / OPTIMIZER, optimizer, before=before)
         if trainer.lr_scheduler is not None:
-            trainer.lr_scheduler.load_state_dict(load_scheduler(folder))
+            schedule = load_scheduler(folder)
+            check_state(folder / SCHEDULER, schedule, trainer.lr_scheduler, own=trainer.lr_scheduler.state_dict())
+            trainer.lr_scheduler.load_state_dict(schedule)
             refresh_rate(trainer.lr_scheduler)
         if trainer.precision.state_dict():
-            trainer.precision.load_state_dict(load_scaler(folder))
+            scale = load_scaler(folder)
+            check_state(folder / SCALER, scale, trainer.precision, own=trainer.precision.state_dict())
+            with restoring(folder / SCALER):
+                trainer.precision.load_state_dict(scale)
 
     def load_best(self) -> None:
         """Load the best checkpoint's model, saying so if there is none."""
@@ -283,11 +311,18 @@ def make_manager(trainer: Trainer) -> CheckpointManager:
     """Return what saves and finds the run's checkpoints."""
     folder = Path(trainer._get_output_dir(trainer._trial))
     config = checkpoint_config(trainer.args, output_dir=folder, url=remote_of(trainer, folder))
+    config = replace(
+        config, keep_best=trainer.save_policy.keep_best, is_greater_better=bool(trainer.args.greater_is_better)
+    )
     return CheckpointManager(config, group=trainer.strategy)
 
 
 def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
     """Return the checkpoint to continue from, verified by the main process; nothing is launched.
+
+    Args:
+        trainer: Whose folder to look into; its arguments are asked if they say ``"auto"``.
+        resume: A folder, True for the newest valid checkpoint, ``"auto"`` for that or none, None or False for none.
 
     Raises:
         CheckpointError: There is no valid one, or the folder named is none.
@@ -297,13 +332,20 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
             explain(
                 "train(resume_from_checkpoint=...) was called.",
                 f"A {type(resume).__name__} names no checkpoint.",
-                "Pass a folder, or True for the newest one in output_dir.",
+                "Pass a folder, True for the newest one in output_dir, or 'auto' for that if there is one.",
                 resume_from_checkpoint=resume,
             )
         )
+    if resume is None and trainer.args.resume_from_checkpoint == AUTO:
+        resume = AUTO
     if resume is None or resume is False or not trainer.strategy.is_main:
         return None
     manager = make_manager(trainer)
+    if resume == AUTO:
+        latest = manager.latest()
+        found = "nothing valid to resume; the run starts anew" if latest is None else f"{latest.name} to resume"
+        logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, trainer.args.output_dir)
+        return latest
     if resume is True:
         latest = manager.latest()
         if latest is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.agreement import BoardGroup
 from hftrain.checkpoint.background import BackgroundWrite
 from hftrain.checkpoint.manager import CheckpointManager, Group, NoSpaceError, Writer
@@ -244,7 +245,7 @@ class CheckpointWrites:
                 return f"{type(trainer).__name__}.{hook} writes, or reads, the files itself."
         if not trainer.strategy.saves_in_background:
             return f"strategy={trainer.strategy.name!r} has parts of its state written by another library."
-        if getattr(trainer.model, "hf_quantizer", None) is not None:
+        if getattr(trainer.model, "hf_quantizer", None) is not None and not saves_adapters(trainer.model):
             return "A quantized model hands out its weights only while it is saved."
         return None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.remote import URL, empty_store, listing
 from support.tiny import Net, Stream, make_arguments, make_rows
 from torch import nn
 
@@ -114,3 +115,19 @@ def test_what_is_no_tensor_and_too_small_a_file_are_refused(tmp_path: Path) -> N
         )
     with pytest.raises(ConfigError, match="at least one batch"):
         PredictionWriter(tmp_path, batches_per_file=0)
+
+
+def test_predictions_go_to_a_remote_folder_and_are_read_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with empty_store(monkeypatch, tmp_path / "cache"):
+        trainer = Trainer(Net(), make_arguments(tmp_path), callbacks=[PredictionWriter(URL, batches_per_file=1)])
+        for number in (9, 3):
+            trainer.predict(make_rows(number))
+            assert sum(len(batch["outputs"]) for batch in PredictionWriter.read(URL)) == number
+        assert listing() == ["rank0-00000.safetensors", "rank0.json"]
+
+
+def test_a_remote_folder_of_no_store_is_refused() -> None:
+    with pytest.raises(ConfigError, match="fsspec knows no store"):
+        PredictionWriter("nowhere://bucket/predictions")

@@ -24,13 +24,26 @@ def test_strategies_say_what_runs_here_and_why_the_others_do_not(
     strategies.register("broken", "no_such_package.here:Strategy", summary="from a package that is absent")
     main(["strategies", "--cpu"])
     found = blocks(capsys.readouterr().out)
-    assert list(found) == strategies.names()
+    assert list(found) == ["auto", *strategies.names()]
+    assert found["auto"][1] == "here: single"
+    assert found["fsdp1"][1].startswith("cpu: bf16, ")
+    assert "use_cpu=True forbids it" in found["mps"][1]
     assert found["ddp"][0] == strategies.summary("ddp")
     assert found["single"][1].startswith("cpu: bf16, ")
     assert "tf32" not in found["single"][1]
     assert "not here: strategy='data_parallel' was asked for. It copies the model to CUDA" in found["data_parallel"][1]
     assert "no_such_package" in found["broken"][1]
     assert "Received" not in str(found)
+
+
+def test_names_that_people_swap_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["strategies"])
+    found = blocks(capsys.readouterr().out)
+    wanted = "single ddp ddp_find_unused fsdp fsdp_offload fsdp_hybrid fsdp1 deepspeed xla xla_fsdp mps auto"
+    stages = ("1", "2", "3", "3_offload")
+    assert {*wanted.split(), *(f"deepspeed_stage_{stage}" for stage in stages)} <= found.keys()
+    for name in ("mps", "data_parallel", "deepspeed_stage_3", "xla_fsdp"):
+        assert ": " in found[name][1], "the precisions, or the reason"
 
 
 def test_precisions_are_judged_with_the_automatic_strategy(capsys: pytest.CaptureFixture[str]) -> None:

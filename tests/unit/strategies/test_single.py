@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from hftrain.core.errors import ConfigError
+from hftrain.precision.registry import precisions
 from hftrain.strategies.environment import find_device_type
-from hftrain.strategies.single import SingleDeviceStrategy
+from hftrain.strategies.registry import create_strategy
+from hftrain.strategies.single import MPSStrategy, SingleDeviceStrategy
 
 
 def test_device_type_is_known_before_launch() -> None:
@@ -32,6 +34,24 @@ def test_device_that_cannot_be_used_is_refused(options: dict[str, object], reaso
 def test_absent_mps_is_refused() -> None:
     with pytest.raises(ConfigError, match="no MPS device"):
         SingleDeviceStrategy(device="mps")
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has MPS")
+def test_name_of_the_apple_gpu_is_refused_without_one() -> None:
+    with pytest.raises(ConfigError, match="no MPS device"):
+        MPSStrategy()
+    with pytest.raises(ConfigError, match="use_cpu=True forbids it"):
+        MPSStrategy(use_cpu=True)
+
+
+def test_name_of_the_apple_gpu_takes_it_and_no_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No Apple GPU here: torch is made to say that there is one, and nothing is put on it.
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    strategy = create_strategy("mps")
+    assert (strategy.name, strategy.device_type) == ("mps", "mps")
+    policy = precisions.create("fp32").policy
+    assert strategy.refuses(policy, "mps") is None
+    assert strategy.refuses(policy, "cpu") == "it runs on Apple GPUs only"
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,122 @@
+"""`SavePolicy(on_exception=True)`: what of a run that an error ends can be saved, and is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrain.core.errors import CheckpointError
+from hftrain.core.log import get_logger, warn_once
+from hftrain.core.tree import map_tensors
+from hftrain.optim.in_backward import UpdatesInBackward
+from hftrain.step.stepper import Stepper
+
+if TYPE_CHECKING:
+    from hftrain.trainer.session import TrainSession
+
+logger = get_logger(__name__)
+
+Take = Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Boundary:
+    """What a step changes before it updates the weights, as it was when the step began."""
+
+    step: int
+    own: dict[str, Any]
+    buffers: list[torch.Tensor]
+    counts: Any
+
+
+class Salvage:
+    """Save the last whole step when an error passes through the context, if the weights are still those of that step.
+
+    Each step begins with a copy of what it may change before the update: random numbers, the open logging window,
+    buffers. Where the policy does not ask for it, nothing is copied and nothing stands between the loop and its slots.
+
+    Args:
+        session: The run.
+        save: Commits a checkpoint of it.
+    """
+
+    def __init__(self, session: TrainSession, *, save: Callable[[], None]) -> None:
+        self.session = session
+        self.save = save
+        asked, num_processes = session.trainer.save_policy.on_exception, session.trainer.strategy.world_size
+        self.is_on = asked and num_processes == 1
+        self._boundary: _Boundary | None = None
+        self._is_updating = False
+        if asked and not self.is_on:
+            warn_once(
+                f"SavePolicy(on_exception=True) saves nothing here: an error ends one of {num_processes} processes, "
+                "and a checkpoint takes them all. Use every_s, or save more often."
+            )
+
+    def __enter__(self) -> Salvage:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self.is_on and isinstance(error, Exception):
+            try:
+                self._save_after(error)
+            except Exception as another:
+                logger.error("Nothing was saved after the error, for that failed too: %s", another)
+
+    def watching(self, take: Take) -> Take:
+        """Return a function that takes a step's batches, and first remembers the boundary before it."""
+        if not self.is_on:
+            return take
+
+        def remembered(epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+            self._remember()
+            return take(epoch_iterator, num_batches, device)
+
+        return remembered
+
+    def watch(self, stepper: Stepper) -> Stepper:
+        """Return a stepper whose updates are noticed."""
+        if not self.is_on:
+            return stepper
+
+        def step() -> bool:
+            self._is_updating = True
+            return stepper.step()
+
+        return replace(stepper, step=step)
+
+    def _remember(self) -> None:
+        session = self.session
+        self._is_updating = isinstance(session.optimizer, UpdatesInBackward)
+        self._boundary = _Boundary(
+            step=session.progress.step,
+            own=map_tensors(session.checkpoints.own_state(), torch.Tensor.clone),
+            buffers=[buffer.clone() for buffer in session.trainer.task.buffers()],
+            counts=session.counts.mark(),
+        )
+
+    def _save_after(self, error: Exception) -> None:
+        session, boundary = self.session, self._boundary
+        step = session.progress.step
+        if boundary is None or isinstance(error, CheckpointError) or session.checkpoints.saved_step == step:
+            # Nothing is trained, saving is what failed, or this very step is saved.
+            return
+        if step == boundary.step:
+            if self._is_updating:
+                logger.error("Nothing was saved: the error came while step %d changed the weights.", step + 1)
+                return
+            if step == 0:
+                return
+            session.checkpoints.past_state = boundary.own
+            with torch.no_grad():
+                for buffer, value in zip(session.trainer.task.buffers(), boundary.buffers, strict=True):
+                    buffer.copy_(value)
+            session.counts.reset(boundary.counts)
+        # An evaluation that failed is what the resumed run begins with.
+        session.trainer.control.should_evaluate |= session.is_evaluating
+        self.save()
+        session.checkpoints.settle()
+        logger.warning("Saved step %d, the last whole one, after %s.", step, type(error).__name__)

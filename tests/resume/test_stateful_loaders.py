@@ -1,0 +1,122 @@
+"""Loaders of the user's own: with a state, and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.resuming import StopAt, assert_same, outcome
+from support.stateful import Drawing, StatefulRows, StatefulStream
+from support.tiny import Net, make_arguments, make_rows
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from hftrain import Trainer, set_seed
+
+# Of torchdata 0.11, at torch 2.13.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+NUM_ROWS = 26
+
+
+class Own(Trainer):
+    """Brings its loader."""
+
+    make_loader: Callable[[], Any]
+
+    def get_train_dataloader(self) -> Any:
+        return self.make_loader()
+
+
+def check(folder: Path, make_loader: Callable[[], Any], *, steps: int = 7) -> Any:
+    """Stop, go on, stop and go on; return the loader that read last."""
+    made: list[Any] = []
+
+    def train(name: str, stop: int | None, *, resume: bool = False) -> Trainer:
+        set_seed(1)
+        arguments = make_arguments(folder / name, max_steps=3 * steps, save_strategy="steps", save_steps=1000)
+        trainer = Own(Net(dropout=0.2), arguments, train_dataset=make_rows(), callbacks=[StopAt(stop)])
+        trainer.make_loader = lambda: made.append(make_loader()) or made[-1]
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = train("whole", None)
+    for stops in ((3, steps + 2), (steps, 2 * steps)):
+        name = "-".join(map(str, stops))
+        train(name, stops[0])
+        train(name, stops[1], resume=True)
+        assert_same(outcome(train(name, None, resume=True)), outcome(whole), name)
+    return made[-1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [StatefulRows, StatefulStream])
+def test_loader_of_torchdata_goes_on_exactly(
+    tmp_path: Path, kind: Any, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The state of its workers holds no random numbers, which is said.
+    draws = workers == 0
+    is_stream = kind is StatefulStream
+    check(
+        tmp_path,
+        lambda: StatefulDataLoader(
+            kind(NUM_ROWS, draws=draws), batch_size=4, num_workers=workers, shuffle=None if is_stream else True
+        ),
+        steps=8 if workers and is_stream else 7,
+    )
+    assert ("leaves out the random numbers that its workers draw" in caplog.text) == (not draws)
+
+
+def test_loader_of_torchdata_seeks(tmp_path: Path) -> None:
+    data = StatefulStream(NUM_ROWS)
+
+    def train(stop: int | None, *, resume: bool = False) -> None:
+        arguments = make_arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=1000)
+        trainer = Own(Net(), arguments, train_dataset=data, callbacks=[StopAt(stop)])
+        trainer.make_loader = lambda: StatefulDataLoader(data, batch_size=4)
+        trainer.train(resume_from_checkpoint=resume)
+
+    train(5)
+    assert data.num_read == 20
+    train(None, resume=True)
+    assert data.num_read == 24
+
+
+class Places:
+    """Yields batches, knows its place, and has its own order that no epoch tells it."""
+
+    def __init__(self) -> None:
+        self.order = torch.Generator().manual_seed(3)
+        self.rows = make_rows(28)
+        self.place = 0
+        self.now: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order.get_state(), "place": self.place, "now": self.now}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order.set_state(state["order"])
+        self.place, self.now = state["place"], state["now"]
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.place == 0:
+            self.now = torch.randperm(28, generator=self.order).tolist()
+        while self.place < 7:
+            self.place += 1
+            rows = [self.rows[index] for index in self.now[4 * self.place - 4 : 4 * self.place]]
+            yield {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        self.place = 0
+
+
+def test_loader_of_any_kind_goes_on_from_its_state(tmp_path: Path) -> None:
+    check(tmp_path, Places)
+
+
+def test_plain_loader_with_workers_that_draw_numbers_goes_on_exactly(tmp_path: Path) -> None:
+    check(tmp_path, lambda: DataLoader(Drawing(NUM_ROWS), batch_size=4, shuffle=True, num_workers=2))

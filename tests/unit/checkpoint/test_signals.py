@@ -1,0 +1,112 @@
+"""Signals of this very process, turned into requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hftrain.checkpoint.requests import SAVE, StepRequests
+from hftrain.checkpoint.signals import SignalHandlers, TrainingStopped, stopped_by
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has other signals")
+
+
+def make_requests() -> StepRequests:
+    pending: list[Callable[[], None]] = []
+    return StepRequests(lambda: None, pending)
+
+
+def send(name: str) -> None:
+    os.kill(os.getpid(), signal.Signals[name])
+
+
+@pytest.mark.parametrize(("name", "asked"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGUSR1", SAVE)])
+def test_signal_is_noted_and_the_handlers_are_put_back(name: str, asked: str) -> None:
+    before = signal.getsignal(signal.Signals[name])
+    requests = make_requests()
+    with SignalHandlers(requests):
+        send(name)
+        assert requests.due(1) == asked
+    assert signal.getsignal(signal.Signals[name]) is before
+
+
+def test_second_interrupt_is_one() -> None:
+    with SignalHandlers(make_requests()):
+        send("SIGINT")
+        with pytest.raises(KeyboardInterrupt):
+            send("SIGINT")
+
+
+def test_second_termination_changes_nothing() -> None:
+    requests = make_requests()
+    with SignalHandlers(requests):
+        send("SIGTERM")
+        send("SIGTERM")
+    assert requests.due(1) == "SIGTERM"
+
+
+def test_handler_of_the_program_stays() -> None:
+    heard: list[Any] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    requests = make_requests()
+    try:
+        with SignalHandlers(requests):
+            send("SIGTERM")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [1]
+    assert requests.due(1) is None
+
+
+def test_handler_set_meanwhile_stays() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    own = lambda *_: None  # noqa: E731
+    with SignalHandlers(make_requests()):
+        signal.signal(signal.SIGTERM, own)
+    assert signal.getsignal(signal.SIGTERM) is own
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_another_thread_than_the_main_one_sets_no_handler() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def work() -> None:
+        with SignalHandlers(make_requests()):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_signal_that_nobody_would_heed_acts_by_default() -> None:
+    class Deaf(StepRequests):
+        def ask(self, what: str) -> bool:
+            return False
+
+    with SignalHandlers(Deaf(lambda: None, [])), pytest.raises(KeyboardInterrupt):
+        send("SIGINT")
+
+
+def test_forked_process_ends_by_the_signal_as_ever() -> None:
+    with SignalHandlers(make_requests()):
+        pid = os.fork()
+        if pid == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+
+
+def test_a_stopped_run_ends_the_process_with_the_signals_status() -> None:
+    error = stopped_by("SIGTERM", "stopped")
+    assert isinstance(error, TrainingStopped)
+    assert isinstance(error, SystemExit)
+    assert (error.code, str(error)) == (143, "stopped")
+    assert isinstance(stopped_by("SIGINT", "stopped"), KeyboardInterrupt)

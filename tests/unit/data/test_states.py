@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+from support.stateful import Drawing, StatefulRows, StatefulStream
+from support.tiny import Stream, make_rows
+from torch.utils.data import DataLoader
+
+from hftrain.data.feed import TrainFeed
+from hftrain.data.loaders import LoaderConfig, build_train_loader
+from hftrain.data.seeding import SeededBatches
+from hftrain.data.states import Stamped, StatefulLoader, epoch_stream, resumable_loader
+from hftrain.data.streams import EpochStream, shard_stream
+from hftrain.data.wrappers import has_state
+
+
+def make_feed(dataset: Any, *, workers: int = 0, persistent: bool = False, **config: Any) -> TrainFeed:
+    options = LoaderConfig(batch_size=4, num_workers=workers, persistent_workers=persistent, **config)
+    loader = build_train_loader(dataset, options, collate=list)
+    return TrainFeed(resumable_loader(loader, seed=42, rank=0), seed=42)
+
+
+def xs(batches: Any) -> list[list[float]]:
+    return [[float(row["x"].sum()) for row in batch] for batch in batches]
+
+
+def stop_and_go(make: Any, num: int, *, epoch: int = 0) -> tuple[list[Any], list[Any], TrainFeed, Any]:
+    """Return the batches of an epoch, those after `num` read by another feed, that feed, and its dataset."""
+    whole = make()[0]
+    for earlier in range(epoch):
+        list(whole.open(earlier))
+    expected = xs(whole.open(epoch))
+    stopped = make()[0]
+    for earlier in range(epoch):
+        list(stopped.open(earlier))
+    iterator = stopped.open(epoch)
+    for _ in range(num):
+        next(iterator)
+    state = stopped.state_dict()
+    resumed, dataset = make()
+    resumed.load_state_dict(state)
+    return expected[num:], xs(resumed.open(epoch, skip=num)), resumed, dataset
+
+
+@pytest.mark.parametrize("num", [1, 2, 4, 5, 7, 8])
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_stream_with_a_state_goes_on_in_workers_after_any_batch(num: int, epoch: int, persistent: bool) -> None:
+    # 26 rows: the first worker has a last batch of one, the second one too.
+    make = lambda: (make_feed(StatefulStream(26), workers=2, persistent=persistent), None)  # noqa: E731
+    expected, got, resumed, _ = stop_and_go(make, num, epoch=epoch)
+    assert got == expected
+    whole = make()[0]
+    for earlier in range(epoch + 1):
+        list(whole.open(earlier))
+    assert xs(resumed.open(epoch + 1)) == xs(whole.open(epoch + 1))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_workers_of_unequal_length_go_on(num: int) -> None:
+    # 3 workers have 5, 4 and 4 rows: the first has a second batch.
+    expected, got, *_ = stop_and_go(lambda: (make_feed(StatefulStream(13, draws=False), workers=3), None), num)
+    assert got == expected
+    assert len(expected) == 4 - num
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 6])
+def test_map_style_data_with_a_state_goes_on_in_workers(num: int) -> None:
+    expected, got, *_ = stop_and_go(lambda: (make_feed(StatefulRows(26), workers=2), None), num)
+    assert got == expected
+
+
+def test_nothing_is_read_again_without_workers() -> None:
+    def make(kind: Any) -> Any:
+        dataset = kind(26, draws=False)
+        return make_feed(dataset), dataset
+
+    for kind, expected_reads in ((StatefulRows, 14), (StatefulStream, 14)):
+        expected, got, _, dataset = stop_and_go(lambda kind=kind: make(kind), 3)
+        assert got == expected
+        assert dataset.num_read == expected_reads
+
+
+def test_map_style_data_are_skipped_without_being_read() -> None:
+    dataset = Drawing(1000)
+    iterator = make_feed(dataset).open(3, skip=200)
+    assert dataset.num_read == 0
+    next(iterator)
+    assert dataset.num_read == 4
+
+
+def test_state_may_be_that_of_the_end_and_the_next_epoch_begins_anew() -> None:
+    for starts_over in (True, False):
+        feed = make_feed(StatefulStream(8, starts_over=starts_over, draws=False))
+        list(feed.open(0))
+        at_end = feed.state_dict()
+        expected = xs(feed.open(1))
+        resumed = make_feed(StatefulStream(8, starts_over=starts_over, draws=False))
+        resumed.load_state_dict(at_end)
+        assert xs(resumed.open(1)) == expected
+        again = make_feed(StatefulStream(8, starts_over=starts_over, draws=False))
+        again.load_state_dict(at_end)
+        assert xs(again.open(0, skip=2)) == []
+        assert xs(again.open(1)) == expected
+
+
+@pytest.mark.parametrize("make", [StatefulStream, lambda num: Stream(make_rows(num))])
+def test_other_number_of_workers_is_said(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    feed = make_feed(make(26))
+    next(feed.open(0))
+    other = make_feed(make(26), workers=1)
+    other.load_state_dict(feed.state_dict())
+    with caplog.at_level(logging.WARNING):
+        assert len(list(other.open(0, skip=1))) == 6
+    assert "cannot go on exactly where it was: num_workers was 0, now 1" in caplog.text
+
+
+def test_map_style_data_take_another_number_of_workers_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    feed = make_feed(make_rows(26))
+    next(feed.open(0))
+    other = make_feed(make_rows(26), workers=1)
+    other.load_state_dict(feed.state_dict())
+    assert xs(other.open(0, skip=1)) == xs(make_feed(make_rows(26)).open(0))[1:]
+    assert caplog.text == ""
+
+
+def test_workers_with_a_state_do_not_persist_for_map_style_data() -> None:
+    with pytest.warns(UserWarning, match="they do not persist"):
+        feed = make_feed(StatefulRows(26), workers=1, persistent=True)
+    assert not feed.loader.persistent_workers  # type: ignore[attr-defined]
+    first = xs(feed.open(0))
+    assert multiprocessing.active_children() == []
+    assert len(first) == 7
+
+
+def test_loaders_that_lack_nothing_are_left_alone() -> None:
+    for loader in (
+        DataLoader(make_rows(8), batch_size=2),
+        DataLoader(Stream(make_rows(8)), num_workers=1),
+        DataLoader(make_rows(8), batch_size=None, num_workers=1),
+        build_train_loader(make_rows(8), LoaderConfig(batch_size=2, num_workers=1), collate=list),
+        [1, 2],
+    ):
+        assert resumable_loader(loader, seed=0, rank=0) is loader
+
+
+def test_plain_loader_gets_seeds_for_its_workers() -> None:
+    loader = resumable_loader(DataLoader(make_rows(8), batch_size=2, num_workers=1), seed=0, rank=0)
+    assert isinstance(loader.batch_sampler, SeededBatches)
+    assert len(loader) == 4
+
+
+def test_sampler_of_whole_samples_is_kept() -> None:
+    loader = DataLoader(StatefulRows(6), batch_size=None, num_workers=1)
+    feed = TrainFeed(resumable_loader(loader, seed=0, rank=0), seed=0)
+    assert isinstance(feed.loader, StatefulLoader)
+    assert len(list(feed.open(0, skip=2))) == 4
+
+
+def test_batches_are_pinned_and_states_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hftrain.data.states.pin_memory", lambda batch, *_: ("pinned", batch))
+    sent = Stamped([1], 0, {"given": 1})
+    assert sent.pin_memory() is sent
+    assert (sent.batch, sent.state) == (("pinned", [1]), {"given": 1})
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("num", [8, 9, 11, 13, 16])
+def test_ranks_share_a_stream_with_a_state_as_one_without(num: int, drop_last: bool) -> None:
+    def shares(dataset: Any) -> list[list[float]]:
+        options: dict[str, Any] = {"drop_last": drop_last, "is_training": True, "even_batches": True, "num_workers": 0}
+        return [
+            [float(row["x"].sum()) for row in shard_stream(
+                dataset, batch_size=2, rank=rank, world_size=2, seed=0, **options
+            )]
+            for rank in range(2)
+        ]  # fmt: skip
+
+    class InOrder(StatefulStream):
+        def __iter__(self) -> Any:
+            return iter(self.rows)
+
+    assert shares(InOrder(num)) == shares(Stream(make_rows(num)))
+
+
+def test_share_of_a_rank_goes_on_up_to_its_filled_end() -> None:
+    def make(rank: int) -> Any:
+        stream = shard_stream(
+            StatefulStream(9, draws=False), batch_size=2, rank=rank, world_size=2, drop_last=False, is_training=True,
+            even_batches=True, num_workers=0, seed=0,
+        )  # fmt: skip
+        return TrainFeed(DataLoader(stream, batch_size=2, collate_fn=list), seed=0)
+
+    for rank in range(2):
+        expected = xs(make(rank).open(0))
+        assert [len(batch) for batch in expected] == [2, 2, 2]
+        for num in (1, 2, 3):
+            stopped, resumed = make(rank), make(rank)
+            iterator = stopped.open(0)
+            for _ in range(num):
+                next(iterator)
+            resumed.load_state_dict(stopped.state_dict())
+            assert xs(resumed.open(0, skip=num)) == expected[num:], (rank, num)
+
+
+def test_wrappers_have_the_state_of_their_stream() -> None:
+    assert has_state(EpochStream(StatefulStream(4), seed=0, rank=0))
+    assert not has_state(EpochStream(Stream(make_rows(4)), seed=0, rank=0))
+    assert epoch_stream(Stream(make_rows(4))) is None
+    assert torch.is_tensor(next(iter(EpochStream(StatefulStream(4), seed=0, rank=0)))["x"])

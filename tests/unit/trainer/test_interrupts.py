@@ -1,0 +1,259 @@
+"""What a training of one process does when it is asked to save or to stop; several: tests/guarantees."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import Net, make_arguments, make_rows
+
+from hftrain import ConfigError, EarlyStoppingCallback, SavePolicy, StrategyError, Trainer, TrainerCallback, set_seed
+from hftrain.checkpoint.layout import list_checkpoints
+from hftrain.checkpoint.manifest import read_manifest
+from hftrain.checkpoint.requests import StepRequests
+from hftrain.checkpoint.signals import TrainingStopped
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has other signals")
+
+
+class Send(TrainerCallback):
+    """Send this process a signal at an event of a step."""
+
+    def __init__(self, name: str, step: int, event: str = "on_step_end") -> None:
+        self.name, self.step, self.events = name, step, []
+        setattr(self, event, self._send)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("on_train_end")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Do nothing; replaced on the instance."""
+
+    on_evaluate = on_epoch_end = on_step_end
+
+    def _send(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.Signals[self.name])
+
+
+def make_trainer(folder: Path, *callbacks: Any, policy: SavePolicy | None = None, **options: Any) -> Trainer:
+    set_seed(5)
+    settings: dict[str, Any] = {"max_steps": 10, "save_strategy": "steps", "save_steps": 100, **options}
+    return Trainer(
+        Net(dropout=0.2),
+        make_arguments(folder, **settings),
+        train_dataset=make_rows(22),
+        eval_dataset=make_rows(7, seed=2),
+        callbacks=list(callbacks),
+        save_policy=policy,
+    )
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [read_manifest(path).step for path in list_checkpoints(folder)]
+
+
+def history_of(trainer: Trainer) -> list[Any]:
+    return [
+        {name: value for name, value in entry.items() if not name.endswith(("runtime", "per_second", "ation_time"))}
+        for entry in trainer.state.log_history
+        if "train_loss" not in entry
+    ]
+
+
+@pytest.mark.parametrize(("name", "error"), [("SIGTERM", TrainingStopped), ("SIGINT", KeyboardInterrupt)])
+def test_signal_stops_at_the_step_boundary_with_checkpoint_and_marker(
+    tmp_path: Path, name: str, error: type[BaseException]
+) -> None:
+    send = Send(name, 4)
+    with pytest.raises(error, match=f"{name} stopped the training after step 4 of 10. The last checkpoint is check"):
+        make_trainer(tmp_path, send).train()
+    assert steps_in(tmp_path) == [4]
+    assert send.events == ["on_train_end"]
+    marker = json.loads((tmp_path / "requeue.json").read_text())
+    assert (marker["signal"], marker["step"], marker["checkpoint"]) == (name, 4, "checkpoint-4")
+    resumed = make_trainer(tmp_path, resume_from_checkpoint="auto")
+    assert resumed.train().global_step == 10
+    assert not (tmp_path / "requeue.json").exists()
+    assert [entry["step"] for entry in resumed.state.log_history[:10]] == [*range(1, 11)]
+
+
+def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path) -> None:
+    assert make_trainer(tmp_path, Send("SIGUSR1", 4)).train().global_step == 10
+    assert steps_in(tmp_path) == [4, 10]
+    assert not (tmp_path / "requeue.json").exists()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_without_saving_a_signal_saves_nothing_and_says_so(tmp_path: Path, name: str) -> None:
+    trainer = make_trainer(tmp_path / "run", Send(name, 4), save_strategy="no")
+    ends = nullcontext() if name == "SIGUSR1" else pytest.raises(TrainingStopped, match="No checkpoint was saved")
+    with ends, pytest.warns(UserWarning, match="Nothing is saved as was asked: save_strategy='no'"):
+        trainer.train()
+    assert trainer.state.global_step == (10 if name == "SIGUSR1" else 4)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize("event", ["on_step_end", "on_evaluate"])
+def test_stop_does_not_wait_for_an_evaluation_which_the_resumed_run_does_first(
+    tmp_path: Path, strategy: str, event: str
+) -> None:
+    options: dict[str, Any] = {
+        "eval_strategy": strategy, "eval_steps": 3, "save_strategy": strategy, "save_steps": 3, "max_steps": 14,
+        "load_best_model_at_end": True, "metric_for_best_model": "loss",
+    }  # fmt: skip
+    whole = make_trainer(tmp_path / "whole", **options)
+    whole.train()
+    step = 6
+    stopped = make_trainer(tmp_path / "run", Send("SIGTERM", step, event), **options)
+    with pytest.raises(TrainingStopped):
+        stopped.train()
+    if event == "on_step_end":
+        assert all(entry.get("step") != step or "eval_loss" not in entry for entry in stopped.state.log_history)
+    resumed = make_trainer(tmp_path / "run", **options)
+    resumed.train(resume_from_checkpoint="auto")
+    assert history_of(resumed) == history_of(whole)
+    assert resumed.state.best_global_step == whole.state.best_global_step
+    assert {*steps_in(tmp_path / "whole")} <= {*steps_in(tmp_path / "run")}
+
+
+def test_early_stopping_by_the_evaluation_that_was_left_ends_the_resumed_run_there(tmp_path: Path) -> None:
+    def make(folder: str, *callbacks: Any) -> Trainer:
+        return make_trainer(
+            tmp_path / folder, EarlyStoppingCallback(1, early_stopping_threshold=10.0), *callbacks, max_steps=14,
+            eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+        )  # fmt: skip
+
+    whole = make("whole")
+    whole.train()
+    assert whole.state.global_step == 4
+    with pytest.raises(TrainingStopped):
+        make("run", Send("SIGTERM", 4)).train()
+    resumed = make("run")
+    assert resumed.train(resume_from_checkpoint="auto").global_step == 4
+    assert history_of(resumed) == history_of(whole)
+
+
+def test_epoch_that_a_callback_cut_stays_cut(tmp_path: Path) -> None:
+    class Cut(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = state.global_step == 4
+
+    whole = make_trainer(tmp_path / "whole", Cut())
+    whole.train()
+    with pytest.raises(TrainingStopped):
+        make_trainer(tmp_path / "run", Cut(), Send("SIGTERM", 4)).train()
+    resumed = make_trainer(tmp_path / "run", Cut())
+    resumed.train(resume_from_checkpoint="auto")
+    assert history_of(resumed) == history_of(whole)
+
+
+def test_signal_in_the_last_step_ends_the_process_after_the_run_is_complete(tmp_path: Path) -> None:
+    send = Send("SIGTERM", 10)
+    with pytest.raises(TrainingStopped, match=r"when it was complete\. The last checkpoint is checkpoint-10"):
+        make_trainer(tmp_path, send).train()
+    assert send.events == ["on_train_end"]
+    assert (tmp_path / "requeue.json").exists()
+    assert make_trainer(tmp_path).train(resume_from_checkpoint="auto").global_step == 10
+
+
+def test_switched_off_signals_act_as_ever(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        make_trainer(tmp_path, Send("SIGINT", 4), policy=SavePolicy(on_signal=False)).train()
+    assert str(caught.value) == ""
+    assert steps_in(tmp_path) == []
+
+
+def test_the_clock_saves_also_where_nothing_else_does(tmp_path: Path) -> None:
+    class Slow(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            time.sleep(0.15)
+
+    policy = SavePolicy(every_s=0.5)
+    make_trainer(tmp_path, Slow(), policy=policy, save_strategy="no").train()
+    found = steps_in(tmp_path)
+    assert 2 <= len(found) < 10
+    assert make_trainer(tmp_path, policy=policy).train(resume_from_checkpoint="auto").global_step == 10
+
+
+def test_processes_without_a_board_leave_signals_alone_and_refuse_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes that share no store, as under MPI, are pretended: the settings are all that is looked at."""
+    from hftrain.trainer.interrupts import Interrupts
+
+    def refuse() -> None:
+        raise StrategyError("They share no store.")
+
+    class Session:
+        def __init__(self, policy: SavePolicy) -> None:
+            self.trainer = make_trainer(tmp_path, policy=policy)
+            self.pending: list[Any] = []
+            monkeypatch.setattr(self.trainer.strategy, "world_size", 2)
+            monkeypatch.setattr(self.trainer.strategy, "make_board", refuse)
+
+    with pytest.warns(UserWarning, match="Signals act as if no training ran. They share no store"):
+        assert Interrupts(Session(SavePolicy()), save=lambda: None).requests is None  # type: ignore[arg-type]
+    with pytest.raises(StrategyError):
+        Interrupts(Session(SavePolicy(every_s=60)), save=lambda: None)  # type: ignore[arg-type]
+
+
+def test_a_signal_noted_after_the_last_look_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepRequests, "left_over", _first_nothing(StepRequests.left_over))
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(tmp_path, Send("SIGINT", 10)).train()
+
+
+def _first_nothing(look: Any) -> Any:
+    calls: list[int] = []
+
+    def left_over(self: Any) -> Any:
+        calls.append(1)
+        return look(self) if len(calls) > 1 else None
+
+    return left_over
+
+
+@pytest.mark.parametrize("greater", [False, True])
+def test_rotation_keeps_the_best_checkpoints_and_the_newest(tmp_path: Path, greater: bool) -> None:
+    # The first is for the rehearsal.
+    values = iter([0.0, 0.5, 0.2, 0.4, float("nan"), 0.3, 0.4])
+    trainer = Trainer(
+        Net(),
+        make_arguments(
+            tmp_path, max_steps=12, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=1,
+            metric_for_best_model="score", greater_is_better=greater,
+        ),
+        train_dataset=make_rows(22),
+        eval_dataset=make_rows(4),
+        compute_metrics=lambda _: {"score": next(values)},
+        save_policy=SavePolicy(keep_best=3),
+    )  # fmt: skip
+    trainer.train()
+    # By step: 2: 0.5, 4: 0.2, 6: 0.4, 8: NaN, 10: 0.3, 12: 0.4; of equals the earlier.
+    assert steps_in(tmp_path) == ([2, 6, 12] if greater else [4, 6, 10, 12])
+
+
+def test_keeping_the_best_needs_a_metric(tmp_path: Path) -> None:
+    for options in ({}, {"metric_for_best_model": "loss"}):
+        with pytest.raises(ConfigError, match="No evaluation says which checkpoints are the best"):
+            make_trainer(tmp_path, policy=SavePolicy(keep_best=2), **options)
+
+
+def test_auto_resumes_what_is_valid_and_else_starts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="hftrain")
+    assert make_trainer(tmp_path, max_steps=3).train(resume_from_checkpoint="auto").global_step == 3
+    assert "'auto' found nothing valid to resume" in caplog.text
+    resumed = make_trainer(tmp_path, max_steps=6, resume_from_checkpoint="auto")
+    assert resumed.train().global_step == 6
+    assert "'auto' found checkpoint-3 to resume" in caplog.text
+    assert len([entry for entry in resumed.state.log_history if "loss" in entry]) == 6
+    anew = make_trainer(tmp_path, max_steps=2, resume_from_checkpoint="auto")
+    assert anew.train(resume_from_checkpoint=False).global_step == 2
