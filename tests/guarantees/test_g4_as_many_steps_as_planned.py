@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.resuming import StopAt
 from support.tiny import Net, Stream, make_arguments
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
@@ -50,17 +51,6 @@ class Recorder(Trainer):
         batch = {name: value for name, value in inputs.items() if name != "input_ids"}
         self.seen.setdefault(self._session.progress.epoch, []).extend(batch.pop("id").tolist())
         return super().training_step(model, batch, num_items_in_batch)
-
-
-class StopAt(TrainerCallback):
-    """Save and stop at one step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 def make(folder: Path, batch: int, accumulation: int = 1, *callbacks: TrainerCallback, **options: Any) -> Recorder:
@@ -245,6 +235,43 @@ def test_a_stream_goes_on_at_the_sample(tmp_path: Path, batch: int, workers: int
     assert_each_pass_is_whole(resumed, 2)
 
 
+class Placed(Stream):
+    """A stream that tells where it is, and counts what it reads."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__(rows)
+        self.place = self.num_reads = 0
+
+    def __iter__(self) -> Any:
+        while self.place < len(self.rows):
+            self.place += 1
+            self.num_reads += 1
+            yield self.rows[self.place - 1]
+        self.place = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+def test_a_stream_with_a_state_goes_on_from_it(tmp_path: Path, batch: int, caplog: Any) -> None:
+    rows = [Counted()[index] for index in range(NUM)]
+    first = make(tmp_path, 2, 1, StopAt(14), data=Placed(rows))
+    first.train()
+    caplog.clear()
+    resumed = make(tmp_path, batch, data=Placed(rows))
+    resumed.train(resume_from_checkpoint=True)
+    assert first.seen[1] + resumed.seen[1] == resumed.seen[2] == list(range(NUM))
+    assert resumed.train_dataset.num_reads == NUM - 6 + NUM
+    assert len(caplog.records) == (batch != 2)
+
+
 def test_a_stream_without_length_goes_on_at_the_sample(tmp_path: Path) -> None:
     rows = [Counted()[index] for index in range(NUM)]
     resumed = run_in_shapes(tmp_path, [(2, 1), (4, 1)], [14], data=Stream(rows), max_steps=18)
@@ -333,32 +360,47 @@ def test_batches_of_unknown_sizes_keep_their_number(tmp_path: Path) -> None:
     assert (resumed.seen[0], len(resumed.seen[1])) == ([4, 5, 6, 7, 8, 9], 10)
 
 
-def test_a_stream_of_several_workers_is_refused_within_a_batch(tmp_path: Path) -> None:
+def test_a_stream_of_several_workers_keeps_its_batches(tmp_path: Path) -> None:
     rows = [Counted()[index] for index in range(NUM)]
     options = {"dataloader_num_workers": 2, "max_steps": 8, "data": Stream(rows)}
     make(tmp_path, 2, 1, StopAt(3), **options).train()
-    with pytest.raises(CheckpointError, match="2 workers read"):
+    with pytest.raises(CheckpointError, match=r"batch_size=4 \(the checkpoint has 2\)"):
         make(tmp_path, 4, **options).train(resume_from_checkpoint=True)
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
-def train_part(folder: str, batch: int, stop: int | None, resume: bool) -> tuple[dict[int, list[int]], int]:
+def train_part(
+    folder: str, batch: int, stop: int | None, resume: bool, kind: str = "map", dispatch: bool | None = None
+) -> tuple[dict[int, list[int]], int]:
     """Train until a step, or to the end; answer with this rank's samples of each pass, and the step reached."""
-    trainer = make(Path(folder), batch, 1, *([] if stop is None else [StopAt(stop)]), num_train_epochs=2)
+    rows = [Counted()[index] for index in range(NUM)]
+    data = {"map": Counted(), "sized": Sized(rows), "placed": Placed(rows)}[kind]
+    options = {"num_train_epochs": 2, "accelerator_config": {"dispatch_batches": dispatch}, "data": data}
+    trainer = make(Path(folder), batch, 1, *([] if stop is None else [StopAt(stop)]), **options)
     trainer.train(resume_from_checkpoint=resume)
     return trainer.seen, trainer.state.global_step
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("before", "after"), [((1, 4), (2, 4)), ((2, 3), (1, 4)), ((2, 2), (1, 4))])
+@pytest.mark.parametrize(
+    ("before", "after", "data"),
+    [
+        ((1, 4), (2, 4), {}),
+        ((2, 3), (1, 4), {}),
+        ((2, 2), (1, 4), {"kind": "placed"}),
+        ((1, 3), (2, 2), {"kind": "sized"}),
+        ((2, 3), (1, 4), {"kind": "placed", "dispatch": False}),
+    ],
+    ids=str,
+)
 def test_another_number_of_ranks_reads_each_sample_once(
-    tmp_path: Path, launch_distributed: Any, before: tuple[int, int], after: tuple[int, int]
+    tmp_path: Path, launch_distributed: Any, before: tuple[int, int], after: tuple[int, int], data: dict[str, Any]
 ) -> None:
     seen: dict[int, list[int]] = {}
     for (num_ranks, batch), stop in ((before, 3), (after, None)):
-        options = {"folder": str(tmp_path / "out"), "batch": batch, "stop": stop, "resume": stop is None}
+        options = {"folder": str(tmp_path / "out"), "batch": batch, "stop": stop, "resume": stop is None, **data}
         results = [train_part(**options)] if num_ranks == 1 else run(launch_distributed, options)
         steps = {step for _, step in results}
         for samples, _ in results:

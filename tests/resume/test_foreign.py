@@ -12,20 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.resuming import StopAt
 from support.tiny import Net, Stream, make_arguments, make_rows
 
 from hftrain import CheckpointError, Trainer, TrainerCallback, set_seed
-
-
-class StopAt(TrainerCallback):
-    """Save and stop at one step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 def make(folder: Path, *callbacks: TrainerCallback, data: Any = None, **options: Any) -> Trainer:

@@ -77,7 +77,7 @@ def launch(
 def run_command(
     command: list[str], folder: Path, env: Mapping[str, str], timeout_s: float = 240.0
 ) -> tuple[int | None, str]:
-    """Run a command outside of any launch, leave neither it nor a descendant behind, and return how it ended."""
+    """Run a command without a launcher's variables, leave neither it nor a descendant behind; return how it ended."""
     base = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_ENV}
     process = subprocess.Popen(
         command,

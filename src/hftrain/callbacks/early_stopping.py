@@ -50,12 +50,16 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         Raises:
             ConfigError: There is no metric, no direction or no evaluation.
         """
-        if args.metric_for_best_model is None or args.greater_is_better is None or args.eval_strategy == "no":
-            raise ConfigError(_missing_settings(args))
+        self.check_settings(args)
         if not args.load_best_model_at_end:
             get_logger().warning("Early stopping without load_best_model_at_end=True ends with the last model.")
         if state.global_step == 0:
             self.early_stopping_patience_counter = 0
+
+    def check_settings(self, args: Any) -> None:
+        """Raise `ConfigError` unless there are a metric, a direction and evaluations."""
+        if args.metric_for_best_model is None or args.greater_is_better is None or args.eval_strategy == "no":
+            raise ConfigError(_missing_settings(args))
 
     def on_evaluate(
         self,

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_name, checkpoint_step, list_checkpoints
-from hftrain.checkpoint.manifest import Manifest, read_manifest, verify, write_manifest
+from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_links, verify, write_manifest
+from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.remote import RemoteCheckpoints
 from hftrain.checkpoint.rotation import best_names, commit_order, surplus
 from hftrain.core.errors import CheckpointError, explain
@@ -95,6 +96,8 @@ class CheckpointManager:
         # A run that is resumed keeps its name; rotation touches no other run's checkpoints.
         self.run_id = uuid.uuid4().hex
         self.remote = None if config.url is None else RemoteCheckpoints(config.url, mirror=config.output_dir)
+        # Set where machines do not share the mirror of a remote folder.
+        self.parcels: Parcels | None = None
         self._committed: Path | None = None
         self._begun: Path | None = None
 
@@ -131,10 +134,12 @@ class CheckpointManager:
         group = group or self.group
         # In this order, for what all write together: no process may wait for one that has failed at its own part.
         writers = [*each, *main] if self.is_committer else each
-        self._together(target, self._begin, group, is_for_main=True)
+        self._together(target, self._begin, group, is_for_main=self.parcels is None)
         if self.config.on_each_node:
             self._together(target, self._check_own_storage, group, is_for_main=True)
         self._together(target, lambda path: self._write(path, writers), group)
+        if self.parcels is not None:
+            self._together(target, lambda path: self._send(path, step), group)
         self._together(target, lambda path: self._commit(path, step, facts), group, is_for_main=True)
         self._committed = target
         return target
@@ -185,6 +190,7 @@ class CheckpointManager:
         if (path / MANIFEST).exists():
             return verify(path)
         if (path / TRAINER_STATE).is_file():
+            refuse_links(path)
             logger.warning("%s has no %s: its files are read as they are, without proof.", path, MANIFEST)
             return None
         raise CheckpointError(
@@ -271,6 +277,10 @@ class CheckpointManager:
         return is_whole and manifest.facts.get("run_id") == self.run_id
 
     def _begin(self, target: Path) -> None:
+        if self.parcels is not None and self.is_committer:
+            self.parcels.clear()
+        elif self.parcels is not None and not self.parcels.is_sender:
+            return
         files.sweep(target.parent, is_ours=_is_ours)
         self._begun = files.begin(target)
 
@@ -292,9 +302,15 @@ class CheckpointManager:
             writer(staged)
         files.fsync_tree(staged)  # on shared storage each machine can flush only what it wrote itself
 
+    def _send(self, target: Path, step: int) -> None:
+        if self.parcels is not None and self.parcels.is_sender:
+            self.parcels.send(files.find_staging(target), step=step)
+
     def _commit(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
         staged = files.find_staging(target)
         own = {"only_model": self.config.only_model, "run_id": self.run_id, "saved_at_s": time.time()}
+        if self.parcels is not None:
+            self.parcels.collect(staged, step=step)
         write_manifest(staged, {**facts, **own}, step=step)
         files.commit(staged, target)
         if self.remote is not None:
@@ -315,11 +331,10 @@ class CheckpointManager:
                 files.sweep(target.parent, is_ours=_is_ours)
         finally:
             lacks_space = group.all_true(cause is None or is_disk_full(cause))
-        reason = (
-            "Another process failed, and says why."
-            if cause is None
-            else f"{type(cause).__name__}: {str(cause).rstrip('.')}."
-        )
+        reason = "Another process failed, and says why."
+        if cause is not None:
+            shortage = "The disk, or a quota, is full: " if lacks_space else ""
+            reason = f"{shortage}{type(cause).__name__}: {str(cause).rstrip('.')}."
         remedy = "Earlier checkpoints are untouched. Mend the cause, then resume from the newest."
         kind = NoSpaceError if lacks_space else CheckpointError
         raise kind(explain(f"{target} should be written.", reason, remedy)) from cause

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hftrain.checkpoint.adapters import load_adapters, save_adapters, saves_adapters
+from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.layout import BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE, WEIGHT_SHARDS, WEIGHTS, WEIGHTS_INDEX
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.log import get_logger
@@ -54,16 +55,21 @@ def save_weights(
     elif not safe:
         save_containers(state, folder / BIN_WEIGHTS)
     else:
-        foreign = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-        if foreign:
-            raise CheckpointError(
-                explain(
-                    f"The weights of {type(model).__name__} should be saved as safetensors.",
-                    f"{', '.join(foreign)} are no tensors.",
-                    "Set save_safetensors=False, or return tensors from get_extra_state().",
-                )
-            )
+        check_saveable(model, state)
         save_tensors(state, folder / WEIGHTS)
+
+
+def check_saveable(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` where a model's state cannot be a safetensors file."""
+    foreign = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if foreign and not saves_adapters(model) and not _saves_itself(model):
+        raise CheckpointError(
+            explain(
+                f"The weights of {type(model).__name__} should be saved as safetensors.",
+                f"{', '.join(foreign)} are no tensors.",
+                "Set save_safetensors=False, or return tensors from get_extra_state().",
+            )
+        )
 
 
 def load_weights(
@@ -90,9 +96,10 @@ def load_weights(
         return load_adapters(model, folder)
     state = matching_weights(model, folder, strict=strict, own=own)
     try:
-        load(model, state) if load else model.load_state_dict(state, strict=strict)
-    except RuntimeError as error:
-        raise _unfit(model, folder, str(error)) from error
+        with restoring(folder):  # what a model keeps beside its tensors is its own to check
+            load(model, state) if load else model.load_state_dict(state, strict=strict)
+    except CheckpointError as error:
+        raise _unfit(model, folder, str(error.__cause__ or error)) from error
 
 
 def matching_weights(
@@ -229,10 +236,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":
         return load_tensors(path)
     state = load_containers(path)
-    if not isinstance(state, dict):
-        raise CheckpointError(
-            explain(f"{path} should hold weights.", f"It holds a {type(state).__name__}.", "Use another checkpoint.")
-        )
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        found = f"It holds a {type(state).__name__}, not values by name."
+        raise CheckpointError(explain(f"{path} should hold weights.", found, "Use another checkpoint."))
     return state
 
 

@@ -17,7 +17,7 @@ from hftrain.data.seeding import derive_seed, new_generator, with_own_numbers
 from hftrain.data.sharding import is_plain_loader, rebuild_loader
 from hftrain.data.sizes import has_length
 from hftrain.data.states import StatefulLoader
-from hftrain.data.streams import EpochStream, set_dataset_epoch
+from hftrain.data.streams import set_dataset_epoch
 from hftrain.data.wrappers import has_state
 
 _logger = get_logger(__name__)
@@ -59,6 +59,11 @@ class TrainFeed:
     def num_batches(self) -> int | None:
         """Batches in one epoch of this rank, or None where the loader cannot tell."""
         return len(self.loader) if has_length(self.loader) else None  # type: ignore[arg-type]
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data can only be iterated."""
+        return isinstance(getattr(self._reader, "dataset", None), IterableDataset)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the loader and of the dataset, where they have one, as of the batch taken last."""
@@ -117,15 +122,14 @@ class TrainFeed:
     def _restore(self, state: dict[str, Any], *, is_within: bool) -> bool:
         """Put states back; tell whether that is the place in the data, too."""
         reader = self._reader
-        is_stream = isinstance(getattr(reader, "dataset", None), IterableDataset)
-        shape = {name: getattr(reader, name, None) for name in _SHAPE}
-        if isinstance(getattr(reader, "dataset", None), EpochStream) and not shape["num_workers"]:
-            # Its state tells a sample.
-            shape["batch_size"] = state.get("batch_size")
+        # A dataset stands at a sample, whatever the batches.
+        shape = {name: getattr(reader, name, None) for name in (_SHAPE if "loader" in state else _SHAPE[:1])}
         differing = [
-            f"{name} was {state.get(name)!r}, now {shape[name]!r}" for name in _SHAPE if state.get(name) != shape[name]
+            f"{name} was {state.get(name)!r}, now {value!r}"
+            for name, value in shape.items()
+            if state.get(name) != value
         ]
-        if differing and is_within and (is_stream or "loader" in state):
+        if differing and is_within and (self.is_stream or "loader" in state):
             _logger.warning("The data cannot go on exactly where it was: %s.", ", ".join(differing))
             return False
         if is_within and "loader" in state and not isinstance(reader, StatefulLoader) and state["num_workers"]:
@@ -139,7 +143,7 @@ class TrainFeed:
             return True
         if "dataset" in state and _is_read_here(reader) and has_state(reader.dataset):
             reader.dataset.load_state_dict(state["dataset"])
-            return is_stream
+            return self.is_stream
         return False
 
     def _placed(self, loader: Any, *, may_start_over: bool) -> Iterator[Any]:

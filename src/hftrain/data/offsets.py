@@ -20,6 +20,7 @@ from hftrain.data.samplers import SkippedBatches, is_rank_aware
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.sharding import is_plain_loader, rebuild_loader
 from hftrain.data.streams import BatchShardStream
+from hftrain.data.wrappers import StreamWrapper
 
 
 class OffsetSampler(Sampler[Any]):
@@ -45,7 +46,7 @@ class OffsetSampler(Sampler[Any]):
         return max(0, len(self.sampler) - self._offset)
 
 
-class OffsetStream(IterableDataset[Any]):
+class OffsetStream(StreamWrapper):
     """Leave out the first samples of a stream, which are read and dropped.
 
     Args:
@@ -54,18 +55,13 @@ class OffsetStream(IterableDataset[Any]):
     """
 
     def __init__(self, dataset: Any, *, offset: int) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self._offset = offset
 
     @property
     def generator(self) -> Any:
         """The stream's own generator, which is seeded for each epoch."""
         return getattr(self.dataset, "generator", None)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to a stream that wants it."""
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         return islice(self.dataset, self._offset, None)
@@ -75,7 +71,11 @@ class OffsetStream(IterableDataset[Any]):
 
 
 def samples_per_round(loader: Any, *, world_size: int) -> int | None:
-    """Return how many samples all ranks read together for one micro-step; None where batches may differ in size.
+    """Return how many samples all ranks read together for one micro-step.
+
+    Returns:
+        The number; None where batches may differ in size, or come from several workers that read a part of a stream
+        each, so that their samples have no order that does not depend on the batch size.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -87,7 +87,8 @@ def samples_per_round(loader: Any, *, world_size: int) -> int | None:
     if not is_plain_loader(loader):
         return None
     if isinstance(loader.dataset, IterableDataset):
-        return None if loader.batch_size is None else loader.batch_size * world_size
+        is_countable = loader.batch_size is not None and loader.num_workers <= 1
+        return loader.batch_size * world_size if is_countable else None
     part, num_sharing = _batches_of(loader), 1
     while _is_wrapper(part):
         num_sharing *= part.num_processes if getattr(part, "split_batches", False) else 1
@@ -125,8 +126,6 @@ def with_offset(loader: Any, offset: int) -> Any:
     # The one-off loader's workers must end with the epoch.
     options: dict[str, Any] = {"persistent_workers": False}
     if isinstance(loader.dataset, IterableDataset):
-        if loader.num_workers > 1:
-            raise _cannot_begin(f"a stream that {loader.num_workers} workers read, each its part", offset)
         options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         return rebuild_loader(loader, dataset=_shifted(loader.dataset, offset), **options)
     if loader.batch_sampler is None:

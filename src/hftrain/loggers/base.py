@@ -22,7 +22,7 @@ class RunFacts:
 
     Attributes:
         name: The run's label (`run_name`).
-        output_dir: The run's folder; may be a URL.
+        output_dir: The run's folder; of a remote one its local mirror.
         logging_dir: Where event files go, if the user says so.
         project: Trackio's project.
         space_id: The Space that Trackio synchronises with.

@@ -88,7 +88,9 @@ class RemoteFolder:
         from fsspec.core import url_to_fs
 
         self.url = url.rstrip("/")
-        self._fs, self._root = url_to_fs(self.url)
+        # The one store that does not make folders by itself.
+        options = {"auto_mkdir": True} if self.url.startswith("local:") else {}
+        self._fs, self._root = url_to_fs(self.url, **options)
         self._root = self._root.rstrip("/")
 
     def check_writable(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from hftrain.core.errors import StrategyError, explain
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.strategies.board import Board
+
+if TYPE_CHECKING:
+    from hftrain.strategies.watch import RankWatch
 
 
 class Strategy:
@@ -39,6 +42,8 @@ class Strategy:
         schedule: The schedule that it made there.
         saves_in_background: Whether copies of the states that it gives are all that a checkpoint needs, to be written
             while training goes on.
+        watch: What tells the other processes of an error in this one, between `launch` and `close`; None where nothing
+            does.
         shards_model: Whether each process holds a part of the model, in parameters that `setup` makes.
         rank: This process among all; as the launcher said until `launch`, then as the process group says.
         local_rank: This process among those of its machine, likewise.
@@ -57,6 +62,7 @@ class Strategy:
     shards_model = False
     makes: frozenset[str] = frozenset()
     schedule: Any = None
+    watch: RankWatch | None = None
 
     def __init__(self, planned_device: torch.device, *, place_model: bool = True) -> None:
         self.rank, self.local_rank, self.world_size = 0, 0, 1

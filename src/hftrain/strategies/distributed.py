@@ -28,6 +28,7 @@ from hftrain.strategies.environment import (
     launched_rank,
     launched_world_size,
 )
+from hftrain.strategies.watch import RankWatch
 
 _DRAIN_S = 0.1
 _meetings = itertools.count()
@@ -87,13 +88,20 @@ class DistributedStrategy(Strategy):
             self._owns_group, self._excepthooks = True, (hook, sys.excepthook)
             atexit.register(self.close)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if self._owns_group and self._has_store():
+            self.watch = RankWatch(self.make_board(), rank=self.rank, world_size=self.world_size)
         self._take(device)
 
     def close(self) -> None:
-        """Leave the process group, if `launch` made it; safe to call twice. Collective."""
+        """Leave the process group, if `launch` made it; safe to call twice. Collective, except after an error."""
+        has_failed = self.watch is not None and self.watch.has_failed
+        if self.watch is not None:
+            self.watch.stop()
+            self.watch = None
         if self._owns_group:
             atexit.unregister(self.close)
-            if dist.is_initialized():
+            if dist.is_initialized() and not (has_failed and dist.get_backend() == "nccl"):
+                # NCCL would wait for the others, who wait for this process: it ends with the process.
                 if self.world_size > 1:
                     # A thread of the backend may still hold tensors of the last exchange, and needs the interpreter
                     # to let them go: at exit it would find it gone, and abort the process after a good run.
@@ -133,7 +141,7 @@ class DistributedStrategy(Strategy):
     def make_board(self) -> Board:
         if self.world_size == 1:
             return Board()
-        if "MASTER_ADDR" not in os.environ or dist.get_backend() == "mpi":
+        if not self._has_store():
             raise StrategyError(
                 explain(
                     f"strategy={self.name!r} should pass notes among {self.world_size} processes.",
@@ -151,6 +159,9 @@ class DistributedStrategy(Strategy):
         if self.world_size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
+
+    def _has_store(self) -> bool:
+        return self.world_size > 1 and "MASTER_ADDR" in os.environ and dist.get_backend() != "mpi"
 
     def _join(self) -> torch.device:
         """Find the device of this process in a group that somebody else made."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,21 @@ class _Silence:
 
     def fire(self, event: str, **extra: Any) -> None:
         """Tell nobody."""
+
+
+class _Lenient:
+    """Call `compute_metrics` and keep what it raises: whoever failed must not leave the others waiting."""
+
+    def __init__(self, compute: Callable[..., dict[str, Any]]) -> None:
+        self.error: Exception | None = None
+        self._compute = compute
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return self._compute(*args, **kwargs)
+        except Exception as error:
+            self.error = error
+            return {}
 
 
 def note_best(trainer: Trainer, metrics: Mapping[str, Any]) -> bool:
@@ -74,14 +89,19 @@ def rehearse_best_metric(trainer: Trainer, *, ignore_keys: list[str] | None) -> 
         for name in names:
             loader = trainer._sharded(trainer.get_eval_dataloader(name), is_training=False)
             with own_metrics(trainer, trainer._eval_sets.get(name or "")):
+                lenient = None if trainer.compute_metrics is None else _Lenient(trainer.compute_metrics)
+                trainer.compute_metrics = lenient
                 loop = trainer._evaluate_loop(
                     loss_only=trainer.compute_metrics is None, ignore_keys=ignore_keys, events=_Silence()
                 )
-            try:
-                metrics = loop.run(islice(iter(loader), 1)).metrics
-            except Exception as error:
+            metrics = loop.run(islice(iter(loader), 1)).metrics
+            error = None if lenient is None else lenient.error
+            if not trainer.strategy.all_true(error is None):
                 # One batch may lack what a metric needs (a second class, say): the full evaluation decides.
-                logger.warning("The rehearsal of metric_for_best_model on one batch failed: %r", error)
+                logger.warning(
+                    "The rehearsal of metric_for_best_model on one batch failed: %s",
+                    repr(error) if error else "in another process",
+                )
                 return
             prefix = "eval" if name is None else f"eval_{name}"
             found.update({key if key.startswith(prefix) else f"{prefix}_{key}": v for key, v in metrics.items()})

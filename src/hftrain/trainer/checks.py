@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -250,6 +251,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.M
                 "trainer.optimizer and trainer.lr_scheduler to None.",
             )
         )
+    check_step(type(optimizer))
     driven = getattr(schedule, "optimizer", optimizer)
     if driven is not optimizer:
         raise ConfigError(
@@ -257,6 +259,20 @@ def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.M
                 f"A {type(schedule).__name__} was to drive the learning rate.",
                 "It was made for another optimizer than the one that trains.",
                 "Make it from the same optimizer.",
+            )
+        )
+
+
+def check_step(kind: type[torch.optim.Optimizer]) -> None:
+    """Raise where an optimizer's step calls the model again, as LBFGS does."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            explain(
+                f"A {kind.__name__} was to train.",
+                "Its step needs a closure that runs the model again, and a step here runs it once: clipping, "
+                "accumulation and the scaling of the loss would not reach what the closure computes.",
+                "Use another optimizer, or run it yourself in an override of training_step.",
             )
         )
 

@@ -104,7 +104,7 @@ def check_cadences(args: Any, sets: Mapping[str, EvalSet], *, eval_steps: float 
 
 def is_due(entry: EvalSet | None, trainer: Trainer) -> bool:
     """Tell whether a set takes part in the evaluation that is running."""
-    if entry is None or entry.every is None or trainer._session is None:
+    if entry is None or entry.every is None or trainer._session is None or trainer.fast_dev_run:
         return True
     state = trainer.state
     if trainer.args.eval_strategy == "epoch":

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import secrets
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hftrain.checkpoint.layout import checkpoint_name, checkpoint_step
+from hftrain.checkpoint.layout import checkpoint_step
+from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.remote import RemoteCheckpoints
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.storage.files import check_writable, write_text
-from hftrain.storage.mirrors import CACHE_VARIABLE, Mirror, local_folder, mirror_of
+from hftrain.storage.mirrors import Mirror, local_folder, mirror_of
 from hftrain.storage.remote import RemoteFolder, check_url, is_url
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
+
+_MAX_LOOKS, _LOOK_S = 10, 0.3
 
 logger = get_logger(__name__)
 
@@ -71,32 +75,26 @@ def prepare_output(trainer: Trainer) -> None:
         RemoteFolder(url).check_writable()
 
 
-def check_mirror(trainer: Trainer) -> None:
-    """Raise, on all processes, unless they see the same mirror. Collective.
+def meet_at_mirror(trainer: Trainer) -> Parcels | None:
+    """Find out whether all processes see the main one's mirror. Collective.
 
-    Raises:
-        ConfigError: The machines do not share it.
+    Returns:
+        None if they do; else the means to bring files there.
     """
-    strategy = trainer.strategy
-    if output_url(trainer) is None or strategy.world_size == 1:
-        return
-    name = strategy.broadcast_object(f".seen-by-all-{secrets.token_hex(4)}" if strategy.is_main else None)
+    url, strategy = output_url(trainer), trainer.strategy
+    if url is None or strategy.world_size == 1:
+        return None
+    name = strategy.broadcast_object(f".seen-{secrets.token_hex(4)}" if strategy.is_main else None)
     probe = trainer.output_dir / name
+    probe.parent.mkdir(parents=True, exist_ok=True)
     if strategy.is_main:
-        probe.parent.mkdir(parents=True, exist_ok=True)
         write_text(probe, "test")
     strategy.barrier()
-    is_shared = strategy.all_true(probe.exists())
+    is_seen = _appears(probe)
+    is_shared = strategy.all_true(is_seen)
     if strategy.is_main:
         probe.unlink()
-    if not is_shared:
-        raise ConfigError(
-            explain(
-                f"output_dir={trainer.args.output_dir!r} was asked for, on several machines.",
-                f"They do not share {trainer.output_dir}, where a checkpoint is gathered before it is uploaded.",
-                f"Let the environment variable {CACHE_VARIABLE} name a folder on storage that all machines share.",
-            )
-        )
+    return None if is_shared else Parcels(url, rank=strategy.rank, is_sender=not is_seen and strategy.is_local_main)
 
 
 def publish(trainer: Trainer, folder: str | None = None) -> None:
@@ -153,39 +151,78 @@ def fetch_named(trainer: Trainer, name: str | Path) -> Path | None:
     Raises:
         CheckpointError: It is damaged or no checkpoint, or the store cannot be used.
     """
-    text = str(name)
-    if is_url(text):
-        check_url(text)
-        url, _, last = text.rstrip("/").rpartition("/")
-        if not is_url(url):  # a bucket
-            raise ConfigError(
-                explain(f"Resuming from {text!r} was asked for.", "It names no folder.", "Name a checkpoint's folder.")
-            )
-        return RemoteCheckpoints(url, mirror=mirror_of(url)).fetch(last)
-    own = output_url(trainer)
-    if own is None or Path(text).is_dir() or len(Path(text).parts) != 1:
-        return None
-    return RemoteCheckpoints(own, mirror=trainer.output_dir).fetch(text)
+    text, own = str(name), output_url(trainer)
+    if not is_url(text):
+        if own is None or Path(text).is_dir() or len(Path(text).parts) != 1:
+            return None
+        text = f"{own.rstrip('/')}/{text}"
+    check_url(text)
+    if not is_url(text.rstrip("/").rpartition("/")[0]):
+        raise ConfigError(
+            explain(f"Resuming from {text!r} was asked for.", "It names no folder.", "Name a checkpoint's folder.")
+        )
+    path = _fetch(text)
+    trainer._origins[path] = text
+    return path
+
+
+def own_copy(trainer: Trainer, folder: Path) -> Path:
+    """Return where this machine has the checkpoint to go on from, which the main process has fetched. Collective.
+
+    Raises:
+        CheckpointError: A machine could not fetch it.
+    """
+    known = trainer._origins.get(folder) or _text_of(trainer, folder)
+    origin = trainer.strategy.broadcast_object(known if trainer.strategy.is_main else None)
+    return folder if origin is None else _fetch_together(trainer, origin, main_has_it=True)
 
 
 def fetch_best(trainer: Trainer, best: Path) -> None:
-    """Fetch the best checkpoint into the mirror unless it is there, or nowhere. Collective."""
+    """Fetch the best checkpoint into each machine's mirror, unless it is there, or nowhere. Collective."""
     url, strategy = remote_of(trainer, best.parent), trainer.strategy
     if url is None:
         return
-    cause: CheckpointError | None = None
-    if strategy.is_main:
-        try:
-            remote = RemoteCheckpoints(url, mirror=best.parent)
-            if best.name in remote.names():
-                remote.fetch(best.name)
-        except CheckpointError as error:
-            cause = error
-    if not strategy.all_true(cause is None):
-        raise cause or CheckpointError(f"The main process could not fetch {best.name}, and says why.")
+    is_there = best.name in RemoteFolder(url).names() if strategy.is_main else None
+    if strategy.broadcast_object(is_there):
+        _fetch_together(trainer, f"{url.rstrip('/')}/{best.name}")
 
 
-def checkpoint_text(trainer: Trainer, folder: Path, step: int) -> str:
+def checkpoint_text(trainer: Trainer, folder: Path) -> str:
     """Return how the state calls a checkpoint: where it will still be when the mirror is gone."""
-    url = remote_of(trainer, folder)
-    return f"{url.rstrip('/')}/{checkpoint_name(step)}" if url else str(folder / checkpoint_name(step))
+    return _text_of(trainer, folder) or str(folder)
+
+
+def _text_of(trainer: Trainer, folder: Path) -> str | None:
+    """Return the URL of a folder in the output folder's mirror, None if it lies elsewhere."""
+    url = remote_of(trainer, folder.parent)
+    return f"{url.rstrip('/')}/{folder.name}" if url else None
+
+
+def _fetch(text: str) -> Path:
+    url, _, name = text.rstrip("/").rpartition("/")
+    return RemoteCheckpoints(url, mirror=mirror_of(url)).fetch(name)
+
+
+def _fetch_together(trainer: Trainer, text: str, *, main_has_it: bool = False) -> Path:
+    """Fetch a checkpoint on the main process, then on the first of each machine; return where it is. Collective."""
+    strategy = trainer.strategy
+    for is_mine in (strategy.is_main and not main_has_it, strategy.is_local_main and not strategy.is_main):
+        cause: CheckpointError | None = None
+        if is_mine:
+            try:
+                _fetch(text)
+            except CheckpointError as error:
+                cause = error
+        if not strategy.all_true(cause is None):
+            raise cause or CheckpointError(f"Another process could not fetch {text}, and says why.")
+    url, _, name = text.rstrip("/").rpartition("/")
+    return mirror_of(url) / name
+
+
+def _appears(path: Path) -> bool:
+    """Tell whether a file is there, or comes within seconds: network file systems show it late."""
+    for _ in range(_MAX_LOOKS):
+        if path.exists():
+            return True
+        time.sleep(_LOOK_S)
+    return False

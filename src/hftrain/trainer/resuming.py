@@ -33,6 +33,7 @@ class RunPlan:
         max_steps: Those after which this one ends: more or fewer, where a part of it had another shape.
         num_batches_first: Micro-steps of the pass it begins in.
         saved: The checkpoint's manifest; None for a new run.
+        is_reshaped: Whether the checkpoint's batches, or processes, were others.
     """
 
     grid: Grid
@@ -41,6 +42,7 @@ class RunPlan:
     max_steps: int
     num_batches_first: int | None
     saved: Manifest | None = None
+    is_reshaped: bool = False
 
     def facts(self, progress: Progress) -> dict[str, Any]:
         """Return what a manifest says of the run's position and shape."""
@@ -108,7 +110,13 @@ def plan_run(
             "%s is the end of its run: no step is left. Raise num_train_epochs or max_steps to go on.", folder
         )
     return RunPlan(
-        grid=grid, geometry=geometry, asked=asked, max_steps=max_steps, num_batches_first=first, saved=manifest
+        grid=grid,
+        geometry=geometry,
+        asked=asked,
+        max_steps=max_steps,
+        num_batches_first=first,
+        saved=manifest,
+        is_reshaped=any(saved.get(name) != geometry[name] for name in ("batch_size", "world_size")),
     )
 
 

@@ -165,6 +165,15 @@ def search(
 ) -> BestRun | list[BestRun]:
     """Search with a backend; see `Trainer.hyperparameter_search`."""
     check_model_init(trainer, asked="hyperparameter_search()")
+    if trainer.fast_dev_run:
+        raise ConfigError(
+            explain(
+                "hyperparameter_search() was called.",
+                "With fast_dev_run nothing is trained that an objective could be computed of.",
+                "Rehearse with train(trial={...}), and search without fast_dev_run.",
+                fast_dev_run=trainer.fast_dev_run,
+            )
+        )
     _check_data(trainer)
     chosen = choose_backend(backend)
     config = SearchConfig(

@@ -17,8 +17,8 @@ from torch import nn
 from hftrain.adapter.data import data_seed
 from hftrain.adapter.plan import fit_config
 from hftrain.adapter.sharing import syncs_each_batch
+from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.parts import load_trainer_state
-from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, restore_rng, set_seed
@@ -27,18 +27,14 @@ from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
 from hftrain.data.states import resumable_loader
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
-from hftrain.loops.window import LogWindow, LossWindow, merge_reports
+from hftrain.loops.window import LogWindow, merge_reports
 from hftrain.optim.weight_modes import training_weights
-from hftrain.step.assemble import assemble_stepper
-from hftrain.strategies.base import Strategy
-from hftrain.task.module import TaskModule
 from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer.announce import announce_training
 from hftrain.trainer.best import read_metric, rehearse_best_metric
-from hftrain.trainer.checks import best_metric_key, check_optimizer
+from hftrain.trainer.checks import best_metric_key
 from hftrain.trainer.counting import RunCounts
 from hftrain.trainer.debugging import watch_overflow
-from hftrain.trainer.engines import forget_taken
 from hftrain.trainer.eval_sets import check_cadences, is_due
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
@@ -46,20 +42,18 @@ from hftrain.trainer.interrupts import Interrupts, saves_at_all
 from hftrain.trainer.leftovers import END_EPOCH, EVALUATE, SAVE, left_in
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
-from hftrain.trainer.remote import check_mirror, publish_quietly
+from hftrain.trainer.remote import meet_at_mirror, own_copy, publish_quietly
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.resuming import plan_run
 from hftrain.trainer.room import check_room
 from hftrain.trainer.salvage import Salvage
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
-from hftrain.trainer.weighing import LossShares
+from hftrain.trainer.setup import empty_cache, loss_window, set_up
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
-
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class TrainSession:
@@ -78,15 +72,7 @@ class TrainSession:
         self.progress = Progress()
         strategy = trainer.strategy
         self.logs = LogWindow(gather_object=strategy.gather_object)
-        self.losses = LossWindow(
-            # Documented: not on XLA.
-            filters_nonfinite=trainer.args.logging_nan_inf_filter and strategy.device_type != "xla",
-            reduce=(
-                (lambda loss: trainer._nested_gather(loss).mean())
-                if trainer._is_overridden("_nested_gather")
-                else (lambda loss: strategy.reduce(loss, op="mean"))
-            ),
-        )
+        self.losses = loss_window(trainer)
         self._rng: Mapping[str, Any] | None = None
         self._left: frozenset[str] = frozenset()
         self.changes = ModelChanges(trainer)
@@ -107,14 +93,16 @@ class TrainSession:
         self.interrupts: Interrupts
         self.salvage: Salvage
         self.is_evaluating = False
+        # In words; None in a step or an evaluation.
+        self.phase: str | None = "set up the training"
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
         trainer, args = self.trainer, self.trainer.args
         trainer.is_in_train = True
         resume = trainer.strategy.broadcast_object(None if self.resume is None else str(self.resume))
-        self.resume = None if resume is None else own_checkpoint(trainer, Path(resume))
-        check_mirror(trainer)
+        self.resume = None if resume is None else own_checkpoint(trainer, own_copy(trainer, Path(resume)))
+        self.checkpoints.manager.parcels = meet_at_mirror(trainer)
         if trainer.model_init is not None:
             set_seed(args.seed)
             with trainer.strategy.building():
@@ -130,7 +118,7 @@ class TrainSession:
         plan = (*plan[:6], max_steps)
         self.counts = RunCounts(trainer)
         self._start_state(max_steps=max_steps, num_epochs=num_epochs)
-        stepper = self._set_up(max_steps)
+        stepper = set_up(self, max_steps)
         self._watch = watch_overflow(trainer)
         if self.resume is not None:
             self._load_rest(self.resume)
@@ -159,6 +147,7 @@ class TrainSession:
             num_epochs=num_epochs if plan[4] else None,
             world_size=trainer.strategy.world_size,
         )
+        self.phase = None
         with Interrupts(self, save=self._save) as self.interrupts:
             with training_weights(self.optimizer), Salvage(self, save=self._save) as self.salvage:
                 self.loop = self._loop(config, loader, self.salvage.watch(stepper))
@@ -209,79 +198,6 @@ class TrainSession:
         if self.resume is not None:
             self.checkpoints.take_over(self.resume, self.checkpoints.plan)
 
-    def _set_up(self, max_steps: int) -> Any:
-        """Place and wrap the model, make optimizer and schedule, assemble the step."""
-        trainer, strategy, precision = self.trainer, self.trainer.strategy, self.trainer.precision
-        # Before the weights are loaded, which would be rounded to the dtype they are copied into.
-        trainer.model = trainer.task.model = precision.convert(trainer.model)
-        if self.resume is not None:
-            self.checkpoints.load_model(self.resume)
-        place_task(trainer.task, strategy, is_model_placed=True)
-        self.changes.apply(trainer.model)
-        trainer._forget_schedule()
-        forget_taken(trainer)
-
-        strategy.plan(num_steps=max_steps, num_warmup_steps=trainer.args.get_warmup_steps(max_steps))
-
-        def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-            if "scheduler" in strategy.makes:
-                trainer.create_optimizer()
-            else:
-                trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
-            assert trainer.optimizer is not None
-            trainer.model = trainer.ipex_optimize_model(trainer.model, training=True)
-            # Here, for a strategy may put parameters of its own into the groups.
-            check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
-            return precision.attach(trainer.model, trainer.optimizer)
-
-        wrapped, optimizer = self._wrap(make_optimizer)
-        trainer.compiler.compile(trainer.model)
-        if "scheduler" in strategy.makes:
-            trainer.lr_scheduler = strategy.schedule
-        elif "optimizer" in strategy.makes:
-            trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
-        trainer._check_in_backward(optimizer)
-        # An interrupted run, or the user, may have left gradients.
-        trainer.model.zero_grad()
-        trainer.optimizer = self.optimizer = optimizer
-        trainer.task.model = trainer.model_wrapped = wrapped
-        trainer._shares = LossShares(trainer)
-        stepper = assemble_stepper(
-            strategy=strategy,
-            precision=precision,
-            optimizer=optimizer,
-            max_grad_norm=trainer.args.max_grad_norm,
-        )
-        trainer._backward, trainer._autocast = stepper.backward, stepper.autocast
-        return stepper
-
-    def _wrap(self, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Wrap the model through the hook; what an override left to do is done after it."""
-        trainer, strategy = self.trainer, self.trainer.strategy
-        made: list[torch.optim.Optimizer] = []
-
-        def set_up(model: nn.Module) -> nn.Module:
-            wrapped, optimizer = strategy.setup(model, make_optimizer, trainer.precision.policy)
-            assert optimizer is not None
-            made[:] = [optimizer]
-            return wrapped
-
-        self.wrap = set_up
-        # The wrapper that the user brought, if it still holds the model.
-        outermost = trainer._outermost if strategy.unwrap(trainer._outermost) is trainer.model else trainer.model
-        wrapped = trainer._wrap_model(outermost)
-        if not made:
-            wrapped = set_up(wrapped)
-        if strategy.unwrap(wrapped) is not trainer.model:
-            raise ConfigError(
-                explain(
-                    f"{type(trainer).__name__}._wrap_model returned a {type(wrapped).__name__}.",
-                    f"strategy={strategy.name!r} cannot look through it to the model.",
-                    "Wrap the model before it is given to the Trainer, or return what super()._wrap_model returned.",
-                )
-            )
-        return wrapped, made[0]
-
     def _load_rest(self, folder: Path) -> None:
         """Load what a checkpoint holds beside the model."""
         trainer = self.trainer
@@ -297,7 +213,7 @@ class TrainSession:
     def _loop(self, config: FitConfig, loader: Any, stepper: Any) -> FitLoop:
         trainer, strategy = self.trainer, self.trainer.strategy
         schedule = None if self._follows_metric else trainer.lr_scheduler
-        take, step = trainer._shares.take, trainer._training_step
+        take, step = trainer._shares.take, trainer._slot_training_step
         if trainer.args.auto_find_batch_size is True:
             fitting = MicroBatches(trainer, logs=self.logs, found=found_size(trainer.args, self.resume))
             take, step = fitting.take, fitting.step
@@ -309,7 +225,7 @@ class TrainSession:
             log=self._log,
             evaluate=self._evaluate,
             save=self._save,
-            empty_cache=_empty_cache,
+            empty_cache=empty_cache,
             act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
             pending=self.pending,
         )
@@ -377,7 +293,7 @@ class TrainSession:
             self.used_rate = logs["learning_rate"]
             logs["learning_rate"] = self.trainer._get_learning_rate()
             self.used_rate = None
-        self.trainer._log(merge_reports(logs, self.trainer.precision.logs(), self.logs.read(), own))
+        self.trainer._slot_log(merge_reports(logs, self.trainer.precision.logs(), self.logs.read(), own))
 
     def _act_through_hook(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
         """Let a subclass see the end of a step; it calls the base method, which calls `act`."""
@@ -426,7 +342,9 @@ class TrainSession:
 
     def _save(self) -> None:
         self.interrupts.note_save()
+        self.phase = f"save {checkpoint_name(self.trainer.state.global_step)}"
         self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial))
+        self.phase = None
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -439,7 +357,7 @@ class TrainSession:
             self.checkpoints.settle()
 
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
-        trainer = self.trainer
+        trainer, self.phase = self.trainer, "finish the training"
         self.losses.read()
         self.counts.read()
         trainer.store_flos()
@@ -462,7 +380,7 @@ class TrainSession:
             metrics["nonfinite_losses"] = num_nonfinite
         trainer.is_in_train = False
         trainer._report_memory(metrics)
-        trainer._log(metrics)
+        trainer._slot_log(metrics)
         best = best_checkpoint(trainer)
         keeps_one = trainer.args.save_total_limit == 1 and trainer.save_policy.keep_best in (None, 1)
         if keeps_one and trainer.args.load_best_model_at_end and best is not None:
@@ -478,19 +396,3 @@ class TrainSession:
         strategy = self.trainer.strategy
         own = (self.progress.samples - first.samples) // strategy.world_size
         return int(strategy.reduce(torch.tensor(own, device=strategy.device), op="sum"))
-
-
-def place_task(task: TaskModule, strategy: Strategy, *, is_model_placed: bool = False) -> None:
-    """Move a task's metrics and what else it holds to the device, and the model unless the strategy does."""
-    model = task.model
-    # Its other children, and the tensors it holds itself.
-    del task.model
-    task.to(strategy.device)
-    task.model = model if is_model_placed else strategy.place(model)
-
-
-def _empty_cache() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    elif torch.backends.mps.is_available():
-        torch.mps.empty_cache()

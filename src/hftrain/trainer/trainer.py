@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,11 @@ from hftrain.trainer.checks import (
     check_eval_data,
     check_evaluation,
     check_model,
+    check_optimizer,
     check_parts,
     check_save_policy,
     check_sharding,
+    check_step,
     check_strategy,
     check_task,
     check_tensor_parallel,
@@ -101,6 +104,7 @@ from hftrain.trainer.evaluating import (
     with_memory,
 )
 from hftrain.trainer.fitting import SMALLER_BATCH, check_fitting, with_smaller_batches
+from hftrain.trainer.foresight import check_ahead, check_fits
 from hftrain.trainer.generating import generates
 from hftrain.trainer.hooks import call_with, check_hooks
 from hftrain.trainer.hub import TrainerHub
@@ -111,6 +115,7 @@ from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.nodes import check_nodes
 from hftrain.trainer.numerics import check_training, prepare_model
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
+from hftrain.trainer.rehearsal import cut_short, number_of_batches, rehearse, without_trackers
 from hftrain.trainer.remote import check_output, output_folder, prepare_output, publish, publish_together
 from hftrain.trainer.replicas import forget_devices, note_devices
 from hftrain.trainer.reports import (
@@ -123,9 +128,11 @@ from hftrain.trainer.reports import (
 )
 from hftrain.trainer.saving import find_resume, load_task
 from hftrain.trainer.searching import TrialRun, search, trying
-from hftrain.trainer.session import TrainSession, place_task
+from hftrain.trainer.session import TrainSession
+from hftrain.trainer.setup import place_task
 from hftrain.trainer.signatures import accepts, takes_trial, taking
 from hftrain.trainer.weighing import LossShares
+from hftrain.trainer.whereabouts import report_late_ranks, whereabouts
 
 logger = get_logger(__name__)
 
@@ -155,6 +162,9 @@ class Trainer:
         spill_dir: A folder for predictions larger than memory: what an evaluation or `predict` keeps is held in unnamed
             files there, mapped into memory as NumPy arrays. A file's space is free again when its array is gone.
         save_policy: When and how to save beyond what the arguments say.
+        fast_dev_run: Rehearse: `train` takes so many steps with a copy of the model, evaluates, saves and resumes in a
+            temporary folder, says how long a step took, and leaves nothing behind; `evaluate` and `predict` take so
+            many batches. Callbacks hear it all; trackers and the Hub do not. None for a real run, True for one batch.
         loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
@@ -187,6 +197,7 @@ class Trainer:
         precision: str | Precision | None = None,
         spill_dir: str | Path | None = None,
         save_policy: SavePolicy | None = None,
+        fast_dev_run: bool | int | None = None,
         loggers: str | Logger | Sequence[str | Logger] | None = None,
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
@@ -204,31 +215,41 @@ class Trainer:
         self._make_parts(model, strategy, precision)
         check_sharding(self.args, self.strategy, optimizers=optimizers)
         callbacks = self._with_trackers(loggers, [*(callbacks or ()), *(callback or ())])
+        self.fast_dev_run = number_of_batches(fast_dev_run)
         eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
         self.save_policy = save_policy or SavePolicy()
         self._check_eval_data()
-        self.model_init, self.compute_loss_func, self.compute_metrics = model_init, compute_loss_func, compute_metrics
-        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.model_init, self.compute_loss_func = model_init, compute_loss_func
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.optimizer: torch.optim.Optimizer | None = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.processing_class = _one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
         self._start_idle()
-        if (self.args.log_level if self.args.should_log else self.args.log_level_replica) != "passive":
-            set_verbosity(self.args.get_process_log_level())
-        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
-        self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
+        self._take_model(model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
         self._check_evaluating()
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
         self._resolve_hooks(given)
-        self._hub.start()
-        self._make_callbacks([*debug_callbacks(self), *callbacks])
+        if not self.fast_dev_run:
+            self._hub.start()
+        self._make_callbacks(
+            [*debug_callbacks(self), *(without_trackers(callbacks) if self.fast_dev_run else callbacks)]
+        )
 
     # -- construction --------------------------------------------------------------------------------------------
+
+    def _take_model(self, model: Any) -> None:
+        """Build the model, if it is not given, from the seed, and adopt it."""
+        if (self.args.log_level if self.args.should_log else self.args.log_level_replica) != "passive":
+            set_verbosity(self.args.get_process_log_level())
+        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+        self._adopt_model(self.call_model_init() if model is None or self.model_init is not None else model)
+        if self.optimizer is not None and self.model_init is None:
+            check_optimizer(self.optimizer, self.lr_scheduler, self.model)
 
     def _check_eval_data(self) -> None:
         check_save_policy(self.args, self.save_policy)
@@ -237,6 +258,21 @@ class Trainer:
         check_evaluation(
             self.args, eval_dataset=self.eval_dataset, has_own_loader=self._is_overridden("get_eval_dataloader")
         )
+
+    def _check_data(self) -> None:
+        """Refuse data that a training could not read as asked."""
+        check_tensor_parallel(self.get_tp_size(), self.strategy, is_handled=self.is_deepspeed_enabled)
+        if not self._is_overridden("get_train_dataloader"):
+            check_train_data(self.args, self.train_dataset)
+            self._check_columns(self.train_dataset)
+            if not self._is_overridden("_get_train_sampler"):
+                self._check_lengths(self.train_dataset, is_training=True)
+        if self.args.eval_strategy != "no" and self.eval_dataset is not None:
+            is_dict = isinstance(self.eval_dataset, Mapping)
+            for dataset in self.eval_dataset.values() if is_dict else [self.eval_dataset]:
+                self._check_columns(dataset)
+                if not self._is_overridden("_get_eval_sampler"):
+                    self._check_lengths(dataset, is_training=False)
 
     def _check_evaluating(self) -> None:
         """Refuse evaluations that cannot run as asked, and metrics that never come."""
@@ -333,11 +369,12 @@ class Trainer:
 
     def _resolve_hooks(self, given: Mapping[str, Any]) -> None:
         """Look at the hooks' signatures once, so that overrides in the older forms keep working."""
-        self._compute_loss = taking(self.compute_loss, 3, "num_items_in_batch")
+        # Under names that no subclass would choose for a method of its own.
+        self._slot_compute_loss = taking(self.compute_loss, 3, "num_items_in_batch")
         self._loss_takes_count = accepts(self.compute_loss, "num_items_in_batch")
-        self._training_step = taking(self.training_step, 2, "num_items_in_batch")
-        self._get_batch_samples = taking(self.get_batch_samples, 2, "device")
-        self._log = taking(self.log, 1, "start_time")
+        self._slot_training_step = taking(self.training_step, 2, "num_items_in_batch")
+        self._slot_get_batch_samples = taking(self.get_batch_samples, 2, "device")
+        self._slot_log = taking(self.log, 1, "start_time")
         self._walks_inputs = self._is_overridden("_prepare_input")
         self._counts_items_itself = self._is_overridden("_get_num_items_in_batch")
         self._makes_contexts = any(
@@ -347,6 +384,10 @@ class Trainer:
         check_hooks(self, Trainer, given=given)
 
     def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
+        if self.fast_dev_run:
+            callbacks = without_trackers(callbacks)
+        else:
+            self._hub.start()
         disables = self.args.disable_tqdm
         disables = get_verbosity() > 30 if disables is None else disables
         self.control = TrainerControl()
@@ -378,6 +419,8 @@ class Trainer:
         """Set what only a running verb changes."""
         self._start_folder = Path.cwd()
         self._mirrors: dict[str, Mirror] = {}
+        # Where checkpoints were fetched from that were named by a URL.
+        self._origins: dict[Path, str] = {}
         self._hub = TrainerHub(self)
         self.is_in_train = False
         self._found: dict[str, Any] = {}
@@ -543,35 +586,34 @@ class Trainer:
         if trial is not None and self._trial_run is None:
             with trying(self, trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
-        check_tensor_parallel(self.get_tp_size(), self.strategy, is_handled=self.is_deepspeed_enabled)
-        if not self._is_overridden("get_train_dataloader"):
-            check_train_data(self.args, self.train_dataset)
-            self._check_columns(self.train_dataset)
-            if not self._is_overridden("_get_train_sampler"):
-                self._check_lengths(self.train_dataset, is_training=True)
-        if self.args.eval_strategy != "no" and self.eval_dataset is not None:
-            is_dict = isinstance(self.eval_dataset, Mapping)
-            for dataset in self.eval_dataset.values() if is_dict else [self.eval_dataset]:
-                self._check_columns(dataset)
-                if not self._is_overridden("_get_eval_sampler"):
-                    self._check_lengths(dataset, is_training=False)
+        self._check_data()
+        was_there = self.output_dir.exists()
         if saves_at_all(self):
             prepare_output(self)
         self._check_optimizer()
         check_training(self)
         self.strategy.check_model(self.model)
+        check_ahead(self)
         resume = find_resume(self, resume_from_checkpoint)
+        if resume is not None:
+            check_fits(self, resume)
 
-        def run() -> TrainOutput:
-            session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
-            try:
-                return session.run()
-            finally:
-                session.close()
-                self._session = None
+        def run(resume: Path | None) -> TrainOutput:
+            def attempt() -> TrainOutput:
+                session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
+                try:
+                    return session.run()
+                finally:
+                    session.close()
+                    self._session = None
+
+            is_retried = self.args.auto_find_batch_size == SMALLER_BATCH
+            return with_smaller_batches(self, resume, attempt) if is_retried else attempt()
 
         with self._running("train"):
-            return with_smaller_batches(self, resume, run) if self.args.auto_find_batch_size == SMALLER_BATCH else run()
+            if self.fast_dev_run:
+                return rehearse(self, run, resume=resume, was_there=was_there)
+            return run(resume)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -594,7 +636,7 @@ class Trainer:
             return evaluate_sets(self, datasets, ignore_keys, metric_key_prefix, is_own=is_own)
         chosen = self._eval_sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
         with own_metrics(self, chosen), self._evaluating("eval"):
-            loader = self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False)
+            loader = cut_short(self, self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False))
             start_s = time.perf_counter()
             loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
             output = loop(
@@ -605,7 +647,7 @@ class Trainer:
                 metric_key_prefix=metric_key_prefix,
             )
             metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output, loader)}
-            self._log(metrics)
+            self._slot_log(metrics)
             if self.state.epoch is not None:
                 metrics["epoch"] = self.state.epoch
             self.callback_handler.fire("on_evaluate", metrics=metrics)
@@ -629,7 +671,7 @@ class Trainer:
         Source: the documented `Trainer.predict`.
         """
         with self._evaluating("predict"):
-            loader = self._sharded(self.get_test_dataloader(test_dataset), is_training=False)
+            loader = cut_short(self, self._sharded(self.get_test_dataloader(test_dataset), is_training=False))
             start_s = time.perf_counter()
             loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
             output = loop(
@@ -1066,7 +1108,7 @@ class Trainer:
         # Before compute_loss, whose overrides may pop the labels.
         share = self._shares.of(inputs, num_items_in_batch) if self._shares.is_on else None
         with self.compute_loss_context_manager():
-            loss: torch.Tensor = self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         if share is not None:
             loss = self._shares.weigh(loss, share)
         self._backward(loss)
@@ -1222,7 +1264,7 @@ class Trainer:
             if isinstance(task, ModelTask):
                 ignored = task.keys_to_ignore if ignore_keys is None else ignore_keys
                 output = task.predict_batch(
-                    lambda batch: self._compute_loss(model, batch, return_outputs=True),
+                    lambda batch: self._slot_compute_loss(model, batch, return_outputs=True),
                     inputs,
                     loss_only=prediction_loss_only,
                     ignore=ignored,
@@ -1438,6 +1480,8 @@ class Trainer:
         is_made = "optimizer" in self.strategy.makes
         if not (is_own or makes_own or is_made or self._is_overridden("create_optimizer")):
             self._check_in_backward(self.get_optimizer_cls_and_kwargs(self.args, self.model)[0])
+        elif self.optimizer_cls_and_kwargs is not None:
+            check_step(self.optimizer_cls_and_kwargs[0])
 
     def _check_in_backward(self, optimizer: Any) -> None:
         accumulation = self.args.gradient_accumulation_steps
@@ -1707,7 +1751,12 @@ class Trainer:
                 if isinstance(self.task, ModelTask):
                     self.task.label_names, self.task.can_return_loss = list(self.label_names), self.can_return_loss
                 self.compiler.open()
+                if self.strategy.watch is not None:
+                    self.strategy.watch.where = partial(whereabouts, self)
             yield
+        except RuntimeError as error:
+            report_late_ranks(self, error)
+            raise
         finally:
             self._depth -= 1
             self._stage = previous

@@ -176,9 +176,9 @@ def test_output_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match="Writing to"):
         train(tmp_path / "file" / "run", save_strategy="epoch")
-    with pytest.raises(ConfigError, match="Writing to"):
+    with pytest.raises(ConfigError, match="knows no store 'nowhere'"):
         Trainer(
-            Net(), TrainingArguments("s3://bucket/run", use_cpu=True, disable_tqdm=True), train_dataset=make_rows()
+            Net(), TrainingArguments("nowhere://bucket/run", use_cpu=True, disable_tqdm=True), train_dataset=make_rows()
         ).train()
 
 

@@ -11,7 +11,15 @@ import torch
 from support.remote import URL, empty_store, failing, listing, read, write
 from support.tiny import Net, make_arguments, make_rows
 
-from hftrain import CheckpointError, ConfigError, MissingDependencyError, Trainer, TrainerCallback, set_seed
+from hftrain import (
+    CheckpointError,
+    ConfigError,
+    MissingDependencyError,
+    SavePolicy,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
 from hftrain.checkpoint.weights import load_weights
 from hftrain.storage.mirrors import mirror_of
 
@@ -34,6 +42,7 @@ class StopAt(TrainerCallback):
 
 def make_trainer(folder=URL, *callbacks, **options) -> Trainer:
     set_seed(1)
+    policy = options.pop("save_policy", None)
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8, **options}
     return Trainer(
         Net(dropout=0.2),
@@ -41,6 +50,7 @@ def make_trainer(folder=URL, *callbacks, **options) -> Trainer:
         train_dataset=make_rows(22),
         eval_dataset=make_rows(7, seed=2),
         callbacks=list(callbacks),
+        save_policy=policy,
     )
 
 
@@ -61,6 +71,24 @@ def test_a_run_is_resumed_from_the_store_alone_and_ends_the_same(tmp_path):
     assert resumed.train(resume_from_checkpoint=True).global_step == 8
     assert saved() == ["checkpoint-2", "checkpoint-4", "checkpoint-5", "checkpoint-6", "checkpoint-8"]
     assert same_weights(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def test_saving_in_the_background_publishes_too(tmp_path):
+    whole = make_trainer(tmp_path / "whole")
+    whole.train()
+    make_trainer(URL, StopAt(5), save_policy=SavePolicy(save_async=True)).train()
+    shutil.rmtree(mirror_of(URL))
+    resumed = make_trainer(save_policy=SavePolicy(save_async=True), save_total_limit=1)
+    resumed.train(resume_from_checkpoint="auto")
+    assert saved() == ["checkpoint-8"]
+    assert same_weights(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def test_auto_begins_anew_where_nothing_is_and_not_where_nothing_can_be_read(monkeypatch):
+    assert make_trainer(max_steps=2).train(resume_from_checkpoint="auto").global_step == 2
+    failing(monkeypatch, "get_file", times=99, error=OSError("unreachable"))
+    with pytest.raises(CheckpointError, match="unreachable"):
+        make_trainer().train(resume_from_checkpoint="auto")
 
 
 @pytest.mark.parametrize("name", [f"{URL}/checkpoint-4", f"{URL}/checkpoint-4/", "checkpoint-4"])

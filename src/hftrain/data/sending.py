@@ -1,0 +1,53 @@
+"""Whether what loads the data can be sent to worker processes that do not inherit it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy
+import torch
+
+from hftrain.core.errors import ConfigError, explain
+
+
+def check_sendable(parts: Mapping[str, Any], *, num_workers: int) -> None:
+    """Raise unless worker processes, as Python starts them here, can be given all parts; what tensors hold is not read.
+
+    Args:
+        parts: Datasets and collators, by the names they have for the user.
+        num_workers: Without any, nothing is sent.
+
+    Raises:
+        ConfigError: A part cannot be pickled; the error names it.
+    """
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if num_workers == 0 or method == "fork":
+        return
+    for name, part in parts.items():
+        try:
+            _DryPickler(_Nowhere()).dump(part)
+        except Exception as error:
+            raise ConfigError(
+                explain(
+                    f"dataloader_num_workers={num_workers} was asked for, and processes are started by {method!r}.",
+                    f"{name} ({type(part).__name__}) cannot be sent to a worker: {error}.",
+                    "Define its functions and classes at the top level of a module, open files in the worker, at the "
+                    "first sample, or set dataloader_num_workers=0.",
+                )
+            ) from error
+
+
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+class _DryPickler(ForkingPickler):
+    """Walk through an object as sending it would, past the tensors: those always can be sent, and are large."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        is_array = isinstance(obj, numpy.ndarray) and obj.dtype != object
+        return (int, ()) if is_array or isinstance(obj, (torch.Tensor, torch.UntypedStorage)) else NotImplemented

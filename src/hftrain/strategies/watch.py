@@ -1,0 +1,191 @@
+"""What processes must know of each other when one of them fails, or does not come: no collective can tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hftrain.core.errors import StrategyError, explain
+from hftrain.strategies.board import Board
+
+_POLL_S = 1.0
+# A process whose peer failed usually ends by itself: the next exchange tells it.
+_GRACE_S = 5.0
+_ANSWER_S = 3 * _POLL_S
+# How gloo, NCCL and a save that all take part in word the failure of somebody else.
+_BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|another process failed", re.IGNORECASE)
+_LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
+_WAITING = (os.path.dirname(dist.__file__), torch.autograd.graph.__file__)
+_OURS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+
+
+class RankWatch:
+    """Let one process's error end all, and let each tell where it is, through notes that a thread looks for.
+
+    The process that fails prints its traceback and then leaves a note. One that only notices that another is gone
+    prints a line instead of a traceback, and one that notices nothing is ended a few seconds later. A process that is
+    under way pays nothing: the thread looks once a second.
+
+    Args:
+        board: Shared by the processes, and nobody else's.
+        rank: This process's number.
+        world_size: How many there are.
+
+    Attributes:
+        where: Says in words what this process does now; called when somebody asks.
+    """
+
+    def __init__(self, board: Board, *, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.where: Callable[[], str] = lambda: "between training and evaluations"
+        self.has_failed = False
+        self._board = board
+        self._watched = threading.get_ident()
+        self._is_over = threading.Event()
+        self._answered: str | None = None
+        self._gave_up = False
+        self._hooks = sys.excepthook, self._report
+        sys.excepthook = self._hooks[1]
+        self._thread = threading.Thread(target=self._listen, name="hftrain-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop listening, and leave uncaught errors to whom they were left before; safe to call twice."""
+        self._is_over.set()
+        self._thread.join(timeout=2 * _POLL_S)
+        if sys.excepthook is self._hooks[1]:
+            sys.excepthook = self._hooks[0]
+
+    def late(self, error: BaseException, *, timeout_s: float) -> StrategyError | None:
+        """Return what to raise where a collective waited in vain: who did not come, and where they are instead.
+
+        None for any other error. Takes a few seconds.
+        """
+        if not (is_broken_exchange(error) and _LATE.search(str(error))):
+            return None
+        answers = self._ask()
+        missing = [rank for rank in range(self.world_size) if rank != self.rank and not _waits(answers.get(rank))]
+        places = "; ".join(f"rank {rank} {_told(answers.get(rank))}" for rank in sorted({*missing, *answers}))
+        late = f"Rank {', '.join(map(str, missing))} did not come" if missing else "The ranks wait for each other"
+        return StrategyError(
+            explain(
+                f"Rank {self.rank} waited in {self.where()!r} for the other ranks.",
+                f"{late} within {timeout_s:g} s: {places}.",
+                "Mend what holds them up, or raise ddp_timeout.",
+            )
+        )
+
+    def failure_elsewhere(self, *, wait_s: float = 0.0) -> str | None:
+        """Return which other process failed, and how, as soon as one says so; None if none does."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            note = self._read("failed")
+            if note is not None and not self.has_failed:
+                return note
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.05)
+
+    def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print an error nobody caught, and tell the others; in place of `sys.excepthook`."""
+        if is_broken_exchange(error):
+            failure = self.failure_elsewhere(wait_s=_ANSWER_S)
+            if failure is not None:
+                self._end_line(failure)
+                return
+        self._hooks[0](kind, error, trace)
+        sys.stderr.flush()
+        if issubclass(kind, Exception):
+            self.has_failed = True
+            first_line = str(error).strip().partition("\n")[0]
+            self._post("failed", f"rank {self.rank} failed: {kind.__name__}: {first_line}")
+
+    def _listen(self) -> None:
+        while not self._is_over.wait(_POLL_S):
+            failure = self.failure_elsewhere()
+            if failure is not None:
+                if not self._is_over.wait(_GRACE_S):
+                    self._end_line(failure)
+                    # The main thread waits in a collective that nobody will end, where no exception reaches it.
+                    os._exit(1)
+                return
+            asked = self._read("asked")
+            if asked != self._answered:
+                self._answered = asked
+                self._post(f"at {self.rank}", json.dumps([asked, *self._place()]))
+
+    def _ask(self) -> dict[int, Any]:
+        """Return what every process's thread says of where its process is; some may not answer in time."""
+        self._gave_up = True
+        before = self._read("asked")
+        self._post("asked", f"{self.rank} {time.time()}")
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + _ANSWER_S
+        while len(answers) < self.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            for rank in range(self.world_size):
+                answer = json.loads(self._read(f"at {rank}") or "[null]")
+                # Whoever of those who asked was answered.
+                if rank != self.rank and answer[0] not in (None, before):
+                    answers[rank] = answer
+        return answers
+
+    def _place(self) -> tuple[bool, str, str]:
+        """Return whether the process waits for others, what it does, and where in its code."""
+        frame = sys._current_frames().get(self._watched)
+        name = frame.f_code.co_filename if frame else ""
+        # A frame of its own code within a backward pass is innermost then.
+        waits = self._gave_up or name.startswith(_WAITING)
+        return waits, self.where(), _line(frame)
+
+    def _end_line(self, failure: str) -> None:
+        print(f"[rank{self.rank}]: ended, because {failure}", file=sys.stderr, flush=True)
+
+    def _post(self, key: str, text: str) -> None:
+        try:
+            self._board.post(key, text)
+        except (RuntimeError, OSError):
+            # Whoever kept the notes is gone, and with them everybody's group.
+            self._is_over.set()
+
+    def _read(self, key: str) -> str | None:
+        try:
+            return self._board.read(key)
+        except (RuntimeError, OSError):
+            self._is_over.set()
+            return None
+
+
+def is_broken_exchange(error: BaseException) -> bool:
+    """Tell whether an error only says that an exchange with other processes failed."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_BROKEN.search(str(error))))
+
+
+def _waits(answer: Any) -> bool:
+    return answer is not None and bool(answer[1])
+
+
+def _told(answer: Any) -> str:
+    if answer is None:
+        return "does not answer"
+    return f"waits in {answer[2]!r}" if answer[1] else f"is in {answer[2]!r}, at {answer[3]}"
+
+
+def _line(frame: FrameType | None) -> str:
+    """Return the innermost line of the user's own code, or of any."""
+    own = frame
+    while own is not None and own.f_code.co_filename.startswith(_OURS):
+        own = own.f_back
+    own = own or frame
+    return f"{own.f_code.co_name} ({own.f_code.co_filename}:{own.f_lineno})" if own else "an unknown place"

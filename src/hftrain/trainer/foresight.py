@@ -1,0 +1,273 @@
+"""What would fail late in a run, or run for nothing, and can be told before anything is launched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrain.adapter.data import eval_loader_config, train_loader_config
+from hftrain.adapter.optim import schedule_config
+from hftrain.callbacks import EarlyStoppingCallback
+from hftrain.checkpoint.layout import WEIGHTS
+from hftrain.checkpoint.weights import check_saveable
+from hftrain.core.errors import CheckpointError, ConfigError, TaskError, explain
+from hftrain.core.seed import preserved_rng
+from hftrain.data.collators import default_data_collator
+from hftrain.data.loaders import build_eval_loader, build_train_loader
+from hftrain.data.sending import check_sendable
+from hftrain.data.sizes import has_length
+from hftrain.optim.schedules import build_schedule
+from hftrain.storage.files import check_writable
+from hftrain.storage.tensors import tensor_shapes
+from hftrain.task.introspect import forward_parameters
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule
+from hftrain.trainer.signatures import accepts
+
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+
+def check_ahead(trainer: Trainer) -> None:
+    """Refuse a training that cannot come to a good end; reads one sample of each set and launches nothing.
+
+    Raises:
+        HFTrainError: It names what would fail, and what to do.
+    """
+    args = trainer.args
+    _check_functions(trainer)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, EarlyStoppingCallback):
+            callback.check_settings(args)
+    with preserved_rng():
+        _check_inputs(trainer)
+        _check_workers(trainer)
+        _check_plan(trainer)
+        if args.eval_strategy != "no":
+            _check_evaluations(trainer)
+    if args.save_strategy != "no":
+        _check_saves(trainer)
+    if not any(parameter.requires_grad for parameter in trainer.model.parameters()) and _makes_optimizer(trainer):
+        raise ConfigError(
+            explain(
+                f"{type(trainer.model).__name__} was to be trained.",
+                "None of its parameters requires a gradient.",
+                "Unfreeze some.",
+            )
+        )
+
+
+def check_fits(trainer: Trainer, folder: Path) -> None:
+    """Raise where a checkpoint plainly holds another model; whether it holds all of this one is seen when it is loaded.
+
+    Raises:
+        CheckpointError: Weights of the same name have other shapes, or no name is the same.
+    """
+    if not (folder / WEIGHTS).is_file() or trainer._is_overridden("_load_from_checkpoint"):
+        return
+    found = tensor_shapes(folder / WEIGHTS)
+    own = {name: tuple(value.shape) for name, value in trainer.model.named_parameters()}
+    others = [f"{name} is {found[name]}, not {own[name]}" for name in own if found.get(name, own[name]) != own[name]]
+    if others and trainer.get_tp_size() == 1:
+        raise CheckpointError(
+            explain(
+                f"Resuming from {folder} was asked for.",
+                f"It holds another model than this {type(trainer.model).__name__}: {'; '.join(others[:3])}.",
+                "Build the model as it was, or name another checkpoint.",
+            )
+        )
+
+
+def _check_functions(trainer: Trainer) -> None:
+    """Raise where something that is to be called cannot be, or not so."""
+    functions = {
+        "compute_metrics": trainer.compute_metrics,
+        "preprocess_logits_for_metrics": trainer.preprocess_logits_for_metrics,
+        "compute_loss_func": trainer.compute_loss_func,
+        **{f"the metrics of {name!r}": entry.metrics for name, entry in trainer._eval_sets.items()},
+    }
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ConfigError(
+                explain(
+                    f"{name} was given.", "It cannot be called.", f"Pass a function, not a {type(function).__name__}."
+                )
+            )
+        is_by_batch = trainer.args.batch_eval_metrics and "metrics" in name and not name.startswith("preprocess")
+        if function is not None and is_by_batch and not accepts(function, "compute_result"):
+            raise ConfigError(
+                explain(
+                    "batch_eval_metrics=True was asked for.",
+                    f"{name} is called with each batch, and takes no compute_result, which tells it the last one.",
+                    "Give it the argument compute_result, or leave batch_eval_metrics out.",
+                    batch_eval_metrics=True,
+                )
+            )
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def _eval_sets(trainer: Trainer) -> dict[str, Any]:
+    """Return what is evaluated while training, by name."""
+    datasets = trainer.eval_dataset
+    if trainer.args.eval_strategy == "no" or datasets is None or trainer._is_overridden("get_eval_dataloader"):
+        return {}
+    return dict(datasets) if isinstance(datasets, Mapping) else {"eval_dataset": datasets}
+
+
+def _columns(trainer: Trainer, dataset: Any) -> set[str] | None:
+    """Return the keys of a batch, where the default collator makes it of named columns; else None."""
+    is_sized = has_length(dataset) and len(dataset) and hasattr(dataset, "__getitem__")
+    if not is_sized or trainer.data_collator is not default_data_collator or not isinstance(trainer.task, ModelTask):
+        return None
+    sample = dataset[0]
+    if not isinstance(sample, Mapping):
+        return None
+    names = {name for name, value in sample.items() if value is not None and not isinstance(value, str)}
+    return names | ({"labels"} if names & {"label", "label_ids"} else set())
+
+
+def _overrides(trainer: Trainer, *names: str) -> bool:
+    return any(map(trainer._is_overridden, names))
+
+
+def _check_inputs(trainer: Trainer) -> None:
+    """Raise where the model needs an input that no column of the data gives."""
+    own = ("get_train_dataloader", "training_step", "compute_loss", "_prepare_inputs", "_prepare_input")
+    columns = None if _overrides(trainer, *own, "get_batch_samples") else _columns(trainer, trainer.train_dataset)
+    if columns is None:
+        return
+    needed = [
+        name
+        for name, parameter in forward_parameters(trainer.model).items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    missing = [name for name in needed if name not in columns]
+    if missing:
+        raise TaskError(
+            explain(
+                "A dataset was given.",
+                f"{type(trainer.model).__name__}.forward needs {', '.join(missing)}, and the columns that make a batch "
+                f"are {', '.join(sorted(columns))}.",
+                "Add the column, rename one, or pass a data_collator that makes it.",
+            )
+        )
+
+
+def _check_workers(trainer: Trainer) -> None:
+    parts: dict[str, Any] = {f"eval_dataset {name!r}": dataset for name, dataset in _eval_sets(trainer).items()}
+    if not trainer._is_overridden("get_train_dataloader"):
+        parts |= {"train_dataset": trainer.train_dataset, "data_collator": trainer.data_collator}
+    check_sendable(parts, num_workers=trainer.args.dataloader_num_workers)
+
+
+def _check_evaluations(trainer: Trainer) -> None:
+    """Raise where an evaluation would find no batch, or batches that the metrics cannot be computed from."""
+    config = eval_loader_config(trainer.args, has_accelerator=False)
+    if trainer.spill_dir is not None:
+        check_writable(trainer.spill_dir)
+    for name, dataset in _eval_sets(trainer).items():
+        if config.drop_last and has_length(dataset) and not trainer._is_overridden("_get_eval_sampler"):
+            world_size = trainer.strategy.world_size
+            loaders = (
+                build_eval_loader(range(len(dataset)), config, collate=list, rank=rank, world_size=world_size)
+                for rank in range(world_size)
+            )
+            if not any(map(len, loaders)):
+                raise ConfigError(
+                    explain(
+                        f"eval_strategy={str(trainer.args.eval_strategy)!r} was asked for.",
+                        f"The evaluation set {name!r} gives no full batch, and incomplete ones are left out.",
+                        "Make per_device_eval_batch_size smaller, or set dataloader_drop_last=False.",
+                        dataloader_drop_last=True,
+                        per_device_eval_batch_size=config.batch_size,
+                    )
+                )
+        own = ("evaluate", "evaluation_loop", "prediction_loop", "prediction_step", "_prepare_inputs", "_prepare_input")
+        columns = None if _overrides(trainer, *own) else _columns(trainer, dataset)
+        entry = trainer._eval_sets.get(name)
+        has_metrics = trainer.compute_metrics is not None or (entry is not None and entry.metrics is not None)
+        if columns is not None and has_metrics:
+            for what, remedy in _needed_by_metrics(trainer, columns):
+                raise TaskError(
+                    explain(
+                        "compute_metrics was given.",
+                        f"The evaluation set {name!r} has no {what} for it, only {', '.join(sorted(columns))}.",
+                        remedy,
+                    )
+                )
+
+
+def _needed_by_metrics(trainer: Trainer, columns: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield what `compute_metrics` needs and the columns lack, and what to do about it."""
+    names = list(trainer.label_names)
+    if names and not set(names) <= columns:
+        remedy = "Name the label columns in label_names, add them to the data, or leave compute_metrics out."
+        yield f"labels ({', '.join(names)})", remedy
+    main = getattr(trainer.model, "main_input_name", "input_ids")
+    if "inputs" in trainer.args.include_for_metrics and main not in columns:
+        yield f"main input {main!r}", "Set main_input_name on the model to the column that it is to get."
+
+
+# -- plan, optimizer and schedule ------------------------------------------------------------------------------------
+
+
+def _makes_optimizer(trainer: Trainer) -> bool:
+    """Tell whether nobody but the Trainer itself makes the optimizer."""
+    makes_own = type(trainer.task).configure_optimizers is not TaskModule.configure_optimizers
+    hooks = ("create_optimizer", "create_optimizer_and_scheduler")
+    is_made = makes_own or "optimizer" in trainer.strategy.makes or trainer.optimizer is not None
+    return not (is_made or _overrides(trainer, *hooks))
+
+
+def _check_plan(trainer: Trainer) -> None:
+    """Raise where the data gives no batch, or the schedule cannot be made for as long as the run is."""
+    args, dataset = trainer.args, trainer.train_dataset
+    if _overrides(trainer, "get_train_dataloader", "_get_train_sampler", "set_initial_training_values"):
+        return
+    config = train_loader_config(args, has_accelerator=False)
+    loader: Any = None
+    if has_length(dataset):
+        place = {"rank": trainer.strategy.rank, "world_size": trainer.strategy.world_size}
+        loader = build_train_loader(range(len(dataset)), config, collate=list, **place)
+    makes_schedule = trainer.lr_scheduler is None and "scheduler" not in trainer.strategy.makes
+    if not (makes_schedule and _makes_optimizer(trainer)) or trainer._is_overridden("create_scheduler"):
+        return
+    num_steps = args.max_steps
+    if loader is not None:
+        total = trainer.get_total_train_batch_size(args)
+        num_steps = trainer.set_initial_training_values(args, loader, total)[6]
+    rate = (trainer.optimizer_cls_and_kwargs or (None, {}))[1].get("lr", args.learning_rate)
+    stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=float(rate))
+    build_schedule(schedule_config(args, num_training_steps=num_steps), stand_in)
+
+
+# -- saving ----------------------------------------------------------------------------------------------------------
+
+
+def _check_saves(trainer: Trainer) -> None:
+    """Raise where the model's or a callback's state cannot be written."""
+    is_own = _overrides(trainer, "save_model", "_save", "_save_checkpoint")
+    if trainer.args.save_safetensors and not is_own and not trainer.strategy.shards_model:
+        check_saveable(trainer.model, trainer.model.state_dict())
+    for callback in trainer.callback_handler.callbacks:
+        if callable(getattr(callback, "state", None)) and callable(getattr(callback, "from_state", None)):
+            try:
+                json.dumps(callback.state())
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    explain(
+                        f"The callback {type(callback).__name__} exports its state, to be saved in each checkpoint.",
+                        f"It cannot be written as JSON: {error}.",
+                        "Let state() return numbers, text, lists and dictionaries.",
+                    )
+                ) from error
+            except Exception:
+                # Some have no state before the run begins.
+                pass

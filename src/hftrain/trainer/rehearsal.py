@@ -1,0 +1,258 @@
+"""`fast_dev_run`: a few batches of every stage of a run, saving and resuming included, and nothing of it stays."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import shutil
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrain.callbacks import TrainerCallback
+from hftrain.callbacks.trackers import TrackerCallback
+from hftrain.checkpoint.layout import checkpoint_name
+from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.seed import preserved_rng
+from hftrain.core.types import TrainOutput
+from hftrain.data.sizes import has_length
+
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+Run = Callable[[Path | None], TrainOutput]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def number_of_batches(fast_dev_run: bool | int | None) -> int:
+    """Return how many batches of each stage a rehearsal takes, 0 for a real run; True means one.
+
+    Raises:
+        ConfigError: It is no number of batches.
+    """
+    if fast_dev_run is None or isinstance(fast_dev_run, bool) or (type(fast_dev_run) is int and fast_dev_run >= 0):
+        return int(fast_dev_run or 0)
+    raise ConfigError(
+        explain(
+            f"Trainer(fast_dev_run={fast_dev_run!r}) was asked for.",
+            "It says how many batches of every stage to rehearse.",
+            "Pass a whole number such as 2, or None for a real run.",
+            fast_dev_run=fast_dev_run,
+        )
+    )
+
+
+def without_trackers(callbacks: Sequence[Any]) -> list[Any]:
+    """Return the callbacks, given as classes or instances, that report to no tracker."""
+    kinds = [callback if isinstance(callback, type) else type(callback) for callback in callbacks]
+    return [callback for callback, kind in zip(callbacks, kinds, strict=True) if not issubclass(kind, TrackerCallback)]
+
+
+def cut_short(trainer: Trainer, loader: Any) -> Any:
+    """Return a loader for an evaluation: as it is, or in a rehearsal its first batches."""
+    return _FirstBatches(loader, trainer.fast_dev_run) if trainer.fast_dev_run else loader
+
+
+def rehearse(trainer: Trainer, run: Run, *, resume: Path | None, was_there: bool) -> TrainOutput:
+    """Train, evaluate, save and resume with copies, and leave everything as it was; collective.
+
+    Args:
+        trainer: Its verb `train` is running.
+        run: Trains from a checkpoint, or from the start.
+        resume: What the user wants to resume from.
+        was_there: Whether the output folder existed before `train` was called.
+
+    Returns:
+        What the training of the first steps returned.
+    """
+    strategy, output_dir = trainer.strategy, trainer.output_dir
+    # Where the real run would save; a store is reached by none but the real run.
+    parent = output_dir if "://" not in str(output_dir) else Path.cwd()
+    folder = parent / str(strategy.broadcast_object(f".rehearsal-{uuid.uuid4().hex[:8]}"))
+    was_there = strategy.all_true(was_there)
+    # A device's generators can be kept only once they are there.
+    torch.empty(0, device=strategy.device)
+    first, second = _Director(trainer.fast_dev_run, acts=True), _Director(1, acts=False)
+    start_s = time.perf_counter()
+    try:
+        with preserved_rng():
+            with _copies(trainer, folder, first):
+                output = run(resume)
+            if first.saved_step is not None and not trainer.args.save_only_model:
+                with _copies(trainer, folder, second):
+                    run(folder / checkpoint_name(first.saved_step))
+    finally:
+        _clear(trainer, folder, output_dir, was_there=was_there)
+    if strategy.is_main:
+        print(_summary(trainer, first, second, took_s=time.perf_counter() - start_s))
+    return output
+
+
+class _FirstBatches:
+    """The first batches of a loader, and its other attributes; an order of the whole is none of a part."""
+
+    sampler = batch_sampler = None
+
+    def __init__(self, loader: Any, number: int) -> None:
+        self._loader = loader
+        self._number = number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return min(len(self._loader), self._number)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._loader), self._number)
+
+
+class _Director(TrainerCallback):
+    """Stop after a few steps, once everything has happened that the arguments ask for; take the times.
+
+    Args:
+        num_steps: Optimizer steps after the first of this run.
+        acts: Whether the last of them logs, evaluates and saves, whatever the cadence.
+    """
+
+    def __init__(self, num_steps: int, *, acts: bool) -> None:
+        self.num_steps = num_steps
+        self.acts = acts
+        self.step_s: list[float] = []
+        self.evaluated: dict[str, float] = {}
+        self.saved_step: int | None = None
+        self.save_s = 0.0
+        self._stop_at = num_steps
+        self._since_s = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._stop_at = min(state.global_step + self.num_steps, state.max_steps)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._since_s = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step_s.append(time.perf_counter() - self._since_s)
+        self._since_s = time.perf_counter()
+        if state.global_step < self._stop_at:
+            return
+        control.should_training_stop = True
+        control.should_log = self.acts
+        control.should_evaluate = self.acts and args.eval_strategy != "no"
+        control.should_save = self.acts and args.save_strategy != "no"
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        runtimes = {name[: -len("_runtime")]: value for name, value in (metrics or {}).items()}
+        self.evaluated |= {name: runtimes[name] for name in runtimes if f"{name}_runtime" in (metrics or {})}
+        self._since_s = time.perf_counter()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved_step, self.save_s = state.global_step, time.perf_counter() - self._since_s
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_training_stop:
+            control.should_log = control.should_evaluate = control.should_save = False
+
+
+@contextmanager
+def _copies(trainer: Trainer, folder: Path, director: _Director) -> Iterator[None]:
+    """Let a Trainer train copies, into another folder; everything it holds is put back."""
+    handler, callbacks = trainer.callback_handler, list(trainer.callback_handler.callbacks)
+    owners = [trainer, trainer.args, trainer.state, trainer.control, *callbacks]
+    before = [(vars(owner), _kept(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
+    try:
+        if trainer.model_init is None:
+            _copy_parts(trainer)
+        trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
+        handler.callbacks.append(director)
+        handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
+        with warnings.catch_warnings():
+            # A copied optimizer has not the wrapper around `step` by which torch's schedules see its calls.
+            warnings.filterwarnings("ignore", "Seems like `optimizer.step")
+            yield
+    finally:
+        for values, kept in before:
+            for name in values.keys() - kept.keys():
+                del values[name]
+            values.update(kept)
+        handler.callbacks[:] = callbacks
+        handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _copy_parts(trainer: Trainer) -> None:
+    """Put copies of model, optimizer and schedule into their places; together, for they refer to each other."""
+    parts = trainer.task, trainer._outermost, trainer.optimizer, trainer.lr_scheduler
+    try:
+        task, outermost, optimizer, schedule = copy.deepcopy(parts)
+    except Exception as error:
+        raise TaskError(
+            explain(
+                f"fast_dev_run={trainer.fast_dev_run} was asked for.",
+                f"It trains a copy, and {type(trainer.model).__name__} or its optimizer cannot be copied: {error!r}.",
+                "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
+            )
+        ) from error
+    trainer.task, trainer.model = task, task.model
+    trainer._outermost = trainer.model_wrapped = outermost
+    trainer.optimizer, trainer.lr_scheduler = optimizer, schedule
+
+
+def _kept(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what to put back: containers of plain values as they are now, everything else by reference."""
+    return {name: copy.deepcopy(value) if _is_plain(value) else value for name, value in values.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, _PLAIN)
+
+
+def _clear(trainer: Trainer, folder: Path, output_dir: Path, *, was_there: bool) -> None:
+    """Delete what was written; the process that wrote it does."""
+    on_each_node = trainer.args.save_on_each_node
+    if not (trainer.strategy.is_local_main if on_each_node else trainer.strategy.is_main):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    if not was_there:
+        # Made to see whether it can be written to; not removed if somebody else has put something there.
+        with contextlib.suppress(OSError):
+            output_dir.rmdir()
+
+
+def _summary(trainer: Trainer, first: _Director, second: _Director, *, took_s: float) -> str:
+    """Say in a few lines what was rehearsed, and how long it took."""
+    args, num_batches = trainer.args, trainer.fast_dev_run
+    later = first.step_s[1:] or first.step_s
+    step_s = sum(later) / len(later) if later else 0.0
+    size = trainer.get_total_train_batch_size(args)
+    lines = [f"Rehearsed with fast_dev_run={num_batches} in {took_s:.1f} s; nothing of it was kept."]
+    lines.append(f"  train     {len(first.step_s)} steps of {size} samples, {step_s:.3g} s each after the first")
+    for name, runtime_s in first.evaluated.items():
+        lines.append(f"  evaluate  {num_batches} batches for {name}_*, {runtime_s:.3g} s")
+    if first.saved_step is None:
+        lines.append(f"  save      not rehearsed: save_strategy={str(args.save_strategy)!r}")
+    else:
+        lines.append(f"  save      {checkpoint_name(first.saved_step)}, {first.save_s:.3g} s")
+        resumed = "not rehearsed: save_only_model=True" if args.save_only_model else "from it"
+        lines.append(f"  resume    {resumed}{f', and {len(second.step_s)} step more' if second.step_s else ''}")
+    dataset = trainer.train_dataset
+    if args.max_steps <= 0 and has_length(dataset):
+        num_steps = round(args.num_train_epochs * len(dataset) / size)
+    else:
+        num_steps = args.max_steps
+    if num_steps > 0:
+        lines.append(f"  A run of {num_steps:,} steps takes about {num_steps * step_s:,.0f} s, evaluations left out.")
+    return "\n".join(lines)

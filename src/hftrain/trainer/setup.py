@@ -1,0 +1,129 @@
+"""What has to stand before the first step: the model placed and wrapped, optimizer, schedule, and the step itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.loops.window import LossWindow
+from hftrain.step.assemble import assemble_stepper
+from hftrain.step.stepper import Stepper
+from hftrain.strategies.base import Strategy
+from hftrain.task.module import TaskModule
+from hftrain.trainer.checks import check_optimizer
+from hftrain.trainer.engines import forget_taken
+from hftrain.trainer.weighing import LossShares
+
+if TYPE_CHECKING:
+    from hftrain.trainer.session import TrainSession
+    from hftrain.trainer.trainer import Trainer
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def set_up(session: TrainSession, max_steps: int) -> Stepper:
+    """Place and wrap the model, make optimizer and schedule, assemble the step. Collective."""
+    trainer, strategy, precision = session.trainer, session.trainer.strategy, session.trainer.precision
+    # Before the weights are loaded, which would be rounded to the dtype they are copied into.
+    trainer.model = trainer.task.model = precision.convert(trainer.model)
+    if session.resume is not None:
+        session.checkpoints.load_model(session.resume)
+    place_task(trainer.task, strategy, is_model_placed=True)
+    session.changes.apply(trainer.model)
+    trainer._forget_schedule()
+    forget_taken(trainer)
+
+    strategy.plan(num_steps=max_steps, num_warmup_steps=trainer.args.get_warmup_steps(max_steps))
+
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        if "scheduler" in strategy.makes:
+            trainer.create_optimizer()
+        else:
+            trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        assert trainer.optimizer is not None
+        trainer.model = trainer.ipex_optimize_model(trainer.model, training=True)
+        # Here, for a strategy may put parameters of its own into the groups.
+        check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
+        return precision.attach(trainer.model, trainer.optimizer)
+
+    wrapped, optimizer = _wrap(session, make_optimizer)
+    trainer.compiler.compile(trainer.model)
+    if "scheduler" in strategy.makes:
+        trainer.lr_scheduler = strategy.schedule
+    elif "optimizer" in strategy.makes:
+        trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
+    trainer._check_in_backward(optimizer)
+    # An interrupted run, or the user, may have left gradients.
+    trainer.model.zero_grad()
+    trainer.optimizer = session.optimizer = optimizer
+    trainer.task.model = trainer.model_wrapped = wrapped
+    trainer._shares = LossShares(trainer)
+    stepper = assemble_stepper(
+        strategy=strategy,
+        precision=precision,
+        optimizer=optimizer,
+        max_grad_norm=trainer.args.max_grad_norm,
+    )
+    trainer._backward, trainer._autocast = stepper.backward, stepper.autocast
+    return stepper
+
+
+def _wrap(session: TrainSession, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Wrap the model through the hook; what an override left to do is done after it."""
+    trainer, strategy = session.trainer, session.trainer.strategy
+    made: list[torch.optim.Optimizer] = []
+
+    def wrap(model: nn.Module) -> nn.Module:
+        wrapped, optimizer = strategy.setup(model, make_optimizer, trainer.precision.policy)
+        assert optimizer is not None
+        made[:] = [optimizer]
+        return wrapped
+
+    session.wrap = wrap
+    # The wrapper that the user brought, if it still holds the model.
+    outermost = trainer._outermost if strategy.unwrap(trainer._outermost) is trainer.model else trainer.model
+    wrapped = trainer._wrap_model(outermost)
+    if not made:
+        wrapped = wrap(wrapped)
+    if strategy.unwrap(wrapped) is not trainer.model:
+        raise ConfigError(
+            explain(
+                f"{type(trainer).__name__}._wrap_model returned a {type(wrapped).__name__}.",
+                f"strategy={strategy.name!r} cannot look through it to the model.",
+                "Wrap the model before it is given to the Trainer, or return what super()._wrap_model returned.",
+            )
+        )
+    return wrapped, made[0]
+
+
+def place_task(task: TaskModule, strategy: Strategy, *, is_model_placed: bool = False) -> None:
+    """Move a task's metrics and what else it holds to the device, and the model unless the strategy does."""
+    model = task.model
+    # Its other children, and the tensors it holds itself.
+    del task.model
+    task.to(strategy.device)
+    task.model = model if is_model_placed else strategy.place(model)
+
+
+def loss_window(trainer: Trainer) -> LossWindow:
+    """Return what sums the losses between two log lines, over all processes."""
+    if trainer._is_overridden("_nested_gather"):
+        reduce: Callable[[torch.Tensor], torch.Tensor] = lambda loss: trainer._nested_gather(loss).mean()  # noqa: E731
+    else:
+        reduce = partial(trainer.strategy.reduce, op="mean")
+    # Documented: not on XLA.
+    filters = trainer.args.logging_nan_inf_filter and trainer.strategy.device_type != "xla"
+    return LossWindow(filters_nonfinite=filters, reduce=reduce)
+
+
+def empty_cache() -> None:
+    """Give the memory that torch keeps for later back to the device."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    elif torch.backends.mps.is_available():
+        torch.mps.empty_cache()
