@@ -272,6 +272,7 @@ def test_a_signal_to_the_launcher_saves_with_workers_alive_and_the_resume_is_exa
     run = launch_distributed(struck, kwargs=kwargs, timeout_s=120)
     assert run.returncode not in (0, None), run.output
     assert "DataLoader worker" not in run.output
+    assert "Unable to shutdown" not in run.output, run.output
     (path,) = list_checkpoints(tmp_path)
     answers = run_distributed(continued, folder=str(tmp_path))
     assert answers == [[verify(path).step, True]] * 2

@@ -220,7 +220,6 @@ class Trainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
         self.save_policy = save_policy or SavePolicy()
-        check_save_policy(self.args, self.save_policy)
         self._check_eval_data()
         self.model_init, self.compute_loss_func = model_init, compute_loss_func
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
@@ -253,6 +252,7 @@ class Trainer:
             check_optimizer(self.optimizer, self.lr_scheduler, self.model)
 
     def _check_eval_data(self) -> None:
+        check_save_policy(self.args, self.save_policy)
         check_cadences(self.args, self._eval_sets, eval_steps=self.args.eval_steps)
         check_eval_data(self.args, self.eval_dataset)
         check_evaluation(
