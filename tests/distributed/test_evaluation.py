@@ -10,7 +10,16 @@ import torch
 from support.tiny import Net, Stream, Task, make_arguments, make_rows
 from torch import nn
 
-from hftrain import EvalPrediction, EvalSet, PredictionWriter, StepOutput, Trainer, TrainerCallback, set_seed
+from hftrain import (
+    ConfigError,
+    EvalPrediction,
+    EvalSet,
+    PredictionWriter,
+    StepOutput,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -186,3 +195,35 @@ def test_each_process_writes_files_of_its_own(tmp_path: Path, run_distributed: A
         assert "rank1.json" in files
         assert len(files) == 3
         assert num_batches == 1
+
+
+def evaluate_by_batch_with_an_accelerator(folder: str) -> Any:
+    class Gathering(Trainer):
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().prediction_step(*args, **kwargs)
+
+    found: list[int] = []
+
+    def count(prediction: EvalPrediction, compute_result: bool) -> dict[str, float]:
+        found.append(len(prediction.label_ids))
+        return {"count": sum(found)} if compute_result else {}
+
+    answers: list[Any] = []
+    for kind in (Trainer, Gathering):
+        found.clear()
+        args = make_arguments(Path(folder), batch_eval_metrics=True, per_device_eval_batch_size=2)
+        trainer = kind(Net(), args, eval_dataset=make_rows(6), compute_metrics=count, strategy="ddp")
+        _ = trainer.accelerator
+        try:
+            answers.append(trainer.evaluate()["eval_count"])
+        except ConfigError as error:
+            answers.append(str(error))
+    return answers
+
+
+def test_metrics_by_batch_do_not_wait_for_an_accelerator_with_uneven_batches(
+    tmp_path: Path, run_distributed: Any
+) -> None:
+    for count, refusal in run_distributed(evaluate_by_batch_with_an_accelerator, folder=str(tmp_path), timeout_s=120):
+        assert count == 6
+        assert "Gathering overrides the evaluation step" in refusal

@@ -6,18 +6,24 @@ made and before anything is written, and the message says what to do.
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Stream, make_arguments, make_rows
+from support.hub_server import running_hub
+from support.tiny import Net, Stream, Task, make_arguments, make_rows
+from torch import nn
 
-from hftrain import EarlyStoppingCallback, EvalSet, Trainer, TrainerCallback
+from hftrain import EarlyStoppingCallback, EvalSet, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 from hftrain.callbacks.base import ExportableState
 from hftrain.core.errors import HFTrainError
+from hftrain.data.collators import default_data_collator
+from hftrain.data.sending import check_sendable
 
 STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 BEST: dict[str, Any] = {**STEPS, "load_best_model_at_end": True}
@@ -166,7 +172,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "model that cannot be saved": ({**STEPS, "model": Unsaveable()}, "save_safetensors=False"),
     "callback that cannot be saved": ({**STEPS, "callbacks": [Stateful()]}, "Stateful"),
     "model without anything to train": ({"model": Frozen()}, "Unfreeze"),
-    "illegal precision": ({"precision": "fp16_true"}, "fp16_true|precision"),
+    "illegal precision": ({"precision": "tf32"}, "precision='tf32'.*CUDA"),
     "unknown precision": ({"precision": "fp17"}, "precision"),
     "unknown strategy": ({"strategy": "dpp"}, "Did you mean"),
     "strategy that is not installed": ({"strategy": "xla"}, "xla"),
@@ -216,3 +222,104 @@ def assert_nothing_happened(folder: Path) -> None:
     assert Watched.calls == 0
     assert not torch.distributed.is_initialized()
     assert not folder.exists() or not list(folder.iterdir())
+
+
+# -- what needs more than a setting ----------------------------------------------------------------------------------
+
+
+class Opened:
+    """A dataset that holds what no other process can be given."""
+
+    def __init__(self) -> None:
+        self.rows = make_rows()
+        self.file = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+@pytest.fixture
+def spawning() -> Iterator[None]:
+    """Start worker processes as macOS, Windows and newer Pythons do."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.usefixtures("spawning")
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"train_dataset": Opened()}, r"train_dataset \(Opened\) cannot be sent to a worker.*num_workers=0"),
+        ({**STEPS, "eval_dataset": {"a": Opened()}}, r"eval_dataset 'a' \(Opened\) cannot be sent"),
+        ({"data_collator": lambda rows: default_data_collator(rows)}, r"data_collator \(function\) cannot be sent"),
+    ],
+)
+def test_what_workers_cannot_be_given_is_refused(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(HFTrainError, match=text):
+        make(tmp_path / "out", dataloader_num_workers=1, **options).train()
+    assert_nothing_happened(tmp_path / "out")
+
+
+@pytest.mark.usefixtures("spawning")
+def test_what_workers_can_be_given_is_not_read(tmp_path: Path) -> None:
+    rows = [{"x": torch.zeros(4), "labels": torch.tensor(0)}] * 8
+    check_sendable({"data": rows, "collate": functools.partial(default_data_collator)}, num_workers=1)
+    assert not rows[0]["x"].is_shared()
+
+
+def test_forked_workers_inherit_everything() -> None:
+    if multiprocessing.get_start_method() != "fork":
+        pytest.skip("workers are not forked here")
+    check_sendable({"data": threading.Lock()}, num_workers=1)
+
+
+def test_metric_that_compute_metrics_does_not_report_is_refused_after_one_batch(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "out", compute_metrics=one, strategy=None, metric_for_best_model="f1", **BEST)
+    with pytest.raises(HFTrainError, match=r"reported no 'eval_f1'.*eval_one"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert Watched.calls == 1
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    trained = make(tmp_path, strategy=None, max_steps=2, save_steps=2)
+    trained.args.save_strategy = "steps"
+    trained.train()
+    Watched.calls = 0
+    wider = Watched()
+    wider.layers[0] = nn.Linear(4, 9)
+    with pytest.raises(HFTrainError, match=r"another model.*layers.0.weight is \(8, 4\), not \(9, 4\)"):
+        make(tmp_path, model=wider, max_steps=4).train(resume_from_checkpoint=True)
+    assert_nothing_happened(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"), [({"hub_token": "hf_nobody"}, "hub_token"), ({"hub_model_id": "bob/x"}, "bob/x")]
+)
+def test_what_the_hub_refuses_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], text: str
+) -> None:
+    with running_hub(monkeypatch), pytest.raises(HFTrainError, match=text):
+        make(tmp_path / "out", push_to_hub=True, **options)
+    assert_nothing_happened(tmp_path / "out")
+
+
+def test_generation_with_a_model_that_cannot_is_refused(tmp_path: Path) -> None:
+    arguments = Seq2SeqTrainingArguments(
+        str(tmp_path / "out"), predict_with_generate=True, report_to="none", use_cpu=True, **STEPS
+    )
+    with pytest.raises(HFTrainError, match="has no method generate"):
+        Seq2SeqTrainer(Watched(), arguments, train_dataset=make_rows(), eval_dataset=make_rows(9), compute_metrics=one)
+    assert_nothing_happened(tmp_path / "out")
+
+
+@pytest.mark.parametrize("options", [{}, {"model": Task()}, {"train_dataset": Stream(make_rows()), "max_steps": 4}])
+def test_what_works_is_let_through(tmp_path: Path, options: dict[str, Any]) -> None:
+    given = {"compute_metrics": one, "strategy": None, "max_steps": 4, **STEPS, **options}
+    assert make(tmp_path, **given).train().global_step == 4

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -36,16 +37,19 @@ class Strike(TrainerCallback):
     Args:
         sends: (seconds to wait before, receiving rank, name of the signal), in order.
         phase: During which; each takes a while here.
+        pids: The processes, by rank.
+        step: From which on.
     """
 
-    def __init__(self, sends: list[tuple[float, int, str]], phase: str, pids: list[int]) -> None:
-        self.sends, self.phase, self.pids = sends, phase, pids
+    def __init__(self, sends: list[tuple[float, int, str]], phase: str, pids: list[int], *, step: int = STRIKE) -> None:
+        self.sends, self.phase, self.pids, self.step = sends, phase, pids, step
         self.is_done = False
+        self.sender = threading.Thread(target=self._send)
 
     def strike(self, state: Any, phase: str) -> None:
-        is_due = phase == self.phase and state.global_step >= STRIKE and not self.is_done
+        is_due = phase == self.phase and state.global_step >= self.step and not self.is_done
         if is_due and state.is_world_process_zero:
-            threading.Thread(target=self._send).start()
+            self.sender.start()
         self.is_done = self.is_done or is_due
         if is_due or phase == "train":
             time.sleep(0.03)
@@ -55,6 +59,11 @@ class Strike(TrainerCallback):
             time.sleep(pause_s)
             with suppress(ProcessLookupError):
                 os.kill(self.pids[rank], signal.Signals[name])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let no signal come when the training is over, which would end the process and with it the test."""
+        if self.sender.ident is not None:
+            self.sender.join()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.strike(state, "train")
@@ -167,6 +176,47 @@ def test_a_signal_to_any_process_at_any_moment_stops_all_and_the_resume_is_exact
         assert steps == [step, step], case
         assert STRIKE <= step <= STRIKE + 7, case
         assert [was_marked, is_same, is_back] == [True] * 3, case
+
+
+def random_moments(folder: str, seed: int, num_rounds: int) -> dict[str, Any]:
+    """Stop runs again and again at random moments, and let each go on until it is done."""
+    undisturbed = make_trainer(Path(folder) / "whole")
+    undisturbed.train()
+    whole, strategy = outcome(undisturbed), undisturbed.strategy
+    pids, random = strategy.gather_object(os.getpid()), Random(seed)
+    num_stops, different = 0, []
+    for number in range(num_rounds):
+        run, is_done, num_starts = Path(folder) / f"round-{number}", False, 0
+        while not is_done:
+            sends = [
+                (random.random() * 0.3, random.randrange(2), random.choice(["SIGTERM", "SIGUSR1"]))
+                for _ in range(random.randint(1, 3))
+            ]
+            phase, step = random.choice(["train", "evaluate", "save"]), random.randrange(MAX_STEPS)
+            trainer = make_trainer(run, Strike(sends if num_starts < 4 else [], phase, pids, step=step))
+            num_starts += 1
+            try:
+                trainer.train(resume_from_checkpoint="auto")
+                is_done = True
+            except TrainingStopped:
+                num_stops += 1
+                is_done = trainer.state.global_step == MAX_STEPS
+        if outcome(trainer) != whole:
+            different.append(number)
+    return {"stops": strategy.gather_object(num_stops), "different": different}
+
+
+@pytest.mark.guarantees
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(4))
+def test_signals_at_random_moments_stop_all_and_the_resumes_are_exact(
+    run_distributed: Callable[..., list[Any]], tmp_path: Path, seed: int
+) -> None:
+    answers = run_distributed(random_moments, folder=str(tmp_path), seed=seed, num_rounds=25, timeout_s=1800)
+    for answer in answers:
+        assert answer["different"] == []
+        assert answer["stops"] == [answers[0]["stops"][0]] * 2
+        assert answer["stops"][0] >= 25
 
 
 def struck(folder: str, sends: list[tuple[float, int, str]], **options: Any) -> None:

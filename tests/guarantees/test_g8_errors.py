@@ -5,6 +5,7 @@ The ranks of the short form have no launcher that would end them: each has to no
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ PLACES = (
 SECONDS = 15.0
 TIMEOUT_S = 6
 STOPPED_S = 90.0
+WHOLE_S = 280.0
 
 
 class Trouble:
@@ -140,49 +142,72 @@ def train(place: str, rank: int = 1, stops: bool = False, busy: str | None = Non
 
 # -- without a launcher ----------------------------------------------------------------------------------------------
 
-CASES: dict[str, dict[str, Any]] = {
-    **{place: {"place": place} for place in PLACES},
-    "rank 0": {"place": "forward", "rank": 0},
+SHORT: dict[str, dict[str, Any]] = {
+    **{place: {"place": place} for place in ("collate", "backward", "evaluate", "write")},
     # Nothing tells the other that its peer is gone: it is in no collective.
     "busy": {"place": "collate", "busy": "collate"},
     "late": {"place": "forward", "stops": True, "ddp_timeout": TIMEOUT_S},
+}
+LONG: dict[str, dict[str, Any]] = {
+    **{place: {"place": place} for place in PLACES if place not in SHORT},
+    "rank 0": {"place": "forward", "rank": 0},
     "late to save": {"place": "save", "stops": True, "ddp_timeout": TIMEOUT_S},
 }
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Ended]]:
-    """Run all cases, one after the other, in processes forked from one."""
-    found = run_cases(train, tmp_path_factory.mktemp("errors"), list(CASES.values()), timeout_s=280.0)
-    return dict(zip(CASES, found, strict=True))
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Ended]]:
+    """Return how a case ended; all of its kind are run, one after the other, when the first is asked for."""
+
+    @functools.cache
+    def run(is_long: bool) -> dict[str, list[Ended]]:
+        cases = LONG if is_long else SHORT
+        found = run_cases(train, tmp_path_factory.mktemp("errors"), list(cases.values()), timeout_s=WHOLE_S)
+        return dict(zip(cases, found, strict=True))
+
+    return lambda case: run(case in LONG)[case]
 
 
-@pytest.mark.parametrize("case", [*PLACES, "rank 0"])
-def test_error_of_one_rank_ends_the_other(ended: dict[str, list[Ended]], case: str) -> None:
-    place = CASES[case]["place"]
-    failed = ended[case][CASES[case].get("rank", 1)]
-    other = ended[case][1 - CASES[case].get("rank", 1)]
+def in_the_long_form(*cases: Any) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.guarantees) for case in cases]
+
+
+ERRORS_LONG = in_the_long_form(*((name,) for name in LONG if name != "late to save"))
+
+
+@pytest.mark.timeout(WHOLE_S + 60)
+@pytest.mark.parametrize("case", ["collate", "backward", "evaluate", "write", *ERRORS_LONG])
+def test_error_of_one_rank_ends_the_other(ended: Callable[[str], list[Ended]], case: str) -> None:
+    given = {**SHORT, **LONG}[case]
+    place, rank = given["place"], given.get("rank", 1)
+    failed, other = ended(case)[rank], ended(case)[1 - rank]
     assert "Traceback" in failed.output
     assert f"ValueError: boom in {place}" in failed.output
     assert failed.code == 1
     assert other.code == 1
     assert other.end_s - failed.end_s < SECONDS
     # Its traceback first, and the other's not at all.
-    assert f"ended, because rank {CASES[case].get('rank', 1)} failed: " in other.output
+    assert f"ended, because rank {rank} failed: " in other.output
     assert "Traceback" not in other.output
 
 
-def test_rank_outside_a_collective_is_ended_too(ended: dict[str, list[Ended]]) -> None:
-    busy, failed = ended["busy"]
+@pytest.mark.timeout(WHOLE_S + 60)
+def test_rank_outside_a_collective_is_ended_too(ended: Callable[[str], list[Ended]]) -> None:
+    busy, failed = ended("busy")
     assert "boom in collate" in failed.output
     assert busy.code == 1
     assert "ended, because rank 1 failed: ValueError: boom in collate" in busy.output
     assert 0 < busy.end_s - failed.end_s < SECONDS
 
 
-@pytest.mark.parametrize(("case", "phase"), [("late", "train step 3"), ("late to save", "save checkpoint-4")])
-def test_timeout_names_the_phase_and_who_did_not_come(ended: dict[str, list[Ended]], case: str, phase: str) -> None:
-    waited, late = ended[case]
+@pytest.mark.timeout(WHOLE_S + 60)
+@pytest.mark.parametrize(
+    ("case", "phase"), [("late", "train step 3"), *in_the_long_form(("late to save", "save checkpoint-4"))]
+)
+def test_timeout_names_the_phase_and_who_did_not_come(
+    ended: Callable[[str], list[Ended]], case: str, phase: str
+) -> None:
+    waited, late = ended(case)
     text = f"Rank 0 waited in '{phase}' for the other ranks. Rank 1 did not come within {TIMEOUT_S} s: rank 1 is in "
     assert f"{text}'{phase}', at at (" in waited.output, waited.output[-2000:]
     assert "raise ddp_timeout" in waited.output

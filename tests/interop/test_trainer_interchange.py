@@ -15,7 +15,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from support.hub_models import losses_of, make_model, make_rows, run_options, without_times  # noqa: E402
+from support.hub_models import losses_of, make_model, make_rows, run_options  # noqa: E402
+from support.resuming import without_times  # noqa: E402
 
 import hftrain  # noqa: E402
 from hftrain import CheckpointError, set_seed  # noqa: E402

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 
-def call(path: str, name: str, kwargs: dict[str, Any]) -> Any:
-    """Import a test file by its path and call one of its functions."""
+def find(path: str, name: str) -> Any:
+    """Import a test file by its path and return one of its functions."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # so that what the file defines can be pickled
     spec.loader.exec_module(module)
-    return getattr(module, name)(**kwargs)
+    return getattr(module, name)
 
 
 def main(path: str, name: str) -> None:
@@ -30,7 +30,7 @@ def main(path: str, name: str) -> None:
     hftrain.adapter.loggers.available_loggers = list  # no tracker that happens to be installed
     kwargs = json.loads(Path("kwargs.json").read_text(encoding="utf-8"))
     if name:
-        result = call(path, name, kwargs)
+        result = find(path, name)(**kwargs)
     else:
         result = runpy.run_path(path, init_globals={"kwargs": kwargs}, run_name="__main__").get("result")
     Path(f"result_{os.environ['RANK']}.json").write_text(json.dumps(result), encoding="utf-8")

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from support.resuming import assert_same
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import SavePolicy, Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint import manager
+from hftrain.storage.tensors import load_containers
 
 SYNC_LIMIT_S = 60.0
 
@@ -55,6 +58,27 @@ class At(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.told.append((state.global_step, self.step))
+
+
+def same_files(ours: Path, theirs: Path) -> None:
+    """Compare two folders of checkpoints bit by bit, except for what tells when, where and by whom they were made."""
+    names = [path.relative_to(theirs) for path in sorted(theirs.rglob("*")) if path.is_file()]
+    assert names == [path.relative_to(ours) for path in sorted(ours.rglob("*")) if path.is_file()]
+    for name in names:
+        if name.name in ("manifest.json", "trainer_state.json", "training_args.bin"):
+            continue
+        # Not by their bytes: metadata come in any order, and a tensor's memory may be larger than what it shows of it.
+        if name.suffix in (".safetensors", ".pt", ".pth", ".bin"):
+            assert_same(_read(ours / name), _read(theirs / name), str(name))
+        else:
+            assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+
+
+def _read(path: Path) -> Any:
+    if path.suffix != ".safetensors":
+        return load_containers(path)
+    with safe_open(path, framework="pt") as file:
+        return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def wait_for_writes() -> None:

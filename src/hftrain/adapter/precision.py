@@ -29,6 +29,10 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
     elif args.half_precision_backend == "apex" or args.fp16_opt_level != "O1":
         warn_once("Apex's settings have no effect without both fp16=True and half_precision_backend='apex'.")
     asked = precision.policy.name if isinstance(precision, Precision) else precision
+    if args.half_precision_backend in ("cpu_amp", "cuda_amp") and not (chosen or str(asked) in ("fp16", "bf16")):
+        warn_once(
+            f"half_precision_backend={args.half_precision_backend!r} has no effect without fp16=True or bf16=True."
+        )
     if asked is not None and chosen and not asked.startswith(chosen[0]):
         raise ConfigError(
             explain(

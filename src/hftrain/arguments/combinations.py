@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hftrain.arguments.enums import FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
+from hftrain.arguments.enums import FSDPOption, HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from hftrain.arguments.fields import ArgumentFields
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger, warn_once
 
 _HYBRID = (FSDPOption.HYBRID_SHARD, FSDPOption.HYBRID_SHARD_ZERO2)
 _SHARDING = (FSDPOption.FULL_SHARD, FSDPOption.SHARD_GRAD_OP, *_HYBRID)
+# What each switch turns on, with the values that ask for nothing.
+_SWITCHES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "gradient_checkpointing": {"gradient_checkpointing_kwargs": (None, {})},
+    "use_liger_kernel": {"liger_kernel_config": (None, {})},
+    "push_to_hub": {"hub_strategy": (HubStrategy.EVERY_SAVE,), "hub_always_push": (False,)},
+}
 _XLA_KEYS = ("xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 
 
@@ -30,8 +36,17 @@ def check_combinations(args: ArgumentFields) -> None:
     _check_fsdp(args)
     _check_fsdp_config(args)
     _check_checkpointing(args)
+    _warn_of_idle(args)
     if args.warmup_steps > 0 and args.warmup_ratio > 0:
         get_logger(__name__).info("warmup_steps and warmup_ratio are both given; warmup_steps wins.")
+
+
+def _warn_of_idle(args: ArgumentFields) -> None:
+    """Warn of settings whose switch is off. hub_private_repo is none: a push by hand reads it, and so do trackers."""
+    for switch, names in _SWITCHES.items():
+        for name, idle in names.items():
+            if not getattr(args, switch) and getattr(args, name) not in idle:
+                warn_once(f"{name} has no effect without {switch}=True.")
 
 
 def _refuse(args: ArgumentFields, reason: str, remedy: str, *names: str) -> ConfigError:

@@ -12,6 +12,7 @@ from hftrain.core.errors import CheckpointError, TaskError, explain, suggest
 from hftrain.core.events import EVENTS
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
+from hftrain.core.tree import is_alike
 
 Handler = Callable[..., Any]
 
@@ -149,6 +150,7 @@ class CallbackRunner(HandlerSpellings):
                 missing.append(name)
             for index, state in zip(places.get(name, ()), found, strict=False):
                 # What a tracker's callback holds is open to the outside: it stays, and is told which run to continue.
+                _check_attributes(self.callbacks[index], state)
                 is_rebuilt = getattr(self.callbacks[index], "is_rebuilt", True)
                 restored = _rebuild(type(self.callbacks[index]), state) if is_rebuilt else None
                 if is_full and is_rebuilt:
@@ -231,8 +233,24 @@ def _is_exportable(callback: Any) -> bool:
 def _rebuild(kind: Any, state: Any) -> Any:
     try:
         return kind.from_state(state)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(_misfit(kind.__name__, error, state)) from error
+
+
+def _check_attributes(callback: Any, saved: Any) -> None:
+    """Refuse a state that would put data in the place of a method, or one kind of data in the place of another."""
+    own = callback.state()
+    for part in ("args", "attributes"):
+        found = saved.get(part, {}) if isinstance(saved, Mapping) else None
+        is_fit = isinstance(found, Mapping) and all(
+            is_alike(value, own[part][name], is_deep=False)
+            if name in own.get(part, {})
+            else not hasattr(type(callback), name)
+            for name, value in found.items()
+        )
+        if not is_fit:
+            error = TypeError(f"its {part} are not those of the class")
+            raise CheckpointError(_misfit(type(callback).__name__, error, saved))
 
 
 def _misfit(name: str, error: Exception, saved: Any) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_name, checkpoint_step, list_checkpoints
-from hftrain.checkpoint.manifest import Manifest, read_manifest, verify, write_manifest
+from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_links, verify, write_manifest
 from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.remote import RemoteCheckpoints
 from hftrain.checkpoint.rotation import best_names, commit_order, surplus
@@ -190,6 +190,7 @@ class CheckpointManager:
         if (path / MANIFEST).exists():
             return verify(path)
         if (path / TRAINER_STATE).is_file():
+            refuse_links(path)
             logger.warning("%s has no %s: its files are read as they are, without proof.", path, MANIFEST)
             return None
         raise CheckpointError(
@@ -330,11 +331,10 @@ class CheckpointManager:
                 files.sweep(target.parent, is_ours=_is_ours)
         finally:
             lacks_space = group.all_true(cause is None or is_disk_full(cause))
-        reason = (
-            "Another process failed, and says why."
-            if cause is None
-            else f"{type(cause).__name__}: {str(cause).rstrip('.')}."
-        )
+        reason = "Another process failed, and says why."
+        if cause is not None:
+            shortage = "The disk, or a quota, is full: " if lacks_space else ""
+            reason = f"{shortage}{type(cause).__name__}: {str(cause).rstrip('.')}."
         remedy = "Earlier checkpoints are untouched. Mend the cause, then resume from the newest."
         kind = NoSpaceError if lacks_space else CheckpointError
         raise kind(explain(f"{target} should be written.", reason, remedy)) from cause

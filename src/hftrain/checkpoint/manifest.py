@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -63,7 +63,11 @@ def read_manifest(folder: Path) -> Manifest:
     if (folder / MANIFEST).is_symlink():
         raise _refused(folder / MANIFEST, "It is a link")
     body = read_json(folder / MANIFEST)
-    if not isinstance(body, dict) or body.pop("checksum", None) != _checksum(body):
+    try:
+        is_true = isinstance(body, dict) and body.pop("checksum", None) == _checksum(body)
+    except (ValueError, RecursionError) as error:
+        raise _refused(folder / MANIFEST, f"It is no manifest: {error}") from error
+    if not is_true:
         raise _refused(folder / MANIFEST, "Its content does not match its own checksum")
     if body.get("format_version") != FORMAT_VERSION:
         raise _refused(
@@ -91,6 +95,13 @@ def verify(folder: Path) -> Manifest:
         if is_part(path.name) and path.name not in manifest.files:
             raise _refused(path, "It was not there when the checkpoint was saved")
     return manifest
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise `CheckpointError` if a part of a checkpoint without a manifest is a link, or no regular file."""
+    for path in folder.iterdir():
+        if is_part(path.name) and not stat.S_ISREG(path.lstat().st_mode):
+            raise _refused(path, "It is a link or no regular file")
 
 
 def check_geometry(manifest: Manifest, **current: Any) -> None:
@@ -161,11 +172,39 @@ def _record(path: Path) -> dict[str, Any]:
 def _is_well_typed(body: dict[str, Any]) -> bool:
     records = body["files"].values() if isinstance(body["files"], dict) else [None]
     return (
-        type(body["step"]) is int
+        _is_count(body["step"])
         and isinstance(body["facts"], dict)
+        and all(is_typed(body["facts"][name]) for name, is_typed in _FACTS.items() if name in body["facts"])
         and isinstance(body["versions"], dict)
+        and all(isinstance(each, str) for each in body["versions"].values())
         and all(isinstance(record, dict) and set(record) == {"size", "sha256"} for record in records)
     )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_progress(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_count(each) for each in value.values())
+
+
+def _is_geometry(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        _is_count(value[name]) and value[name] > 0
+        for name in ("world_size", "batch_size", "accumulation")
+        if name in value
+    )
+
+
+# What the facts that are read again must be.
+_FACTS: dict[str, Callable[[Any], bool]] = {
+    "progress": _is_progress,
+    "geometry": _is_geometry,
+    "only_model": lambda value: isinstance(value, bool),
+    "run_id": lambda value: isinstance(value, str),
+    "saved_at_s": lambda value: type(value) in (int, float),
+}
 
 
 def _refused(path: Path, reason: str) -> CheckpointError:
@@ -174,4 +213,5 @@ def _refused(path: Path, reason: str) -> CheckpointError:
 
 
 def _checksum(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    # Not NaN, for which JSON has no word and which Python reads all the same.
+    return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.layout import (
     ARGUMENTS,
     MANIFEST,
@@ -17,8 +19,8 @@ from hftrain.checkpoint.layout import (
 )
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.core.errors import CheckpointError, explain
-from hftrain.core.state import TrainerState
-from hftrain.storage.files import write_text
+from hftrain.core.state import TrainerState, find_misfit
+from hftrain.storage.files import read_json, write_text
 from hftrain.storage.shards import load_shards
 from hftrain.storage.tensors import load_containers, save_containers
 
@@ -35,9 +37,10 @@ def load_optimizer(folder: Path) -> dict[str, Any]:
         CheckpointError: A file is absent or damaged.
     """
     state = _load(folder, OPTIMIZER)
-    for name, tensor in load_shards(folder, stem=OPTIMIZER_SHARDS).items():
-        index, _, key = name.partition(".")
-        state["state"].setdefault(int(index), {})[key] = tensor
+    with restoring(folder / OPTIMIZER):
+        for name, tensor in load_shards(folder, stem=OPTIMIZER_SHARDS).items():
+            index, _, key = name.partition(".")
+            state["state"].setdefault(int(index), {})[key] = tensor
     return state
 
 
@@ -79,10 +82,14 @@ def save_trainer_state(state: TrainerState, folder: Path) -> None:
 def load_trainer_state(folder: Path) -> TrainerState:
     """Read the documented, human-readable state; raises `CheckpointError` if it is absent or damaged."""
     path = folder / TRAINER_STATE
-    try:
-        return TrainerState.load_from_json(str(path))
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise _unusable(path, f"It is absent or damaged: {error}") from error
+    content = read_json(path)
+    problem = find_misfit(content)
+    if problem is not None:
+        raise _unusable(path, f"It is damaged: {problem}")
+    state = TrainerState.from_json(json.dumps(content))
+    if (folder / MANIFEST).exists() and state.global_step != read_manifest(folder).step:
+        raise _unusable(path, f"It says step {state.global_step}, and the manifest another")
+    return state
 
 
 def save_arguments(arguments: dict[str, Any], folder: Path) -> None:

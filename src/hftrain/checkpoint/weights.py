@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hftrain.checkpoint.adapters import load_adapters, save_adapters, saves_adapters
+from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.layout import BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE, WEIGHT_SHARDS, WEIGHTS, WEIGHTS_INDEX
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.log import get_logger
@@ -95,9 +96,10 @@ def load_weights(
         return load_adapters(model, folder)
     state = matching_weights(model, folder, strict=strict, own=own)
     try:
-        load(model, state) if load else model.load_state_dict(state, strict=strict)
-    except RuntimeError as error:
-        raise _unfit(model, folder, str(error)) from error
+        with restoring(folder):  # what a model keeps beside its tensors is its own to check
+            load(model, state) if load else model.load_state_dict(state, strict=strict)
+    except CheckpointError as error:
+        raise _unfit(model, folder, str(error.__cause__ or error)) from error
 
 
 def matching_weights(
@@ -234,10 +236,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":
         return load_tensors(path)
     state = load_containers(path)
-    if not isinstance(state, dict):
-        raise CheckpointError(
-            explain(f"{path} should hold weights.", f"It holds a {type(state).__name__}.", "Use another checkpoint.")
-        )
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        found = f"It holds a {type(state).__name__}, not values by name."
+        raise CheckpointError(explain(f"{path} should hold weights.", found, "Use another checkpoint."))
     return state
 
 

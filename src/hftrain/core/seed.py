@@ -81,6 +81,7 @@ def capture_rng() -> dict[str, Any]:
 
 def restore_rng(state: dict[str, Any]) -> None:
     """Put back what `capture_rng` returned; generators of devices that are absent here are left alone."""
+    _check(state)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -95,6 +96,15 @@ def restore_rng(state: dict[str, Any]) -> None:
     for name, (_, restore) in _added.items():
         if name in state:
             restore(state[name])
+
+
+def _check(state: dict[str, Any]) -> None:
+    """Raise ValueError for what the generators would take without looking: NumPy reads where the position points."""
+    _, _, gauss = state["python"]
+    _, keys, position, has_gauss, cached = state["numpy"]
+    is_fit = type(position) is int and 0 <= position <= 624 and len(keys) == 624 and has_gauss in (0, 1)
+    if not is_fit or not all(isinstance(each, (float, type(None))) for each in (gauss, cached)):
+        raise ValueError("The state of a random number generator is none.")
 
 
 def _devices() -> Iterator[tuple[str, Any]]:

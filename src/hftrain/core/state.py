@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import types
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,3 +70,28 @@ class TrainerState:
             value = getattr(args, name)
             if value is not None:
                 setattr(self, name, math.ceil(max_steps * value) if value < 1 else int(value))
+
+
+def find_misfit(content: Any) -> str | None:
+    """Say what keeps JSON data from being a `TrainerState`, or return None if nothing does.
+
+    Names that are unknown or absent are no misfit, for other versions write others.
+    """
+    if not isinstance(content, dict):
+        return f"it holds a {type(content).__name__} instead of an object"
+    for name, hint in typing.get_type_hints(TrainerState).items():
+        if name not in content:
+            continue
+        value = content[name]
+        kinds = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
+        if not any(_is_of(value, typing.get_origin(kind) or kind) for kind in kinds):
+            return f"{name} is {value!r:.80}"
+    entries = content.get("log_history", [])
+    return None if all(isinstance(entry, dict) for entry in entries) else "log_history holds more than objects"
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Tell whether a JSON value is of a field's kind; counts are not negative, and bool is no number."""
+    if kind is float:
+        return type(value) in (int, float)
+    return type(value) is kind and (kind is not int or bool(value >= 0))

@@ -57,3 +57,35 @@ def batch_size_of(batch: Any) -> int | None:
 def detach(tree: Any) -> Any:
     """Return the same structure with its tensors cut from their graph."""
     return map_tensors(tree, torch.Tensor.detach)
+
+
+def is_alike(saved: Any, own: Any, *, is_deep: bool = True) -> bool:
+    """Tell whether a saved value can stand where an object has `own`: of the same kind, and as long.
+
+    None stands for a value still to come and is like everything; so is a list that is empty so far.
+
+    Args:
+        saved: The value read.
+        own: The value it would replace.
+        is_deep: Look into lists and mappings too.
+    """
+    if saved is None or own is None:
+        return True
+    if isinstance(own, (bool, str)) or isinstance(saved, (bool, str)):
+        return isinstance(saved, type(own)) and isinstance(own, type(saved))
+    if _is_number(own):
+        return _is_number(saved)
+    if isinstance(own, torch.Tensor):
+        return isinstance(saved, torch.Tensor) and saved.shape == own.shape
+    if isinstance(own, Mapping):
+        is_fit = isinstance(saved, Mapping)
+        return is_fit and (not is_deep or all(is_alike(saved[key], own[key]) for key in own.keys() & saved.keys()))
+    if isinstance(own, (list, tuple)):
+        if not isinstance(saved, (list, tuple)) or not own or not is_deep:
+            return isinstance(saved, (list, tuple))
+        return len(saved) == len(own) and all(map(is_alike, saved, own))
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)

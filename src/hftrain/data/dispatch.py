@@ -76,7 +76,7 @@ class EvenedStream(StreamWrapper):
         self._unit = unit
         self._count = 0
         self._first_state: Any = None
-        self._is_loaded = self._is_over = False
+        self._is_loaded = self._is_over = self._is_filled = False
 
     def __iter__(self) -> Iterator[Any]:
         return self._read_again() if has_state(self.dataset) else even_out(self.dataset, self._unit)
@@ -87,27 +87,32 @@ class EvenedStream(StreamWrapper):
             return
         stream = iter(self.dataset)
         if not is_loaded:
-            self._count, self._is_over, self._first_state = 0, False, copy.deepcopy(self.dataset.state_dict())
+            self._count, self._is_over, self._is_filled = 0, False, False
+            self._first_state = copy.deepcopy(self.dataset.state_dict())
         for item in stream:
             self._count += 1
             yield item
         self._is_over = True
         while self._count % self._unit:
+            self._is_filled = True
             self.dataset.load_state_dict(copy.deepcopy(self._first_state))
             for item in islice(self.dataset, -self._count % self._unit):
                 self._count += 1
                 yield item
+        if self._is_filled:
+            # Where it stopped tells nothing.
+            self.dataset.load_state_dict(copy.deepcopy(self._first_state))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's state, and what filling it up needs."""
         count = self._count % self._unit
-        own = {"start": self._first_state, "count": count, "is_over": self._is_over}
-        return {"stream": self.dataset.state_dict(), **own}
+        own = {"start": self._first_state, "count": count, "is_over": self._is_over, "is_filled": self._is_filled}
+        return {"stream": self._first_state if self._is_filled else self.dataset.state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned, for the iteration that follows."""
         self._first_state, self._count = state["start"], int(state["count"])
-        self._is_loaded, self._is_over = True, bool(state["is_over"])
+        self._is_loaded, self._is_over, self._is_filled = True, bool(state["is_over"]), bool(state["is_filled"])
         self.dataset.load_state_dict(state["stream"])
 
     def __len__(self) -> int:

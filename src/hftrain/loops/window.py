@@ -16,6 +16,15 @@ _FOLD_EVERY = 64
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
+# What a window's state is made of.
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("num_nonfinite", "num_micro_steps", "num_steps", "run_steps"), (int,)),
+    "sum": (torch.Tensor, type(None)),
+    "pending": (list,),
+    "num_finite": (torch.Tensor, int),
+    "run_total": (float, int),
+}
+
 
 class LossWindow:
     """Sum step losses on the device; reading them is the only synchronisation.
@@ -101,7 +110,13 @@ class LossWindow:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def load_state_dict(self, state: Mapping[str, Any], *, device: torch.device) -> None:
-        """Go on from what `state_dict` returned; mutates the object."""
+        """Go on from what `state_dict` returned; mutates the object.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        if not all(name in _KINDS and _is_of(value, _KINDS[name]) for name, value in state.items()):
+            raise ValueError(f"The state of a logging window does not hold {sorted(map(str, state))} as these are.")
         vars(self).update(map_tensors(dict(state), lambda tensor: tensor.to(device)))
 
     def mean_over_run(self) -> float:
@@ -140,7 +155,14 @@ class LogWindow:
         return {"sums": dict(self._sums), "counts": dict(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, device: torch.device) -> None:
-        """Go on from what `state_dict` returned; mutates the object."""
+        """Go on from what `state_dict` returned; mutates the object.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        sums, counts = state.get("sums", {}), state.get("counts", {})
+        if sums.keys() != counts.keys() or not all(map(_is_sum, [*sums.values(), *counts.values()])):
+            raise ValueError("The state of a window of logs does not hold sums and counts of the same names.")
         self._sums = map_tensors(dict(state.get("sums", {})), lambda tensor: tensor.to(device))
         self._counts = dict(state.get("counts", {}))
 
@@ -155,6 +177,16 @@ class LogWindow:
                 total[0] += value
                 total[1] += count
         return {name: value / count for name, (value, count) in merged.items()}
+
+
+def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    is_one = not isinstance(value, torch.Tensor) or value.dim() == 0
+    members = value if isinstance(value, list) else []
+    return is_one and isinstance(value, kinds) and all(_is_of(each, (torch.Tensor,)) for each in members)
+
+
+def _is_sum(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def as_number(value: Any) -> float:

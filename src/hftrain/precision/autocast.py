@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -121,8 +122,17 @@ class ScaledPrecision(AutocastPrecision):
         return {**self._scaler.state_dict(), "num_skipped": self._num_skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the scale; an empty state, left by a run without a scaler, keeps the fresh one."""
+        """Restore the scale; an empty state, left by a run without a scaler, keeps the fresh one.
+
+        Raises:
+            ValueError: A number is none that a scaler could have reached.
+        """
         if state:
+            counts = {name: state.get(name, 0) for name in ("growth_interval", "_growth_tracker", "num_skipped")}
+            factors = {name: state.get(name) for name in ("scale", "growth_factor", "backoff_factor")}
+            is_fit = all(type(each) is int and 0 <= each < 1 << 31 for each in counts.values())
+            if not is_fit or not all(isinstance(each, float) and 0 <= each < math.inf for each in factors.values()):
+                raise ValueError(f"The state of a gradient scaler cannot be {counts} with {factors}.")
             self._scaler.load_state_dict(state)
             self._scale = self._scaler.get_scale()
             self._num_skipped = state.get("num_skipped", 0)

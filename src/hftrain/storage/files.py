@@ -24,6 +24,7 @@ from hftrain.core.log import get_logger
 
 _CHUNK_BYTES = 1 << 20
 _MAX_JSON_BYTES = 1 << 28
+_MAX_JSON_VALUES = 10_000_000
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/.*", re.IGNORECASE)
 _LEFTOVER = re.compile(r"\.(?P<kind>staging|replaced|trash)-(?P<name>.+)-[0-9a-f]{8}")
 
@@ -73,7 +74,10 @@ def read_json(path: Path) -> Any:
             raise ValueError("it is no file")
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise ValueError(f"it is larger than {_MAX_JSON_BYTES} bytes")
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
+        if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_JSON_VALUES:  # each takes tens of bytes once it is read
+            raise ValueError(f"it holds more than {_MAX_JSON_VALUES} values")
+        return json.loads(text.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             explain(f"{path} should be read.", f"It is absent or damaged: {error}.", "Use another checkpoint.")

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.types import Shard
-from hftrain.storage.tensors import load_tensors, save_tensors
+from hftrain.storage.tensors import check_header, load_tensors, save_tensors
 
 _ROWS = "hftrain.rows"
 
@@ -58,10 +58,11 @@ def load_shards(folder: Path, *, stem: str) -> dict[str, torch.Tensor]:
                 whole[name] = tensor
     for name, found in parts.items():
         found.sort(key=lambda part: part[0])
-        whole[name] = torch.cat([tensor for _, _, tensor in found])
         expected = 0
-        for start, _, tensor in found:
-            expected = expected + len(tensor) if start == expected else -1
+        for start, length, tensor in found:
+            is_next = start == expected and length == found[0][1] and tensor.dim() > 0
+            is_next = is_next and (tensor.dtype, tensor.shape[1:]) == (found[0][2].dtype, found[0][2].shape[1:])
+            expected = expected + len(tensor) if is_next else -1
         if expected != found[0][1]:
             raise CheckpointError(
                 explain(
@@ -70,11 +71,13 @@ def load_shards(folder: Path, *, stem: str) -> dict[str, torch.Tensor]:
                     "Copy the files of all processes, or use another checkpoint.",
                 )
             )
+        whole[name] = torch.cat([tensor for _, _, tensor in found])
     return whole
 
 
 def _rows_in(path: Path) -> dict[str, Any]:
     try:
+        check_header(path)
         with safe_open(path, framework="pt") as file:
             rows = json.loads((file.metadata() or {})[_ROWS])
         return {name: (int(start), int(length)) for name, (start, length) in rows.items()}

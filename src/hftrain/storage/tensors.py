@@ -15,8 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hftrain.core.errors import CheckpointError, explain
+from hftrain.storage.archives import check_archive
 
 _ALIASES = "hftrain.aliases"
+_MAX_HEADER_BYTES = 1 << 25
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -66,6 +68,7 @@ def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, to
         CheckpointError: It is absent or damaged.
     """
     try:
+        check_header(path)
         with safe_open(path, framework="pt", device=str(device)) as file:
             # the reader hands out memory that is mapped to the file, and changes when the file is written again
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
@@ -112,10 +115,20 @@ def load_containers(path: Path, *, with_numpy: bool = False) -> Any:
         CheckpointError: It is absent, damaged, or holds anything but plain data.
     """
     try:
+        _check_regular(path)
+        check_archive(path, with_numpy=with_numpy)
         with _numpy_accepted() if with_numpy else contextlib.nullcontext():
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise _unreadable(path, error) from error
+
+
+def check_header(path: Path) -> None:
+    """Raise ValueError if a safetensors file is no regular file, or its header is larger than any real one."""
+    _check_regular(path)
+    with open(path, "rb") as file:
+        if int.from_bytes(file.read(8), "little") > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header takes more than {_MAX_HEADER_BYTES} bytes")
 
 
 def tensor_identity(tensor: Any) -> tuple[Any, ...] | None:
@@ -129,6 +142,11 @@ def tensor_identity(tensor: Any) -> tuple[Any, ...] | None:
         return None
     storage = tensor.untyped_storage().data_ptr()
     return (tensor.device, storage, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _check_regular(path: Path) -> None:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError("it is no regular file")
 
 
 def _plain(tree: Any, where: str) -> Any:

@@ -40,7 +40,7 @@ def restore_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any],
     unknown = []
     for name, metric in metrics.items():
         parts, saved = _parts(metric) or [], states.get(name, [])
-        if not parts or [sorted(part.metric_state) for part in parts] != [sorted(item["state"]) for item in saved]:
+        if not parts or [_kinds(part.metric_state) for part in parts] != [_kinds(item["state"]) for item in saved]:
             unknown.append(name)
             continue
         metric.reset()
@@ -50,6 +50,10 @@ def restore_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any],
             # torchmetrics has no public way to say that the state is more than a default.
             vars(part).update(values, _update_count=item["num_updates"])
     return unknown
+
+
+def _kinds(state: Mapping[str, Any]) -> dict[str, bool]:
+    return {name: isinstance(value, torch.Tensor) for name, value in state.items()}
 
 
 def _parts(metric: Any) -> list[Any] | None:

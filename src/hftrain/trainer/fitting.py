@@ -131,7 +131,7 @@ class MicroBatches:
 
     def _run(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
         assert self.size is not None
-        step, parts = self.trainer._training_step, split_batch(batch, self.size)
+        step, parts = self.trainer._slot_training_step, split_batch(batch, self.size)
         losses = []
         for part in parts[:-1]:
             with self.trainer.strategy.no_sync(model):

@@ -198,7 +198,7 @@ def _check_evaluations(trainer: Trainer) -> None:
                 raise TaskError(
                     explain(
                         "compute_metrics was given.",
-                        f"The evaluation set {name!r} has no {what} for it; its columns: {', '.join(sorted(columns))}.",
+                        f"The evaluation set {name!r} has no {what} for it, only {', '.join(sorted(columns))}.",
                         remedy,
                     )
                 )

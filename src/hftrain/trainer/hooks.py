@@ -15,9 +15,9 @@ _SEARCH = "Override train(), which gets the trial, or _report_to_hp_search."
 # Every underscored hook the Hugging Face Trainer has, and what to do where this Trainer does not call it. Which ones it
 # does call is told by the class itself: it defines them.
 DOCUMENTED: dict[str, str] = {
-    "_activate_neftune": "Set neftune_noise_alpha, or put a forward hook on the embedding.",
+    "_activate_neftune": "",
     "_align_special_tokens": "Set the model's config before it is given to the Trainer.",
-    "_deactivate_neftune": "Set neftune_noise_alpha, or put a forward hook on the embedding.",
+    "_deactivate_neftune": "",
     "_determine_best_metric": "",
     "_evaluate": "",
     "_finish_current_push": "Push from on_save of a callback.",
@@ -63,8 +63,8 @@ DOCUMENTED: dict[str, str] = {
     "_sorted_checkpoints": "Override _rotate_checkpoints.",
     "_tune_save_checkpoint": _SEARCH,
     "_wrap_model": "",
-    "floating_point_ops": "Count in a callback, from the batches get_batch_samples gives.",
-    "store_flos": "Count in a callback, from the batches get_batch_samples gives.",
+    "floating_point_ops": "",
+    "store_flos": "",
 }
 
 # Private by name, but downstream classes set them.

@@ -68,11 +68,29 @@ class InStep:
 
 
 def in_step(trainer: Trainer, loader: Any, *, loss_only: bool, ignore_keys: list[str] | None) -> Any:
-    """Return the loader, made to keep the ranks in step where the steps may talk to each other."""
+    """Return the loader, made to keep the ranks in step where the steps may talk to each other.
+
+    Raises:
+        ConfigError: They may, and metrics are exchanged after each batch as well: two takes of turns, which uneven
+            numbers of batches would mix up.
+    """
     talks = trainer._accelerator is not None and isinstance(trainer.task, ModelTask)
     # A split model generates in step (`synced_gpus`).
     talks = talks or (trainer.strategy.shards_model and generates(trainer.args))
     if trainer.strategy.world_size == 1 or not talks:
+        return loader
+    if trainer.args.batch_eval_metrics and trainer.compute_metrics is not None and not loss_only:
+        if any(map(trainer._is_overridden, ("prediction_step", "compute_loss"))):
+            raise ConfigError(
+                explain(
+                    "batch_eval_metrics=True was asked for on several processes, with trainer.accelerator in use.",
+                    f"{type(trainer).__name__} overrides the evaluation step, which may gather with it, and the "
+                    "metrics are gathered after each batch too: processes with fewer batches would be waited for.",
+                    "Leave batch_eval_metrics out, or gather with trainer.strategy in compute_metrics alone.",
+                    batch_eval_metrics=True,
+                )
+            )
+        # Only the metrics talk, and those take turns of their own.
         return loader
     return InStep(
         loader,

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from hftrain.adapter.checkpoint import checkpoint_config
+from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, naming_the_folder, restoring
 from hftrain.checkpoint.foreign import check_foreign, check_foreign_optimizer, is_foreign
-from hftrain.checkpoint.layout import ARGUMENTS, checkpoint_name
+from hftrain.checkpoint.layout import ARGUMENTS, OPTIMIZER, SCALER, SCHEDULER, checkpoint_name
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import check_geometry
 from hftrain.checkpoint.parts import (
@@ -30,7 +31,7 @@ from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
-from hftrain.core.seed import capture_rng
+from hftrain.core.seed import capture_rng, preserved_rng, restore_rng
 from hftrain.core.tree import map_tensors
 from hftrain.data.feed import TrainFeed
 from hftrain.loops.window import LogWindow, LossWindow
@@ -206,6 +207,7 @@ class RunCheckpoints:
                 ", ".join(found),
             )
 
+    @naming_the_folder
     def take_over(self, folder: Path, plan: RunPlan) -> None:
         """Go on as the checkpoint's run, and say which arguments have changed."""
         assert plan.saved is not None
@@ -213,10 +215,12 @@ class RunCheckpoints:
             self._report_changed_arguments(folder)
             self.manager.run_id = plan.saved.facts["run_id"]
 
+    @naming_the_folder
     def load_model(self, folder: Path) -> None:
         """Load the weights, and what the task holds beside its model, in place."""
         self.trainer._load_from_checkpoint(str(folder))
 
+    @naming_the_folder
     def load_rest(self, folder: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Load what the optimizer and its company had reached, and return the random numbers' state."""
         trainer, strategy = self.trainer, self.trainer.strategy
@@ -242,25 +246,35 @@ class RunCheckpoints:
                 ", ".join(unknown),
             )
         past = own.pop("past", None)
-        if self.progress.micro_steps_in_epoch and not self.plan.is_reshaped:
+        if self.progress.micro_steps_in_epoch and not self.plan.is_reshaped and trainer.args.past_index >= 0:
             trainer._past = strategy.to_device(past)
         trainer.callback_handler.restore(
             trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
         )
+        with preserved_rng():  # now, for the loop that restores them is no place to find out that they are none
+            for numbers in (self.epoch_rng, own) if self.epoch_rng else (own,):
+                restore_rng(numbers)
         return own
 
     def read_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Load optimizer, schedule and scaler. Collective."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        state = load_optimizer(folder)
+        before, state = group_settings(optimizer), load_optimizer(folder)
         if is_foreign(folder):
             check_foreign_optimizer(state, optimizer, folder)
-        strategy.load_optimizer_state(trainer.model_wrapped, optimizer, state)
+        with restoring(folder / OPTIMIZER):
+            strategy.load_optimizer_state(trainer.model_wrapped, optimizer, state)
+        check_optimizer(folder / OPTIMIZER, optimizer, before=before)
         if trainer.lr_scheduler is not None:
-            trainer.lr_scheduler.load_state_dict(load_scheduler(folder))
+            schedule = load_scheduler(folder)
+            check_state(folder / SCHEDULER, schedule, trainer.lr_scheduler, own=trainer.lr_scheduler.state_dict())
+            trainer.lr_scheduler.load_state_dict(schedule)
             refresh_rate(trainer.lr_scheduler)
         if trainer.precision.state_dict():
-            trainer.precision.load_state_dict(load_scaler(folder))
+            scale = load_scaler(folder)
+            check_state(folder / SCALER, scale, trainer.precision, own=trainer.precision.state_dict())
+            with restoring(folder / SCALER):
+                trainer.precision.load_state_dict(scale)
 
     def load_best(self) -> None:
         """Load the best checkpoint's model, saying so if there is none."""

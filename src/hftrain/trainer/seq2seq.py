@@ -157,7 +157,7 @@ class Seq2SeqTrainer(Trainer):
             labels = task.labels_of(inputs)
             has_loss = labels is not None or task.can_return_loss
             # Last, because an override of compute_loss may take the labels out of the batch.
-            loss = self._compute_loss(model, inputs).detach() if has_loss else None
+            loss = self._slot_compute_loss(model, inputs).detach() if has_loss else None
         length = longest_output(self, given)
         if length is not None:
             tokens = self._pad_tensors_to_max_len(tokens, length)

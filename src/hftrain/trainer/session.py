@@ -213,7 +213,7 @@ class TrainSession:
     def _loop(self, config: FitConfig, loader: Any, stepper: Any) -> FitLoop:
         trainer, strategy = self.trainer, self.trainer.strategy
         schedule = None if self._follows_metric else trainer.lr_scheduler
-        take, step = trainer._shares.take, trainer._training_step
+        take, step = trainer._shares.take, trainer._slot_training_step
         if trainer.args.auto_find_batch_size is True:
             fitting = MicroBatches(trainer, logs=self.logs, found=found_size(trainer.args, self.resume))
             take, step = fitting.take, fitting.step
@@ -293,7 +293,7 @@ class TrainSession:
             self.used_rate = logs["learning_rate"]
             logs["learning_rate"] = self.trainer._get_learning_rate()
             self.used_rate = None
-        self.trainer._log(merge_reports(logs, self.trainer.precision.logs(), self.logs.read(), own))
+        self.trainer._slot_log(merge_reports(logs, self.trainer.precision.logs(), self.logs.read(), own))
 
     def _act_through_hook(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
         """Let a subclass see the end of a step; it calls the base method, which calls `act`."""
@@ -380,7 +380,7 @@ class TrainSession:
             metrics["nonfinite_losses"] = num_nonfinite
         trainer.is_in_train = False
         trainer._report_memory(metrics)
-        trainer._log(metrics)
+        trainer._slot_log(metrics)
         best = best_checkpoint(trainer)
         keeps_one = trainer.args.save_total_limit == 1 and trainer.save_policy.keep_best in (None, 1)
         if keeps_one and trainer.args.load_best_model_at_end and best is not None:

@@ -369,11 +369,12 @@ class Trainer:
 
     def _resolve_hooks(self, given: Mapping[str, Any]) -> None:
         """Look at the hooks' signatures once, so that overrides in the older forms keep working."""
-        self._compute_loss = taking(self.compute_loss, 3, "num_items_in_batch")
+        # Under names that no subclass would choose for a method of its own.
+        self._slot_compute_loss = taking(self.compute_loss, 3, "num_items_in_batch")
         self._loss_takes_count = accepts(self.compute_loss, "num_items_in_batch")
-        self._training_step = taking(self.training_step, 2, "num_items_in_batch")
-        self._get_batch_samples = taking(self.get_batch_samples, 2, "device")
-        self._log = taking(self.log, 1, "start_time")
+        self._slot_training_step = taking(self.training_step, 2, "num_items_in_batch")
+        self._slot_get_batch_samples = taking(self.get_batch_samples, 2, "device")
+        self._slot_log = taking(self.log, 1, "start_time")
         self._walks_inputs = self._is_overridden("_prepare_input")
         self._counts_items_itself = self._is_overridden("_get_num_items_in_batch")
         self._makes_contexts = any(
@@ -383,6 +384,10 @@ class Trainer:
         check_hooks(self, Trainer, given=given)
 
     def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
+        if self.fast_dev_run:
+            callbacks = without_trackers(callbacks)
+        else:
+            self._hub.start()
         disables = self.args.disable_tqdm
         disables = get_verbosity() > 30 if disables is None else disables
         self.control = TrainerControl()
@@ -642,7 +647,7 @@ class Trainer:
                 metric_key_prefix=metric_key_prefix,
             )
             metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output, loader)}
-            self._log(metrics)
+            self._slot_log(metrics)
             if self.state.epoch is not None:
                 metrics["epoch"] = self.state.epoch
             self.callback_handler.fire("on_evaluate", metrics=metrics)
@@ -1103,7 +1108,7 @@ class Trainer:
         # Before compute_loss, whose overrides may pop the labels.
         share = self._shares.of(inputs, num_items_in_batch) if self._shares.is_on else None
         with self.compute_loss_context_manager():
-            loss: torch.Tensor = self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         if share is not None:
             loss = self._shares.weigh(loss, share)
         self._backward(loss)
@@ -1259,7 +1264,7 @@ class Trainer:
             if isinstance(task, ModelTask):
                 ignored = task.keys_to_ignore if ignore_keys is None else ignore_keys
                 output = task.predict_batch(
-                    lambda batch: self._compute_loss(model, batch, return_outputs=True),
+                    lambda batch: self._slot_compute_loss(model, batch, return_outputs=True),
                     inputs,
                     loss_only=prediction_loss_only,
                     ignore=ignored,

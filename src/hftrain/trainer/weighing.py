@@ -51,7 +51,7 @@ class LossShares:
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Count | None]:
         """Take a step's micro-batches, and note how many samples they hold for losses that nothing else weighs."""
-        taken = self.trainer._get_batch_samples(epoch_iterator, num_batches, device)
+        taken = self.trainer._slot_get_batch_samples(epoch_iterator, num_batches, device)
         if not isinstance(taken, (tuple, list)) or len(taken) != 2 or not isinstance(taken[0], (list, tuple)):
             raise TaskError(
                 explain(
@@ -108,7 +108,7 @@ class LossShares:
                 for count in (num_items, 2 * num_items):
                     with preserved_rng():
                         # A copy, because overrides may pop the labels.
-                        loss = trainer._compute_loss(trainer.model, dict(inputs), num_items_in_batch=count)
+                        loss = trainer._slot_compute_loss(trainer.model, dict(inputs), num_items_in_batch=count)
                         losses.append(float(loss))
             # A loss of 0 or NaN tells nothing; then another rank or the next micro-batch may.
             tells = math.isfinite(losses[0]) and losses[0] != 0

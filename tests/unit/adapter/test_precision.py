@@ -102,3 +102,11 @@ def test_launcher_decides_where_nobody_else_does(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
     assert precision_request(make_arguments(tmp_path, **options), precision)[0] == name
+
+
+@pytest.mark.parametrize("backend", ["cpu_amp", "cuda_amp"])
+def test_backend_of_half_precision_without_any_warns(tmp_path: Path, backend: str) -> None:
+    args = make_arguments(tmp_path, half_precision_backend=backend)
+    with pytest.warns(UserWarning, match=f"{backend}' has no effect without fp16=True or bf16=True"):
+        precision_request(args, None)
+    precision_request(args, "bf16")

@@ -92,6 +92,10 @@ def test_consistent_settings_pass(given):
         ({"fsdp_config": {"min_num_params": 5}}, "no effect without fsdp"),
         ({**FSDP, "fsdp_config": {"xla_fsdp_v2": True}}, "no effect without the key xla"),
         ({**FSDP, "gradient_checkpointing": True}, "activation_checkpointing"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, "_kwargs has no effect without gradient_check"),
+        ({"liger_kernel_config": {"rope": True}}, "liger_kernel_config has no effect without use_liger_kernel=True"),
+        ({"hub_strategy": "end"}, "hub_strategy has no effect without push_to_hub=True"),
+        ({"hub_always_push": True}, "hub_always_push has no effect without push_to_hub=True"),
     ],
 )
 def test_setting_without_effect_warns_once(given, message):

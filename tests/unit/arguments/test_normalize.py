@@ -45,6 +45,7 @@ from hftrain.core.errors import ConfigError
         ("include_num_input_tokens_seen", "no", False),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*has no effect without")
 def test_value_takes_its_one_form(name, given, kept):
     assert getattr(TrainingArguments(**{name: given}), name) == kept
 

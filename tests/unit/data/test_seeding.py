@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import functools
+import os
 import pickle
 import random
 
 import numpy
 import pytest
 import torch
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from hftrain.core.seed import preserved_rng
 from hftrain.data.seeding import SeededBatches, derive_seed, new_generator, seed_process, start_worker
@@ -73,3 +75,23 @@ def test_seeded_batches_send_other_seeds_per_place_epoch_and_rank():
     with preserved_rng():
         seen = [numbers for rank in (0, 1) for epoch in (0, 1) for numbers in first_draws(rank, epoch)]
     assert len(set(seen)) == 8
+
+
+@pytest.mark.skipif(not hasattr(os, "setpgid"), reason="needs process groups")
+def test_worker_leads_a_process_group_of_its_own():
+    # What signals a group reaches the process that trains, and not its workers.
+    loader = DataLoader(
+        ProcessGroups(), batch_size=None, num_workers=1, worker_init_fn=functools.partial(start_worker, rank=0)
+    )
+    before = os.getpgrp()
+    assert before not in [int(group) for group in loader]
+    start_worker(0, rank=0)
+    assert os.getpgrp() == before
+
+
+class ProcessGroups(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return os.getpgrp()

@@ -102,3 +102,26 @@ def test_hook_of_a_running_training_is_refused_outside_of_one(tmp_path: Path, ho
     arguments = {"_running_session": ["it"], "_save_checkpoint": [trainer.model]}
     with pytest.raises(ConfigError, match="while train"):
         getattr(trainer, hook)(*arguments.get(hook, []))
+
+
+def test_methods_of_downstream_trainers_do_not_collide(tmp_path: Path) -> None:
+    class Downstream(Trainer):
+        """Has methods under names that trainers for preferences and rewards use."""
+
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            return model(**inputs)[0]
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            return self._compute_loss(model, inputs)
+
+        def _training_step(self) -> None: ...
+
+        def _get_batch_samples(self) -> None: ...
+
+        def _log(self) -> None: ...
+
+    assert Downstream(Net(), make_arguments(tmp_path, max_steps=2), train_dataset=make_rows()).train().global_step == 2
+
+
+def test_what_a_trainer_calls_needs_no_remedy() -> None:
+    assert [name for name, remedy in DOCUMENTED.items() if remedy and hasattr(Trainer, name)] == []

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.resuming import StopAt, assert_same, outcome
 from support.tiny import Net
-from support.writes import At, Gate, make_trainer
+from support.writes import At, Gate, make_trainer, same_files
 
 from hftrain import CheckpointError, SavePolicy, Trainer
 from hftrain.checkpoint.layout import list_checkpoints
@@ -23,15 +24,6 @@ from hftrain.trainer import writing
 ASYNC = SavePolicy(save_async=True)
 
 
-def same_files(ours: Path, theirs: Path) -> None:
-    """Compare two folders of checkpoints byte by byte, except for what tells when, where and by whom they were made."""
-    names = [path.relative_to(theirs) for path in sorted(theirs.rglob("*")) if path.is_file()]
-    assert names == [path.relative_to(ours) for path in sorted(ours.rglob("*")) if path.is_file()]
-    for name in names:
-        if name.name not in ("manifest.json", "trainer_state.json", "training_args.bin"):
-            assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
-
-
 @pytest.mark.parametrize("options", [{}, {"save_only_model": True}, {"save_safetensors": False}], ids=str)
 def test_async_save_writes_the_same_files(tmp_path: Path, options: dict[str, Any]) -> None:
     make_trainer(tmp_path / "now", At(2, 4, 5), **options).train()
@@ -39,6 +31,18 @@ def test_async_save_writes_the_same_files(tmp_path: Path, options: dict[str, Any
     same_files(tmp_path / "later", tmp_path / "now")
     for path in list_checkpoints(tmp_path / "later"):
         verify(path)
+
+
+def test_async_saves_resume_to_the_last_bit(tmp_path: Path) -> None:
+    whole = make_trainer(tmp_path / "whole")
+    whole.train()
+    for stop in (3, 7):
+        part = make_trainer(tmp_path / "parts", At(stop - 1), StopAt(stop), policy=ASYNC)
+        part.train(resume_from_checkpoint=stop > 3)
+        assert part.state.global_step == stop
+    resumed = make_trainer(tmp_path / "parts", policy=ASYNC)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(outcome(resumed), outcome(whole))
 
 
 def test_async_save_is_of_its_step_however_far_training_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

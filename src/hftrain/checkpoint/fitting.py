@@ -1,0 +1,131 @@
+"""Whether what a checkpoint holds fits what it is put into; where it does not, the file is named."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from hftrain.core.errors import CheckpointError, HFTrainError, explain
+from hftrain.core.tree import is_alike
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What these optimizers look up at each step once a parameter has any state.
+_NEEDED = {"Adam": {"exp_avg", "exp_avg_sq", "step"}, "AdamW": {"exp_avg", "exp_avg_sq", "step"}}
+# Settings with which a step is another computation, or needs a state of its own.
+_MODES = {"amsgrad", "capturable", "centered", "differentiable", "maximize", "nesterov"}
+# Settings that have a range.
+_RANGED = {"alpha", "beta2_decay", "betas", "dampening", "eps", "eta", "etas", "initial_accumulator_value", "lambd",
+           "lr", "lr_decay", "momentum", "momentum_decay", "rho", "step_sizes", "t0", "weight_decay"}  # fmt: skip
+# torch's own whose tensors all have the shape of their parameter, or are one number.
+_RESHAPING = ("Adafactor", "LBFGS", "SparseAdam")
+
+
+@contextlib.contextmanager
+def restoring(path: Path) -> Iterator[None]:
+    """Turn what goes wrong while a file's content is put to use into a `CheckpointError` that names the file.
+
+    Errors of hftrain pass, and so do those of memory and of communication, which are not the file's fault.
+    """
+    try:
+        yield
+    except (HFTrainError, MemoryError):
+        raise
+    except Exception as error:
+        if _is_no_fault_of_the_file(error):
+            raise
+        raise misfit(path, f"It cannot be restored ({type(error).__name__}: {error})") from error
+
+
+def naming_the_folder(method: Callable[Concatenate[Any, Path, P], R]) -> Callable[Concatenate[Any, Path, P], R]:
+    """Run a method, whose first argument is a checkpoint's folder, as `restoring` that folder."""
+
+    @functools.wraps(method)
+    def call(owner: Any, folder: Path, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with restoring(folder):
+            return method(owner, folder, *args, **kwargs)
+
+    return call
+
+
+def check_state(path: Path, state: Mapping[str, Any], owner: Any, *, own: Mapping[str, Any]) -> None:
+    """Refuse a state that would make an object what it is not.
+
+    Args:
+        path: The file.
+        state: What it holds.
+        owner: What the state is for; names that it has beside those of its state stay its own.
+        own: The owner's present state. Its names must be there, except those that begin with an underscore.
+    """
+    for name in own.keys() | state.keys():
+        if name not in state:
+            if not name.startswith("_"):
+                raise misfit(path, f"It has no {name!r}")
+        elif name not in own:
+            if not isinstance(name, str) or hasattr(owner, name):
+                raise misfit(path, f"It would overwrite {name!r} of {type(owner).__name__}")
+        elif not is_alike(state[name], own[name]):
+            raise misfit(path, f"Its {name!r} is a {type(state[name]).__name__} of another shape than the run's")
+
+
+def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of an optimizer's groups without their parameters, for `check_optimizer`."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def check_optimizer(path: Path, optimizer: torch.optim.Optimizer, *, before: list[dict[str, Any]]) -> None:
+    """Refuse what an optimizer has been loaded with if its next step would fail.
+
+    Args:
+        path: The file.
+        optimizer: The optimizer, loaded.
+        before: Its `group_settings` before it was loaded.
+    """
+    for number, (settings, group) in enumerate(zip(before, optimizer.param_groups, strict=True)):
+        for name, value in settings.items():
+            is_fit = name in group and is_alike(group[name], value)
+            if not is_fit or (name in _MODES and bool(group[name]) != bool(value)):
+                raise misfit(path, f"{name!r} of group {number} is absent, or not what the optimizer has there")
+        _check_ranges(path, optimizer, group)
+    kind = type(optimizer)
+    is_torchs = kind.__module__.startswith("torch.optim.") and kind.__name__ not in _RESHAPING
+    for parameter, state in optimizer.state.items() if is_torchs else ():
+        if not isinstance(parameter, torch.Tensor) or not isinstance(state, Mapping):
+            raise misfit(path, f"It has a state for {parameter!r:.80}, which is no parameter")
+        needed = _NEEDED.get(kind.__name__, set())
+        if state and not needed <= state.keys():
+            raise misfit(path, f"A parameter's state has only {sorted(map(str, state))}")
+        for name, value in state.items():
+            is_number = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
+            is_of_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if not is_of_shape and (name in needed - {"step"} or (value is not None and not is_number)):
+                raise misfit(path, f"{name!r} does not have the shape of its parameter, {list(parameter.shape)}")
+            if name == "step" and not (is_number and float(value) >= 0):
+                raise misfit(path, f"A parameter has been updated {value!r:.80} times")
+
+
+def _check_ranges(path: Path, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    """Let a class of torch look at a group's settings as it does when an optimizer is made."""
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim."):
+        known = inspect.signature(kind).parameters.keys() & group.keys() & _RANGED
+        with restoring(path):
+            kind([torch.zeros(1)], **{name: group[name] for name in known})
+
+
+def misfit(path: Path, reason: str) -> CheckpointError:
+    """Word the error for a file that does not fit the run."""
+    remedy = "Resume the run that was saved, or use another checkpoint."
+    return CheckpointError(explain(f"{path} should be restored.", f"{reason.rstrip('.')}.", remedy))
+
+
+def _is_no_fault_of_the_file(error: Exception) -> bool:
+    is_of_group = isinstance(error, getattr(torch.distributed, "DistError", ()))
+    return is_of_group or any(words in str(error) for words in ("out of memory", "can't allocate memory"))

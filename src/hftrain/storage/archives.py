@@ -1,0 +1,321 @@
+"""What a file in torch's zip format would build, worked out before torch reads it and without building it.
+
+torch's safe reader runs no code from a file, but a file can still make it reserve any amount of memory, and make its
+versions before 2.10 read beyond a tensor's end. So nothing goes to it but plain containers, numbers, text and tensors
+whose memory is really in the file.
+"""
+
+from __future__ import annotations
+
+import math
+import pickletools
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+_MAX_DIRECTORY_BYTES = 1 << 25
+_MAX_PICKLE_BYTES = 1 << 26
+_MAX_INSTRUCTIONS = 4_000_000
+_MAX_NODES = 10_000_000
+_MAX_DEPTH = 100
+_MAX_EXPANDED_BYTES = 1 << 28
+
+_STORAGE_BYTES = {
+    **dict.fromkeys(("Bool", "Byte", "Char", "QInt8", "QUInt8", "QUInt2x4", "QUInt4x2"), 1),
+    **dict.fromkeys(("BFloat16", "Half", "Short"), 2),
+    **dict.fromkeys(("Float", "Int", "QInt32"), 4),
+    **dict.fromkeys(("ComplexFloat", "Double", "Long"), 8),
+    "ComplexDouble": 16,
+}
+_KEYS = (type(None), int, float, str)
+_NUMPY = ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")
+
+
+class _Global(NamedTuple):
+    name: str
+
+
+class _Storage(NamedTuple):
+    num_bytes: int
+    item_bytes: int
+
+
+class _Opaque(NamedTuple):
+    """A tensor, an array or the like, checked when it was built."""
+
+    kind: str
+
+
+class _Ordered(dict[Any, Any]):
+    """An OrderedDict, which may carry the versions of a model's modules."""
+
+
+def check_archive(path: Path, *, with_numpy: bool = False) -> None:
+    """Raise ValueError unless a file is torch's zip format and holds plain data of a bounded size.
+
+    Args:
+        path: A regular file.
+        with_numpy: Also accept NumPy arrays of numbers.
+    """
+    _check_directory(path)
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        prefix = entries[0].filename.partition("/")[0] if entries else ""
+        sizes = {entry.filename.removeprefix(f"{prefix}/"): entry.file_size for entry in entries}
+        if len(sizes) != len(entries) or any(not entry.filename.startswith(f"{prefix}/") for entry in entries):
+            raise ValueError("its records do not have names of their own")
+        if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
+            raise ValueError("its records are compressed or encrypted")
+        if sum(sizes.values()) > path.stat().st_size:
+            raise ValueError("its records overlap")
+        if "data.pkl" not in sizes or "constants.pkl" in sizes:
+            raise ValueError("it was not written by torch.save")
+        if sizes["data.pkl"] > _MAX_PICKLE_BYTES:
+            raise ValueError(f"its structure takes more than {_MAX_PICKLE_BYTES} bytes")
+        structure = archive.read(f"{prefix}/data.pkl")
+    built = _Reader(sizes, with_numpy=with_numpy).read(structure)
+    if _count(built, {}, 0) > _MAX_NODES:
+        raise ValueError(f"it holds more than {_MAX_NODES} values")
+
+
+def _check_directory(path: Path) -> None:
+    """Look at the size of a zip file's directory before anything reads it."""
+    with open(path, "rb") as file:
+        length = file.seek(0, 2)
+        file.seek(max(0, length - 42))
+        end = file.read()
+        if len(end) < 42 or end[20:24] != b"PK\5\6" or end[40:] != b"\0\0":
+            raise ValueError("it is not in the zip format of torch.save")
+        size = int(struct.unpack("<I", end[32:36])[0])
+        if end[:4] == b"PK\6\7":  # more records or bytes than the classic format can tell
+            file.seek(struct.unpack("<Q", end[8:16])[0] + 40)
+            size = int(struct.unpack("<Q", file.read(8))[0])
+        if size > _MAX_DIRECTORY_BYTES:
+            raise ValueError(f"its directory takes more than {_MAX_DIRECTORY_BYTES} bytes")
+
+
+class _Reader:
+    """Follow the instructions of a pickle with values that stand for what they would build.
+
+    Args:
+        sizes: Bytes of each record in the file.
+        with_numpy: Also accept NumPy arrays of numbers.
+    """
+
+    def __init__(self, sizes: dict[str, int], *, with_numpy: bool) -> None:
+        self._sizes = sizes
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+        self._expanded_bytes = 0
+        self._callables: dict[str, Callable[..., Any]] = {
+            "collections OrderedDict": lambda: _Ordered(),
+            "torch._utils _rebuild_tensor_v2": self._tensor,
+            "torch._utils _rebuild_tensor_v3": self._tensor,
+            "torch._utils _rebuild_qtensor": self._tensor,
+            "torch._utils _rebuild_parameter": lambda tensor, *_: _expect(tensor, _Opaque),
+            "torch._utils _rebuild_sparse_tensor": self._sparse,
+            "torch Size": lambda size: tuple(_expect(size, (list, tuple))),
+            "torch.serialization _get_layout": lambda name: _Global(f"torch {name}"),
+        }
+        if with_numpy:
+            self._callables |= dict.fromkeys(_NUMPY, _empty_array)
+            self._callables |= {"numpy dtype": _array_dtype, "_codecs encode": _encoded}
+
+    def read(self, structure: bytes) -> Any:
+        """Return what stands for the whole."""
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(structure)):
+            if number > _MAX_INSTRUCTIONS:
+                raise ValueError(f"its structure takes more than {_MAX_INSTRUCTIONS} instructions")
+            if opcode.name in _VALUES:
+                self._stack.append(_VALUES[opcode.name](argument))
+            elif opcode.name == "STOP":
+                break
+            elif (act := _ACTIONS.get(opcode.name)) is not None:
+                act(self, argument)
+            else:
+                raise ValueError(f"it holds more than plain data: the instruction {opcode.name}")
+        return self._stack.pop()
+
+    def _since_mark(self) -> list[Any]:
+        found, self._stack = self._stack, self._marks.pop()
+        return found
+
+    def _mark(self, _: Any) -> None:
+        self._marks.append(self._stack)
+        self._stack = []
+
+    def _remember(self, number: int) -> None:
+        self._memo[number] = self._stack[-1]
+
+    def _tuple(self, num: int | None) -> None:
+        items = self._since_mark() if num is None else self._stack[-num:]
+        if num is not None:
+            del self._stack[-num:]
+        self._stack.append(tuple(items))
+
+    def _append(self, _: Any) -> None:
+        item = self._stack.pop()
+        _expect(self._stack[-1], list).append(item)
+
+    def _extend(self, _: Any) -> None:
+        items = self._since_mark()
+        _expect(self._stack[-1], list).extend(items)
+
+    def _set(self, _: Any) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._put([key, value])
+
+    def _update(self, _: Any) -> None:
+        self._put(self._since_mark())
+
+    def _put(self, items: list[Any]) -> None:
+        target = _expect(self._stack[-1], dict)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            parts = key if isinstance(key, tuple) else (key,)
+            # Long numbers may all have one and the same hash, and that of nested tuples ends in the stack's overflow.
+            if not all(isinstance(part, _KEYS) and _is_short(part) for part in parts):
+                raise ValueError("a key is no text or short number")
+            target[key] = value
+
+    def _call(self, _: Any) -> None:
+        arguments, function = self._stack.pop(), self._stack.pop()
+        name = _expect(function, _Global).name
+        if name not in self._callables:
+            raise ValueError(f"it holds more than plain data: {name.replace(' ', '.')}")
+        self._stack.append(self._callables[name](*_expect(arguments, tuple)))
+
+    def _build(self, _: Any) -> None:
+        state, target = self._stack.pop(), self._stack[-1]
+        if isinstance(target, _Ordered) and isinstance(state, dict) and state.keys() <= {"_metadata"}:
+            target.update(state)
+        elif target == _Opaque("dtype") and all(part is None or isinstance(part, (int, str)) for part in state):
+            pass
+        elif target == _Opaque("array"):
+            _, shape, dtype, _, data = state
+            if dtype != _Opaque("dtype") or not isinstance(data, bytes) or math.prod(_counts(shape)) > len(data):
+                raise ValueError("an array is not of numbers that are in the file")
+        else:
+            raise ValueError("it holds more than plain data: an object with a state")
+
+    def _load_storage(self, _: Any) -> None:
+        word, kind, key, _location, num = _expect(self._stack.pop(), tuple)
+        module, _, name = _expect(kind, _Global).name.partition(" ")
+        item_bytes = 1 if name == "UntypedStorage" else _STORAGE_BYTES[name.removesuffix("Storage")]
+        if word != "storage" or module not in ("torch", "torch.storage") or not isinstance(num, int):
+            raise ValueError("a tensor's memory is not described as torch does")
+        if self._sizes[f"data/{_expect(key, str)}"] != num * item_bytes:
+            raise ValueError("a tensor has another size than its record in the file")
+        self._stack.append(_Storage(num * item_bytes, item_bytes))
+
+    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> _Opaque:
+        storage = _expect(storage, _Storage)
+        item_bytes = storage.item_bytes
+        for part in rest:  # in newer versions the dtype stands beside memory without one
+            dtype = getattr(torch, part.name.partition(" ")[2], None) if isinstance(part, _Global) else None
+            item_bytes = dtype.itemsize if isinstance(dtype, torch.dtype) else item_bytes
+        shape, strides = _counts(size), _counts(stride)
+        (offset,) = _counts((offset,))
+        num = math.prod(shape)
+        reach = offset + sum((count - 1) * step for count, step in zip(shape, strides, strict=True)) + 1 if num else 0
+        if reach * item_bytes > storage.num_bytes:
+            raise ValueError("a tensor reaches beyond its memory")
+        self._expanded_bytes += max(0, num * item_bytes - storage.num_bytes)
+        if self._expanded_bytes > _MAX_EXPANDED_BYTES:
+            raise ValueError("a tensor repeats its memory many times over")
+        return _Opaque("tensor")
+
+    def _sparse(self, layout: Any, data: Any) -> _Opaque:
+        _expect(layout, _Global)
+        *parts, size = [part for part in _expect(data, tuple) if part is not None and not isinstance(part, bool)]
+        for part in parts:
+            _expect(part, _Opaque)
+        _counts(size)
+        return _Opaque("tensor")
+
+
+def _expect(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"it holds a {type(value).__name__.strip('_')} where torch.save would not write one")
+    return value
+
+
+def _is_short(part: Any) -> bool:
+    return not isinstance(part, int) or -(1 << 63) <= part < 1 << 64
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, tuple) or not all(type(each) is int and 0 <= each < 1 << 63 for each in values):
+        raise ValueError("a shape is not made of counts")
+    return values
+
+
+def _empty_array(kind: Any, shape: Any, _dtype: Any) -> _Opaque:
+    if kind != _Global("numpy ndarray") or math.prod(_counts(shape)):
+        raise ValueError("an array is not described as NumPy does")
+    return _Opaque("array")
+
+
+def _array_dtype(name: Any, *_: Any) -> _Opaque:
+    if not isinstance(name, str) or name.lstrip("<>|=")[:1] not in tuple("biufc"):
+        raise ValueError("an array does not hold numbers")
+    return _Opaque("dtype")
+
+
+def _encoded(text: Any, encoding: Any) -> bytes:
+    if encoding != "latin1":
+        raise ValueError("bytes are not described as Python does")
+    return str(_expect(text, str)).encode("latin1")
+
+
+def _count(node: Any, known: dict[int, int | None], depth: int) -> int:
+    """Count the values that a walk through all would meet: what is there twice is met twice."""
+    if not isinstance(node, (list, tuple, dict)) or isinstance(node, (_Global, _Storage, _Opaque)):
+        return 1
+    if id(node) in known:
+        found = known[id(node)]
+        if found is None:
+            raise ValueError("it holds itself")
+        return found
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
+    known[id(node)] = None
+    parts = [*node.keys(), *node.values()] if isinstance(node, dict) else node
+    total = known[id(node)] = 1 + sum(_count(part, known, depth + 1) for part in parts)
+    return total
+
+
+_PLAIN_VALUES = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING")
+_VALUES: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(_PLAIN_VALUES, lambda argument: argument),
+    "NONE": lambda _: None,
+    "NEWTRUE": lambda _: True,
+    "NEWFALSE": lambda _: False,
+    "EMPTY_TUPLE": lambda _: (),
+    "EMPTY_LIST": lambda _: [],
+    "EMPTY_DICT": lambda _: {},
+    "GLOBAL": _Global,
+}
+_ACTIONS: dict[str, Callable[[_Reader, Any], None]] = {
+    "PROTO": lambda reader, _: None,
+    "MARK": _Reader._mark,
+    "BINPUT": _Reader._remember,
+    "LONG_BINPUT": _Reader._remember,
+    "BINGET": lambda reader, number: reader._stack.append(reader._memo[number]),
+    "LONG_BINGET": lambda reader, number: reader._stack.append(reader._memo[number]),
+    "TUPLE": lambda reader, _: reader._tuple(None),
+    "TUPLE1": lambda reader, _: reader._tuple(1),
+    "TUPLE2": lambda reader, _: reader._tuple(2),
+    "TUPLE3": lambda reader, _: reader._tuple(3),
+    "APPEND": _Reader._append,
+    "APPENDS": _Reader._extend,
+    "SETITEM": _Reader._set,
+    "SETITEMS": _Reader._update,
+    "REDUCE": _Reader._call,
+    "BUILD": _Reader._build,
+    "BINPERSID": _Reader._load_storage,
+}

@@ -1,0 +1,97 @@
+"""A state that does not fit is named before it is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, naming_the_folder, restoring
+from hftrain.core.errors import CheckpointError, ConfigError
+
+PATH = Path("out/checkpoint-3/optimizer.pt")
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), TypeError("a"), RuntimeError("a"), RecursionError("a")])
+def test_what_goes_wrong_with_a_file_names_it(error: Exception) -> None:
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt should be restored") as caught, restoring(PATH):
+        raise error
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [ConfigError("a"), MemoryError(), RuntimeError("CUDA out of memory."), SystemExit()])
+def test_what_is_not_the_files_fault_passes(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, restoring(PATH):
+        raise error
+    assert caught.value is error
+
+
+def test_methods_name_the_folder_they_are_given() -> None:
+    class Reader:
+        @naming_the_folder
+        def read(self, folder: Path, *, key: str) -> Any:
+            return {"a": folder}[key]
+
+    assert Reader().read(PATH, key="a") == PATH
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
+        Reader().read(PATH, key="b")
+
+
+def schedule() -> torch.optim.lr_scheduler.LRScheduler:
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"last_epoch": None, "step": 5}, "overwrite 'step'"),
+        ({"last_epoch": "x"}, "'last_epoch' is a str"),
+        ({"base_lrs": [0.1, 0.2]}, "'base_lrs' is a list"),
+        ({5: 5}, "overwrite 5"),
+    ],
+)
+def test_state_that_would_break_a_schedule_is_refused(change: dict[Any, Any], reason: str) -> None:
+    own = schedule().state_dict()
+    check_state(PATH, own, schedule(), own=own)
+    with pytest.raises(CheckpointError, match=reason):
+        check_state(PATH, {**own, **change}, schedule(), own=own)
+
+
+def test_state_without_what_is_needed_is_refused() -> None:
+    own = schedule().state_dict()
+    with pytest.raises(CheckpointError, match="no 'last_epoch'"):
+        check_state(PATH, {key: own[key] for key in own if key != "last_epoch"}, schedule(), own=own)
+
+
+def stepped() -> torch.optim.Optimizer:
+    parameter = torch.ones(2, 3, requires_grad=True)
+    parameter.grad = torch.ones(2, 3)
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda optimizer, state: optimizer.param_groups[0].pop("eps"), "'eps' of group 0"),
+        (lambda optimizer, state: optimizer.param_groups[0].update(betas=(0.9,)), "'betas' of group 0"),
+        (lambda optimizer, state: optimizer.param_groups[0].update(maximize=True), "'maximize' of group 0"),
+        (lambda optimizer, state: optimizer.param_groups[0].update(lr=-1.0), "Invalid learning rate"),
+        (lambda optimizer, state: state.pop("exp_avg"), "has only"),
+        (lambda optimizer, state: state.update(exp_avg=torch.ones(3, 2)), "shape of its parameter"),
+        (lambda optimizer, state: state.update(exp_avg=1.0), "shape of its parameter"),
+        (lambda optimizer, state: state.update(step=-1), "updated -1 times"),
+        (lambda optimizer, state: optimizer.state.update(x={}), "no parameter"),
+    ],
+)
+def test_optimizer_whose_next_step_would_fail_is_refused(change: Any, reason: str) -> None:
+    optimizer = stepped()
+    before = group_settings(optimizer)
+    check_optimizer(PATH, optimizer, before=before)
+    change(optimizer, next(iter(optimizer.state.values())))
+    with pytest.raises(CheckpointError, match=reason):
+        check_optimizer(PATH, optimizer, before=before)
