@@ -116,7 +116,8 @@ def tests_slow(session: nox.Session) -> None:
 @nox.session
 def guarantees(session: nox.Session) -> None:
     """Run the long tests of the ten guarantees; `tests` and `tests-distributed` run the short ones."""
-    install(session, "test")
+    install(session, "test", "s3")
+    session.install(*CONSTRAINTS, "moto[server]")
     pytest(session, "guarantees")
 
 
