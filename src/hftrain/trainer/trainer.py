@@ -200,7 +200,7 @@ class Trainer:
         callback: Sequence[Any] | None = None,
     ) -> None:
         given = dict(vars(self))
-        self.args = _settled(args)
+        self.args, self.fast_dev_run = _settled(args), number_of_batches(fast_dev_run)
         check_model(model, model_init)
         check_parts(
             self.args,
@@ -212,33 +212,27 @@ class Trainer:
         self._make_parts(model, strategy, precision)
         check_sharding(self.args, self.strategy, optimizers=optimizers)
         callbacks = self._with_trackers(loggers, [*(callbacks or ()), *(callback or ())])
-        self.fast_dev_run = number_of_batches(fast_dev_run)
-        callbacks = without_trackers(callbacks) if self.fast_dev_run else callbacks
         eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
-        self.save_policy = save_policy or SavePolicy()
         self._check_eval_data()
         self.model_init, self.compute_loss_func, self.compute_metrics = model_init, compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer: torch.optim.Optimizer | None = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
-        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.optimizer_cls_and_kwargs, self.save_policy = optimizer_cls_and_kwargs, save_policy or SavePolicy()
         self.processing_class = _one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
         self._start_idle()
         if (self.args.log_level if self.args.should_log else self.args.log_level_replica) != "passive":
             set_verbosity(self.args.get_process_log_level())
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
         self._adopt_model(self.call_model_init() if model is None or model_init is not None else model)
-        if self.optimizer is not None and model_init is None:
-            check_optimizer(self.optimizer, self.lr_scheduler, self.model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
         self._check_evaluating()
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
         self._resolve_hooks(given)
-        if not self.fast_dev_run:
-            self._hub.start()
+        self._hub.start()
         self._make_callbacks([*debug_callbacks(self), *callbacks])
 
     # -- construction --------------------------------------------------------------------------------------------
@@ -301,7 +295,8 @@ class Trainer:
         trackers = trackers_asked(self.args, loggers)
         if loggers is None:
             self.args.report_to = [str(name) for name in trackers]
-        return [*tracker_callbacks(trackers, besides=callbacks), *callbacks]
+        callbacks = [*tracker_callbacks(trackers, besides=callbacks), *callbacks]
+        return without_trackers(callbacks) if self.fast_dev_run else callbacks
 
     def _adopt_model(self, model: nn.Module) -> None:
         """Make `model` the one to train: a plain module becomes a `ModelTask`."""
@@ -330,6 +325,8 @@ class Trainer:
         self._find("can_return_loss", plain.can_return_loss if plain else False)
         self._find("model_accepts_loss_kwargs", plain.accepts_item_count if plain else False)
         self._find("_signature_columns", None)
+        if self.optimizer is not None and self.model_init is None:
+            check_optimizer(self.optimizer, self.lr_scheduler, self.model)
 
     def _find(self, name: str, value: Any) -> None:
         """Set what was found out about the model, unless a subclass has set a value of its own since."""
@@ -568,8 +565,7 @@ class Trainer:
         self.strategy.check_model(self.model)
         check_ahead(self)
         resume = find_resume(self, resume_from_checkpoint)
-        if resume is not None:
-            check_fits(self, resume)
+        check_fits(self, resume)
 
         def run(resume: Path | None) -> TrainOutput:
             def attempt() -> TrainOutput:
@@ -584,9 +580,7 @@ class Trainer:
             return with_smaller_batches(self, resume, attempt) if is_retried else attempt()
 
         with self._running("train"):
-            if self.fast_dev_run:
-                return rehearse(self, run, resume=resume, was_there=was_there)
-            return run(resume)
+            return rehearse(self, run, resume=resume, was_there=was_there) if self.fast_dev_run else run(resume)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
