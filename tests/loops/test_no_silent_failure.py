@@ -332,15 +332,13 @@ def test_run_of_nothing_but_nan_says_so(tmp_path: Path) -> None:
 
 def test_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(Net().parameters(), lr=1.0)
-    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(), optimizers=(optimizer, None))
     with pytest.raises(ConfigError, match="holds none of the model's parameters"):
-        trainer.train()
+        Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(), optimizers=(optimizer, None))
     model = Net()
     mine = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    trainer = Trainer(model, make_arguments(tmp_path), train_dataset=make_rows(), optimizers=(mine, schedule))
     with pytest.raises(ConfigError, match="made for another optimizer"):
-        trainer.train()
+        Trainer(model, make_arguments(tmp_path), train_dataset=make_rows(), optimizers=(mine, schedule))
     trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=1), train_dataset=make_rows())
     trainer.train()
     trainer.model = Net()
