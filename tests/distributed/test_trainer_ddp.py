@@ -219,3 +219,33 @@ def test_running_statistics_are_the_same_on_all_ranks_in_an_evaluation(tmp_path:
     both = run_distributed(normalise, folder=str(tmp_path))
     assert both[0] == both[1]
     assert both[0][0] == pytest.approx(both[0][1], rel=1e-5)
+
+
+def rehearse(folder: str) -> dict[str, Any]:
+    """Rehearse on every process, and return what is left of it."""
+    set_seed(7)
+    options = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    trainer = Trainer(
+        Net(),
+        make_arguments(Path(folder) / "out", **options),
+        train_dataset=make_rows(24),
+        eval_dataset=make_rows(7, seed=2),
+        strategy="ddp",
+        fast_dev_run=2,
+    )
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    output = trainer.train()
+    return {
+        "steps": output.global_step,
+        "is_untouched": all(map(torch.equal, before, trainer.model.parameters())),
+        "random": torch.rand(()).item(),
+        "left": sorted(path.name for path in Path(folder).iterdir() if path.name == "out"),
+    }
+
+
+def test_two_processes_rehearse_together(tmp_path: Path, run_distributed: Any) -> None:
+    both = run_distributed(rehearse, folder=str(tmp_path))
+    set_seed(7)
+    Net()
+    assert both[0] == both[1]
+    assert both[0] | {"random": 0} == {"steps": 2, "is_untouched": True, "random": 0, "left": []}

@@ -61,13 +61,13 @@ def check_ahead(trainer: Trainer) -> None:
         )
 
 
-def check_fits(trainer: Trainer, folder: Path) -> None:
+def check_fits(trainer: Trainer, folder: Path | None) -> None:
     """Raise where a checkpoint plainly holds another model; whether it holds all of this one is seen when it is loaded.
 
     Raises:
         CheckpointError: Weights of the same name have other shapes, or no name is the same.
     """
-    if not (folder / WEIGHTS).is_file() or trainer._is_overridden("_load_from_checkpoint"):
+    if folder is None or not (folder / WEIGHTS).is_file() or trainer._is_overridden("_load_from_checkpoint"):
         return
     found = tensor_shapes(folder / WEIGHTS)
     own = {name: tuple(value.shape) for name, value in trainer.model.named_parameters()}

@@ -44,7 +44,7 @@ class TrainerHub:
 
     def start(self) -> None:
         """Open the repository if `push_to_hub` is set, before anything is launched."""
-        if self.trainer.args.push_to_hub:
+        if self.trainer.args.push_to_hub and not self.trainer.fast_dev_run:
             self.trainer.init_hf_repo()
 
     def open(self, *, token: str | None = None) -> None:

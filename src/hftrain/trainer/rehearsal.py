@@ -92,6 +92,8 @@ def rehearse(trainer: Trainer, run: Run, *, resume: Path | None, was_there: bool
                     run(folder / checkpoint_name(first.saved_step))
     finally:
         _clear(trainer, folder, output_dir, was_there=was_there)
+    # Whoever goes on finds nothing of it.
+    strategy.barrier()
     if strategy.is_main:
         print(_summary(trainer, first, second, took_s=time.perf_counter() - start_s))
     return output

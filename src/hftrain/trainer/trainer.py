@@ -203,7 +203,7 @@ class Trainer:
         callback: Sequence[Any] | None = None,
     ) -> None:
         given = dict(vars(self))
-        self.args = _settled(args)
+        self.args, self.fast_dev_run = _settled(args), number_of_batches(fast_dev_run)
         check_model(model, model_init)
         check_parts(
             self.args,
@@ -215,11 +215,10 @@ class Trainer:
         self._make_parts(model, strategy, precision)
         check_sharding(self.args, self.strategy, optimizers=optimizers)
         callbacks = self._with_trackers(loggers, [*(callbacks or ()), *(callback or ())])
-        self.fast_dev_run = number_of_batches(fast_dev_run)
+        self.save_policy = save_policy or SavePolicy()
         eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
-        self.save_policy = save_policy or SavePolicy()
         self._check_eval_data()
         self.model_init, self.compute_loss_func = model_init, compute_loss_func
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
@@ -234,11 +233,7 @@ class Trainer:
         self.data_collator = data_collator or self._default_collator()
         self._has_own_collator = data_collator is not None
         self._resolve_hooks(given)
-        if not self.fast_dev_run:
-            self._hub.start()
-        self._make_callbacks(
-            [*debug_callbacks(self), *(without_trackers(callbacks) if self.fast_dev_run else callbacks)]
-        )
+        self._make_callbacks([*debug_callbacks(self), *callbacks])
 
     # -- construction --------------------------------------------------------------------------------------------
 
@@ -326,7 +321,8 @@ class Trainer:
         trackers = trackers_asked(self.args, loggers)
         if loggers is None:
             self.args.report_to = [str(name) for name in trackers]
-        return [*tracker_callbacks(trackers, besides=callbacks), *callbacks]
+        callbacks = [*tracker_callbacks(trackers, besides=callbacks), *callbacks]
+        return without_trackers(callbacks) if self.fast_dev_run else callbacks
 
     def _adopt_model(self, model: nn.Module) -> None:
         """Make `model` the one to train: a plain module becomes a `ModelTask`."""
@@ -355,6 +351,8 @@ class Trainer:
         self._find("can_return_loss", plain.can_return_loss if plain else False)
         self._find("model_accepts_loss_kwargs", plain.accepts_item_count if plain else False)
         self._find("_signature_columns", None)
+        if self.optimizer is not None and self.model_init is None:
+            check_optimizer(self.optimizer, self.lr_scheduler, self.model)
 
     def _find(self, name: str, value: Any) -> None:
         """Set what was found out about the model, unless a subclass has set a value of its own since."""
@@ -384,10 +382,7 @@ class Trainer:
         check_hooks(self, Trainer, given=given)
 
     def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
-        if self.fast_dev_run:
-            callbacks = without_trackers(callbacks)
-        else:
-            self._hub.start()
+        self._hub.start()
         disables = self.args.disable_tqdm
         disables = get_verbosity() > 30 if disables is None else disables
         self.control = TrainerControl()
@@ -595,8 +590,7 @@ class Trainer:
         self.strategy.check_model(self.model)
         check_ahead(self)
         resume = find_resume(self, resume_from_checkpoint)
-        if resume is not None:
-            check_fits(self, resume)
+        check_fits(self, resume)
 
         def run(resume: Path | None) -> TrainOutput:
             def attempt() -> TrainOutput:
@@ -611,9 +605,7 @@ class Trainer:
             return with_smaller_batches(self, resume, attempt) if is_retried else attempt()
 
         with self._running("train"):
-            if self.fast_dev_run:
-                return rehearse(self, run, resume=resume, was_there=was_there)
-            return run(resume)
+            return rehearse(self, run, resume=resume, was_there=was_there) if self.fast_dev_run else run(resume)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

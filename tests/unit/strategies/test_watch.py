@@ -1,0 +1,110 @@
+"""Failures and whereabouts told by notes; real processes: tests/guarantees/test_g8_errors.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from hftrain.strategies import watch
+from hftrain.strategies.board import Board
+from hftrain.strategies.watch import RankWatch, is_broken_exchange
+
+GONE = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:45787.")
+LATE = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete")
+
+
+@pytest.fixture
+def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankWatch, RankWatch]]:
+    """Two ranks' watches in one process, which share a board; torch's hook prints nothing here."""
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: print(f"Traceback of {error}", file=sys.stderr))
+    board = Board()
+    first = RankWatch(board, rank=0, world_size=2)
+    second = RankWatch(board, rank=1, world_size=2)
+    yield first, second
+    second.stop()
+    first.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_broken"),
+    [
+        (GONE, True),
+        (LATE, True),
+        (dist.DistBackendError("NCCL error"), True),
+        (RuntimeError("checkpoint-4 should be written. Another process failed, and says why."), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo"), False),
+    ],
+)
+def test_broken_exchange_is_told_from_errors_of_ones_own(error: Exception, is_broken: bool) -> None:
+    assert is_broken_exchange(error) is is_broken
+
+
+def test_failure_is_printed_and_told_and_the_other_prints_a_line(
+    watches: tuple[RankWatch, RankWatch], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = watches
+    assert second.failure_elsewhere() is None
+    first._report(ValueError, ValueError("boom\nand more"), None)
+    assert first.has_failed
+    assert first.failure_elsewhere() is None
+    assert second.failure_elsewhere() == "rank 0 failed: ValueError: boom"
+    second._report(RuntimeError, GONE, None)
+    assert capsys.readouterr().err.splitlines() == [
+        "Traceback of boom",
+        "and more",
+        "[rank1]: ended, because rank 0 failed: ValueError: boom",
+    ]
+    assert not second.has_failed
+    second.stop()  # before its thread ends this process
+
+
+def test_broken_exchange_without_a_failure_is_printed_as_it_is(
+    watches: tuple[RankWatch, RankWatch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_ANSWER_S", 0.1)
+    watches[1].stop()
+    watches[0]._report(RuntimeError, GONE, None)
+    assert "Traceback of [gloo" in capsys.readouterr().err
+
+
+def test_interrupt_is_no_failure(watches: tuple[RankWatch, RankWatch]) -> None:
+    watches[0]._report(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert watches[1].failure_elsewhere() is None
+
+
+def test_timeout_tells_who_did_not_come_and_where_they_are(watches: tuple[RankWatch, RankWatch]) -> None:
+    first, second = watches
+    first.where, second.where = lambda: "evaluate", lambda: "train step 3"
+    error = first.late(LATE, timeout_s=5.0)
+    assert str(error).startswith("Rank 0 waited in 'evaluate' for the other ranks. Rank 1 did not come within 5 s: ")
+    assert "rank 1 is in 'train step 3', at " in str(error)
+
+
+def test_rank_that_does_not_answer_did_not_come(
+    watches: tuple[RankWatch, RankWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_ANSWER_S", 0.1)
+    watches[1].stop()
+    assert "rank 1 does not answer" in str(watches[0].late(LATE, timeout_s=5.0))
+
+
+@pytest.mark.parametrize("error", [GONE, RuntimeError("the request timed out")])
+def test_other_errors_are_no_timeouts(watches: tuple[RankWatch, RankWatch], error: Exception) -> None:
+    assert watches[0].late(error, timeout_s=5.0) is None
+
+
+def test_store_that_is_gone_ends_the_watch() -> None:
+    class Gone(Board):
+        def read(self, key: str) -> str | None:
+            raise RuntimeError("Broken pipe")
+
+    hook = sys.excepthook
+    alone = RankWatch(Gone(), rank=0, world_size=2)
+    assert alone.failure_elsewhere() is None
+    alone.stop()
+    alone.stop()
+    assert sys.excepthook is hook

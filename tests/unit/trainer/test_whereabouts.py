@@ -1,0 +1,39 @@
+"""Where a run is, in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from support.tiny import Net, make_arguments, make_rows
+
+from hftrain import Trainer, TrainerCallback
+from hftrain.trainer.whereabouts import report_late_ranks, whereabouts
+
+
+def test_phases_of_a_run(tmp_path: Path) -> None:
+    found: list[str] = []
+
+    class Ask(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            found.append(whereabouts(trainer))
+
+        on_step_begin = on_prediction_step = on_train_end = on_save = on_train_begin
+
+    arguments = make_arguments(
+        tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2
+    )
+    trainer = Trainer(Net(), arguments, train_dataset=make_rows(), eval_dataset=make_rows(4), callbacks=[Ask()])
+    assert whereabouts(trainer) == "between training and evaluations"
+    trainer.train()
+    assert found == [
+        *("set up the training", "train step 1", "train step 2", "evaluate"),
+        *("save checkpoint-2", "finish the training"),
+    ]
+    found.clear()
+    trainer.predict(make_rows(4))
+    assert found == ["predict"]
+
+
+def test_one_process_has_nobody_to_wait_for(tmp_path: Path) -> None:
+    report_late_ranks(Trainer(Net(), make_arguments(tmp_path)), RuntimeError("gloo: Timed out"))
