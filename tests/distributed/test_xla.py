@@ -231,6 +231,7 @@ def wrap(setting: dict[str, Any], answer: dict[str, Any], folder: Path) -> None:
     )
     # Else they would be flat.
     answer["keeps rows"] = max(p.dim() for group in trainer.optimizer.param_groups for p in group["params"]) == 2
+    answer["trainable"] = trainer.get_num_trainable_parameters()
     answer["decay"] = [[group["weight_decay"], len(group["params"])] for group in trainer.optimizer.param_groups]
     answer["calls"] = calls
     xm.optimizer_step, xm.reduce_gradients = before
@@ -366,6 +367,7 @@ def test_wrapper_of_torch_xla_trains_units_on_one_device(found: dict[str, Any]) 
     assert found["wrappers"] == 4  # two linear layers, a norm, and the model
     assert found["keeps rows"]
     assert found["decay"] == [[0.1, 2], [0.0, 4]]
+    assert found["trainable"] == sum(parameter.numel() for parameter in Net().parameters())
 
 
 @after("wrap")

@@ -241,6 +241,10 @@ class XLAStrategy(Strategy):
         yield
         _end_step()
 
+    def count_trainable(self, model: nn.Module) -> int:
+        wrapped = self._wrapped if self._is_wrapped(model) else None
+        return super().count_trainable(model) if wrapped is None else wrapped.count_trainable()
+
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the whole state in host memory; tied tensors stay tied. Ends no step: a save changes no randomness."""
         if self._wrapped is not None and self._is_wrapped(model):

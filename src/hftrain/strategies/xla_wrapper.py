@@ -46,7 +46,7 @@ class WrappedModel:
             )
         self.bare = model
         self._names = list(model.state_dict(keep_vars=True))
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
         for unit in units:
             places = [
                 (home, name) for home in model.modules() for name, child in home.named_children() if child is unit
@@ -74,6 +74,11 @@ class WrappedModel:
     def own_state(self) -> dict[str, Any]:
         """Return the state's names, and which of them are one and the same."""
         return {name: self._parameters.get(name, self._buffers.get(name)) for name in self._names}
+
+    def count_trainable(self) -> int:
+        """Return how many numbers training may change."""
+        pieces = {parameter._sharded_param for parameter in self._parameters.values()}
+        return sum(piece._orig_size.numel() for piece in pieces if piece.requires_grad)
 
     def state(self) -> dict[str, Any]:
         """Return the whole state in host memory; tied tensors stay tied."""
