@@ -131,7 +131,8 @@ class XLAStrategy(Strategy):
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
 
-        self._is_wrapping = self.wraps and xr.global_device_count() == 1 and not xr.is_spmd()
+        # Other ways to count the devices settle that they are not used as one.
+        self._is_wrapping = self.wraps and xr.global_runtime_device_count() == 1 and not xr.is_spmd()
         splits = not self._is_wrapping and (self.shards or (self.num_cores or 1) > 1)
         if not splits:
             _check_alone(xr.world_size(), "replicas (by torch_xla.launch or xmp.spawn)")
