@@ -159,6 +159,20 @@ def test_what_deepspeed_cannot_do_is_refused_at_once(tmp_path: Path, options: di
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize("part", ["offload_optimizer", "offload_param"])
+@pytest.mark.parametrize(("path", "reason"), [({}, "Nothing says where"), ({"nvme_path": "drive"}, "does not find it")])
+def test_offload_to_nvme_that_cannot_be_is_refused_before_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, path: dict[str, str], reason: str
+) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as DeepSpeed sets it when it is imported
+    # Where libaio is installed, DeepSpeed is made to say that it is not.
+    monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.is_compatible", lambda *given, **named: False)
+    config = {"zero_optimization": {"stage": 3, part: {"device": "nvme", **path}}}
+    with pytest.raises(ConfigError, match=rf"device='nvme' in {part} was given\..*{reason}"):
+        make(tmp_path, config, save_strategy="no").train()
+    assert not torch.distributed.is_initialized()
+
+
 class OwnOptimizer(Task):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

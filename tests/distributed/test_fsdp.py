@@ -436,17 +436,20 @@ class Wide(nn.Module):
         return nn.functional.cross_entropy(logits, labels), logits
 
 
-def count_bytes(folder: str, *, strategy: str) -> int:
+def count_bytes(folder: str, *, strategy: str) -> list[int]:
+    """Return the bytes that one process holds, and the parameters that it says are trained."""
     counter = CountBytes()
     arguments = make_arguments(Path(folder), max_steps=2, fsdp_config={"min_num_params": 1000})
-    Trainer(Wide(), arguments, train_dataset=make_rows(24), callbacks=[counter], strategy=strategy).train()
-    return counter.num_bytes
+    trainer = Trainer(Wide(), arguments, train_dataset=make_rows(24), callbacks=[counter], strategy=strategy)
+    trainer.train()
+    return [counter.num_bytes, trainer.get_num_trainable_parameters()]
 
 
 def test_process_holds_about_half_of_what_it_holds_with_ddp(two: list[Any]) -> None:
     for answer in two:
         for engine in ENGINES:
-            assert 0 < answer["bytes"][engine] <= 0.55 * answer["bytes"]["ddp"]
+            assert 0 < answer["bytes"][engine][0] <= 0.55 * answer["bytes"]["ddp"][0]
+            assert answer["bytes"][engine][1] == answer["bytes"]["ddp"][1]
 
 
 def mix_dtypes(folder: str) -> list[float]:

@@ -210,6 +210,12 @@ class Strategy:
         """Return the model's state as this process holds it: names, and which of them are one and the same tensor."""
         return self.unwrap(model).state_dict(keep_vars=True)
 
+    def count_trainable(self, model: nn.Module) -> int:
+        """Return how many numbers of a model training may change, in all processes together."""
+        # ZeRO-3 leaves an empty parameter, and notes its size.
+        sizes = (getattr(p, "ds_numel", p.numel()) for p in self.unwrap(model).parameters() if p.requires_grad)
+        return sum(sizes)
+
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         """Return what this process writes of the model's state; None where states are saved whole."""
         return None

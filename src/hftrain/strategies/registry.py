@@ -54,10 +54,19 @@ for _name, _summary, _preset in (
 ):
     strategies.register(_name, "hftrain.strategies.deepspeed.strategy:DeepSpeedStrategy", summary=_summary, **_preset)
 strategies.register("xla", "hftrain.strategies.xla:XLAStrategy", summary="XLA devices (TPUs), driven by one process")
-for _name in ("xla_fsdp", "xla_fsdp_v2"):
-    strategies.register(
-        _name, "hftrain.strategies.xla:XLAStrategy", summary="like xla, the model split over the devices", shards=True
-    )
+strategies.register(
+    "xla_fsdp",
+    "hftrain.strategies.xla:XLAStrategy",
+    summary="like xla_fsdp_v2; torch_xla's own wrapper on one device",
+    shards=True,
+    wraps=True,
+)
+strategies.register(
+    "xla_fsdp_v2",
+    "hftrain.strategies.xla:XLAStrategy",
+    summary="like xla, the model split over the devices",
+    shards=True,
+)
 
 
 def create_strategy(name: str = "auto", **options: Any) -> Strategy:

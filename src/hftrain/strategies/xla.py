@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.core.log import get_logger
 from hftrain.core.optional import require
 from hftrain.core.seed import add_generator
 from hftrain.core.tree import map_tensors
@@ -21,6 +22,9 @@ from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.environment import launched_world_size
 from hftrain.strategies.fsdp.units import find_units
+from hftrain.strategies.xla_wrapper import WrappedModel
+
+logger = get_logger(__name__)
 
 _AXIS = "fsdp"
 
@@ -32,12 +36,17 @@ class XLAStrategy(Strategy):
     splits the work among them (SPMD): this process holds the whole batch, of which each device computes a part, and the
     gradients are exchanged where the compiler puts it, once per step.
 
+    With `wraps` and one device, the model is wrapped by torch_xla's own FSDP instead, which wants a process for each
+    device; with several, the compiler splits it, and a warning says so. A wrapped model is trained once.
+
     `launch` starts the XLA client, which must happen before the process's first backward pass on any device.
 
     Args:
         place_model: Whether `setup` moves the model.
         num_devices: How many devices must be there to split batches over; None: one, or all there are with `shards`.
         shards: Split parameters, gradients and optimizer state over the devices, too.
+        wraps: Use torch_xla's wrapper where there is one device.
+        settings: What the wrapper is to be told.
         layer_classes: Names of the classes of the layers that are gathered one by one; None takes the model's own hint.
         min_num_params: Choose them by their number of parameters instead.
         recomputes: Let these layers compute their activations once more in the backward pass.
@@ -59,6 +68,8 @@ class XLAStrategy(Strategy):
         place_model: bool = True,
         num_devices: int | None = None,
         shards: bool = False,
+        wraps: bool = False,
+        settings: Mapping[str, Any] | None = None,
         layer_classes: Sequence[str] | None = None,
         min_num_params: int = 0,
         recomputes: bool = False,
@@ -74,9 +85,11 @@ class XLAStrategy(Strategy):
                 )
             )
         super().__init__(torch.device("xla"), place_model=place_model)
-        self.num_devices, self.shards = num_devices, shards
+        self.num_cores, self.shards, self.wraps, self.settings = num_devices, shards, wraps, dict(settings or {})
         self.layer_classes, self.min_num_params, self.recomputes = layer_classes, min_num_params, recomputes
         self._mesh: Any = None
+        self._is_wrapping = False
+        self._wrapped: WrappedModel | None = None
         self._num_parts = 1
         self._step_end: RemovableHandle | None = None
         self._forward_start: RemovableHandle | None = None
@@ -119,7 +132,9 @@ class XLAStrategy(Strategy):
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
 
-        splits = self.shards or (self.num_devices or 1) > 1
+        # Other ways to count the devices settle that they are not used as one.
+        self._is_wrapping = self.wraps and xr.global_runtime_device_count() == 1 and not xr.is_spmd()
+        splits = not self._is_wrapping and (self.shards or (self.num_cores or 1) > 1)
         if not splits:
             _check_alone(xr.world_size(), "replicas (by torch_xla.launch or xmp.spawn)")
         elif not xr.is_spmd():
@@ -131,6 +146,13 @@ class XLAStrategy(Strategy):
         if splits:
             _check_alone(xr.process_count(), "machines")
             self._make_mesh(xr.global_runtime_device_count())
+            if self.wraps:
+                logger.warning(
+                    "The model is split over %d devices by the XLA compiler, as with xla_fsdp_v2, from one process. "
+                    "torch_xla's wrapper, with a process per device, is not used%s.",
+                    self._num_parts,
+                    f": these xla_fsdp_settings change nothing: {sorted(self.settings)}" if self.settings else "",
+                )
         self._take(device)
         self._move = self._send if splits else self._move
         self._forget_generator = add_generator("xla", capture=xm.get_rng_state, restore=xm.set_rng_state)
@@ -153,9 +175,22 @@ class XLAStrategy(Strategy):
         policy: PrecisionPolicy,
     ) -> tuple[nn.Module, Optimizer | None]:
         """Place a model, split it on wish, and make its optimizer, whose `step` ends XLA's. Mutates the model."""
+        if make_optimizer is not None and self._is_wrapped(model):
+            raise StrategyError(
+                explain(
+                    f"{type(self.unwrap(model)).__name__} was to be trained once more with torch_xla's FSDP wrapper.",
+                    "The wrapper keeps its parameters, and another optimizer could not be made for them.",
+                    "Build the model and the Trainer anew, or use strategy='xla_fsdp_v2'.",
+                )
+            )
         if make_optimizer is not None and self.recomputes:
             self._recompute(self.unwrap(model))
         model, optimizer = super().setup(model, make_optimizer, policy)
+        if optimizer is not None and self._is_wrapping:
+            # Only now, for an optimizer to see parameters by their names and in their shapes.
+            self._wrapped = WrappedModel(self.unwrap(model), self._units(self.unwrap(model)), self.settings)
+            self._wrapped.adopt(optimizer)
+            model = self._wrapped.root
         if optimizer is not None:
             if self._step_end is not None:
                 self._step_end.remove()
@@ -164,7 +199,7 @@ class XLAStrategy(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device, keeping its parameters the objects they are. Mutates the model."""
-        if not self.place_model:
+        if not self.place_model or self._is_wrapped(model):
             return model
         # Otherwise torch makes new parameters, which parts the tied ones from each other and all from an optimizer.
         swaps = torch.__future__.get_swap_module_params_on_conversion()
@@ -179,9 +214,23 @@ class XLAStrategy(Strategy):
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         """Return the module to evaluate; each of its forward passes first runs what was recorded before."""
         self.after_evaluation(model)
-        bare = self.unwrap(model)
-        self._forward_start = bare.register_forward_pre_hook(_end_step)
-        return bare
+        called = self._wrapped.root if self._wrapped and self._is_wrapped(model) else self.unwrap(model)
+        self._forward_start = called.register_forward_pre_hook(_end_step)
+        return called
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        model = super().unwrap(model)
+        return self._wrapped.bare if self._wrapped is not None and model is self._wrapped.root else model
+
+    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        if self._wrapped is not None:
+            norm: torch.Tensor = self._wrapped.root.clip_grad_norm_(max_norm)
+            return norm
+        return super().clip_grad_norm(parameters, max_norm)
+
+    def own_state(self, model: nn.Module) -> dict[str, Any]:
+        wrapped = self._wrapped if self._is_wrapped(model) else None
+        return super().own_state(model) if wrapped is None else wrapped.own_state()
 
     def after_evaluation(self, model: nn.Module) -> None:
         if self._forward_start is not None:
@@ -194,8 +243,14 @@ class XLAStrategy(Strategy):
         yield
         _end_step()
 
+    def count_trainable(self, model: nn.Module) -> int:
+        wrapped = self._wrapped if self._is_wrapped(model) else None
+        return super().count_trainable(model) if wrapped is None else wrapped.count_trainable()
+
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the whole state in host memory; tied tensors stay tied. Ends no step: a save changes no randomness."""
+        if self._wrapped is not None and self._is_wrapped(model):
+            return self._wrapped.state()
         copies: dict[int, torch.Tensor] = {}
         state = self.unwrap(model).state_dict(keep_vars=True)
 
@@ -207,18 +262,24 @@ class XLAStrategy(Strategy):
         return {name: map_tensors(value, to_host) for name, value in state.items()}
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        if self._wrapped is not None and self._is_wrapped(model):
+            return self._wrapped.load(state, strict=strict)
         found = super().load_model_state(model, state, strict=strict)
         self._split(self.unwrap(model))
         return found
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole optimizer's state in host memory."""
+        if self._wrapped is not None and self._is_wrapped(model):
+            return self._wrapped.optimizer_state(optimizer)
         state: dict[str, Any] = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
         return state
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if self._wrapped is not None and self._is_wrapped(model):
+            state = self._wrapped.fit_optimizer_state(optimizer, state)
         super().load_optimizer_state(model, optimizer, state)
-        if self.shards:
+        if self.shards and not self._is_wrapping:
             for parameter, held in optimizer.state.items():
                 for value in held.values():
                     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
@@ -226,14 +287,17 @@ class XLAStrategy(Strategy):
 
     # -- how it is done ------------------------------------------------------------------------------------------
 
+    def _is_wrapped(self, model: nn.Module) -> bool:
+        return self._wrapped is not None and self.unwrap(model) is self._wrapped.bare
+
     def _make_mesh(self, num_found: int) -> None:
         """Make the devices the process's global mesh, for user code to find."""
         import torch_xla.distributed.spmd as spmd
 
-        if self.num_devices not in (None, num_found):
+        if self.num_cores not in (None, num_found):
             raise StrategyError(
                 explain(
-                    f"tpu_num_cores={self.num_devices} was asked for.",
+                    f"tpu_num_cores={self.num_cores} was asked for.",
                     f"XLA sees {num_found} devices, and uses all it sees.",
                     f"Set tpu_num_cores to {num_found}, or show XLA fewer (TPU_VISIBLE_CHIPS; CPU_NUM_DEVICES).",
                     PJRT_DEVICE=os.environ.get("PJRT_DEVICE"),
@@ -258,7 +322,7 @@ class XLAStrategy(Strategy):
 
     def _split(self, model: nn.Module) -> None:
         """Split a model's parameters over the devices; those that are split stay as they are."""
-        if self.shards:
+        if self.shards and not self._is_wrapping:
             for parameter in model.parameters():
                 self._split_tensor(parameter)
 

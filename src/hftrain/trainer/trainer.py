@@ -1541,7 +1541,7 @@ class Trainer:
 
     def get_num_trainable_parameters(self) -> int:
         """Return how many numbers training may change."""
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        return self.strategy.count_trainable(self.model)
 
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
         """Return the parameter group that holds `param`, or the parameters of every group; needs an optimizer."""

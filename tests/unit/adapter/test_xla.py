@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.tiny import make_arguments
 
 from hftrain.adapter.strategy import strategy_request
@@ -48,13 +49,17 @@ def test_tpu_chooses_xla_unless_the_cpu_is_asked_for(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({}, {}),
+        ({}, {"wraps": True, "settings": {}}),
         ({"xla_fsdp_v2": True}, {}),
         ({"xla_fsdp_v2": "true", "min_num_params": 9}, {"min_num_params": 9}),
-        ({"transformer_layer_cls_to_wrap": "A, B"}, {"layer_classes": ["A", "B"]}),
-        ({"transformer_layer_cls_to_wrap": ["A"]}, {"layer_classes": ["A"]}),
-        ({"xla_fsdp_grad_ckpt": True}, {"recomputes": True}),
-        ({"xla_fsdp_settings": {"compute_dtype": "float32", "buffer_dtype": "torch.float32"}}, {}),
+        ({"xla_fsdp_v2": True, "transformer_layer_cls_to_wrap": "A, B"}, {"layer_classes": ["A", "B"]}),
+        ({"xla_fsdp_v2": True, "transformer_layer_cls_to_wrap": ["A"]}, {"layer_classes": ["A"]}),
+        ({"xla_fsdp_v2": True, "xla_fsdp_grad_ckpt": True}, {"recomputes": True}),
+        ({"xla_fsdp_v2": True, "xla_fsdp_settings": {"buffer_dtype": "torch.float32"}}, {}),
+        (
+            {"xla_fsdp_settings": {"compute_dtype": "float32", "buffer_dtype": "torch.float32"}},
+            {"wraps": True, "settings": {"compute_dtype": torch.float32, "buffer_dtype": torch.float32}},
+        ),
     ],
 )
 def test_keys_become_options(tmp_path: Path, config: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -74,9 +79,12 @@ def test_dtype_of_settings_may_repeat_the_precision(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ({}, "older wrapper, with a process per device, is not used"),
         ({"forward_prefetch": True}, r"\['forward_prefetch'\]: these keys of fsdp_config change nothing"),
-        ({"xla_fsdp_settings": {"flatten_parameters": True}}, r"\['flatten_parameters'\]: these xla_fsdp_settings"),
+        ({"xla_fsdp_settings": {"flatten_parameters": True}}, "flatten_parameters changes nothing: parameters keep"),
+        (
+            {"xla_fsdp_v2": True, "xla_fsdp_settings": {"flatten_parameters": True}},
+            r"\['flatten_parameters'\]: these xla_fsdp_settings",
+        ),
     ],
 )
 def test_what_changes_nothing_is_said(

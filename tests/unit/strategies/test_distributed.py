@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -44,6 +45,21 @@ def test_close_leaves_the_group_and_can_be_repeated(strategy: DDPStrategy) -> No
     assert not dist.is_initialized()
     strategy.launch()
     assert dist.is_initialized()
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_backend_may_let_go_of_its_tensors_before_the_group_goes(
+    strategy: DDPStrategy, monkeypatch: pytest.MonkeyPatch, num: int
+) -> None:
+    # The abort at exit that this prevents comes once in some hundred runs; here only the order is held.
+    done: list[str] = []
+    destroy = dist.destroy_process_group
+    monkeypatch.setattr(time, "sleep", lambda seconds: done.append("waited"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: (done.append("destroyed"), destroy())[1])
+    strategy.launch()
+    strategy.world_size = num
+    strategy.close()
+    assert done == ["waited", "destroyed"][2 - num :]
 
 
 def test_close_puts_torchs_exception_hook_back(strategy: DDPStrategy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,15 @@ def test_other_devices_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("pretend_installed")
+@pytest.mark.parametrize(("cores", "batch_size"), [(None, 4), (8, 32)])
+def test_number_of_cores_multiplies_the_batch_once(tmp_path, cores: int | None, batch_size: int) -> None:
+    args = make_arguments(tmp_path, use_cpu=False, tpu_num_cores=cores)
+    trainer = Trainer(Net(), args, train_dataset=make_rows(), strategy="xla")
+    assert trainer.args.train_batch_size == batch_size
+    assert trainer.get_total_train_batch_size(trainer.args) == batch_size
+
+
+@pytest.mark.usefixtures("pretend_installed")
 def test_use_cpu_contradicts_it(tmp_path) -> None:
     with pytest.raises(ConfigError, match="use_cpu"):
         Trainer(Net(), make_arguments(tmp_path, use_cpu=True), train_dataset=make_rows(), strategy="xla")

@@ -30,7 +30,7 @@ from hftrain.strategies.deepspeed.config import (
     read_config,
     with_preset,
 )
-from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_processes
+from hftrain.strategies.deepspeed.engine import LastNorm, check_nvme, forget_groups, join_processes
 from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
 from hftrain.strategies.deepspeed.zero3 import is_partitioned, load_whole, rows_of
 from hftrain.strategies.lockstep import SplittingStrategy
@@ -134,9 +134,11 @@ class DeepSpeedStrategy(SplittingStrategy):
         """Raise unless the config can be completed for a model; touches no device.
 
         Raises:
-            ConfigError: A value says "auto" and nothing is known that it could be, or nothing is to be trained.
+            ConfigError: A value says "auto" and nothing is known that it could be, nothing is to be trained, or what
+                offload to NVMe takes is not here.
         """
         config = read_config(self.config)
+        check_nvme(config)
         fill(config, model_values(model))
         left = [key for key in find_auto(config) if not key.startswith("scheduler.params.")]
         if left:

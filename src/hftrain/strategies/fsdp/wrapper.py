@@ -65,6 +65,7 @@ class FSDP1Strategy(FSDPStrategy):
         self.backward_prefetch, self.limit_all_gathers = backward_prefetch, limit_all_gathers
         self._root: FullyShardedDataParallel | None = None
         self._names: list[str] = []
+        self._sizes: dict[str, int] = {}
         super().__init__(**options)
 
     def check_model(self, model: nn.Module) -> None:
@@ -113,6 +114,12 @@ class FSDP1Strategy(FSDPStrategy):
         held = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
         found = {name.replace(_PREFIX, ""): tensor for name, tensor in held}
         return {name: found.get(name) for name in self._names}
+
+    def count_trainable(self, model: nn.Module) -> int:
+        if self._split_root(model) is None:
+            return super().count_trainable(model)
+        own = self.own_state(model)
+        return sum(size for name, size in self._sizes.items() if own[name].requires_grad)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         root = self._split_root(model)
@@ -175,6 +182,7 @@ class FSDP1Strategy(FSDPStrategy):
 
     def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy) -> nn.Module:
         self._names = list(model.state_dict(keep_vars=True))
+        self._sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
         sharding = self._torch_sharding()
         options: dict[str, Any] = {
             "sharding_strategy": sharding,

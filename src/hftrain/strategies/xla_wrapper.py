@@ -1,0 +1,153 @@
+"""torch_xla's own FSDP wrapper around a model on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.tree import map_tensors
+
+
+class WrappedModel:
+    """Wrap a placed model and its units, and keep its parameters known by their own names; mutates the model.
+
+    The wrapper takes the parameters out of their modules and trains one flat piece of each in their place.
+
+    Args:
+        model: On the device.
+        units: Its parts that become units of their own, inner ones first.
+        settings: Options of the wrapper.
+
+    Attributes:
+        bare: The model.
+        root: The wrapper around it.
+
+    Raises:
+        ConfigError: A parameter is not in float32.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[nn.Module], settings: Mapping[str, Any]) -> None:
+        from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+        dtypes = {str(parameter.dtype) for parameter in model.parameters()} - {"torch.float32"}
+        if dtypes:
+            raise ConfigError(
+                explain(
+                    f"strategy='xla_fsdp' was to train {type(model).__name__}.",
+                    f"torch_xla's wrapper takes float32 parameters only, and there are {', '.join(sorted(dtypes))}.",
+                    "Use precision='bf16', which computes in bfloat16, or strategy='xla_fsdp_v2'.",
+                )
+            )
+        self.bare = model
+        self._names = list(model.state_dict(keep_vars=True))
+        self._parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+        for unit in units:
+            places = [
+                (home, name) for home in model.modules() for name, child in home.named_children() if child is unit
+            ]
+            wrapped = XlaFullyShardedDataParallel(unit, **settings)
+            for home, name in places:
+                setattr(home, name, wrapped)
+        self.root: Any = XlaFullyShardedDataParallel(model, **settings)
+        # Their names are those from before: a parameter is no longer in its module.
+        self._buffers = {
+            name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): buffer
+            for name, buffer in self.root.named_buffers()
+        }
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that was made for the parameters update the pieces instead; mutates it."""
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                piece = parameter._sharded_param
+                group["params"][index] = piece
+                if parameter in optimizer.state:
+                    entry = optimizer.state.pop(parameter)
+                    optimizer.state[piece] = {key: _cut(value, piece) for key, value in entry.items()}
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the state's names, and which of them are one and the same."""
+        return {name: self._parameters.get(name, self._buffers.get(name)) for name in self._names}
+
+    def count_trainable(self) -> int:
+        """Return how many numbers training may change."""
+        pieces = {parameter._sharded_param for parameter in self._parameters.values()}
+        return sum(piece._orig_size.numel() for piece in pieces if piece.requires_grad)
+
+    def state(self) -> dict[str, Any]:
+        """Return the whole state in host memory; tied tensors stay tied."""
+        copies: dict[int, torch.Tensor] = {}
+        for tensor in self.own_state().values():
+            if tensor is not None and id(tensor) not in copies:
+                piece = getattr(tensor, "_sharded_param", None)
+                copies[id(tensor)] = tensor.detach().cpu() if piece is None else _whole(piece.detach().cpu(), piece)
+        return {name: copies.get(id(tensor)) for name, tensor in self.own_state().items()}
+
+    def load(self, state: Mapping[str, Any], *, strict: bool) -> Any:
+        """Put a whole state in, and return torch's missing and unexpected keys.
+
+        Raises:
+            RuntimeError: Names or shapes do not fit, as torch says it.
+        """
+        own = self.own_state()
+        missing = [name for name in own if name not in state]
+        unexpected = [name for name in state if name not in own]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"missing: {missing}; unexpected: {unexpected}")
+        for name, value in state.items():
+            target = own.get(name)
+            if target is None or value is target:
+                continue
+            piece = getattr(target, "_sharded_param", None)
+            shape = target.shape if piece is None else piece._orig_size
+            if value.shape != shape:
+                raise RuntimeError(f"size mismatch for {name}: {tuple(value.shape)} given, {tuple(shape)} here")
+            with torch.no_grad():
+                held = target if piece is None else piece
+                held.copy_((value if piece is None else _cut(value, piece)).to(held.device))
+        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state in host memory, in the shapes of the parameters."""
+        state: dict[str, Any] = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
+        pieces = _pieces(optimizer)
+        for index, entry in state["state"].items():
+            state["state"][index] = {key: _whole(value, pieces[index]) for key, value in entry.items()}
+        return state
+
+    def fit_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return what `optimizer_state` returned in the shapes of the pieces."""
+        pieces = _pieces(optimizer)
+        entries = {
+            index: {key: _cut(value, pieces[index]) for key, value in entry.items()}
+            for index, entry in state["state"].items()
+        }
+        return {**state, "state": entries}
+
+
+def _pieces(optimizer: Optimizer) -> list[Any]:
+    return [piece for group in optimizer.param_groups for piece in group["params"]]
+
+
+def _whole(value: Any, piece: Any) -> Any:
+    """Return what has the shape of a piece in that of its parameter."""
+    if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
+        return value
+    size = piece._orig_size
+    return value[: size.numel()].view(size) if value.dim() == 1 else value[: size[0]]
+
+
+def _cut(value: Any, piece: Any) -> Any:
+    """Return what has the shape of a parameter in that of its piece, filled up with zeros."""
+    if not isinstance(value, torch.Tensor) or value.shape != piece._orig_size:
+        return value
+    if piece.dim() == 1:
+        flat = value.detach().reshape(-1)
+        return functional.pad(flat, (0, piece.numel() - flat.numel()))
+    return functional.pad(value.detach(), (0, 0) * (value.dim() - 1) + (0, len(piece) - len(value)))
