@@ -93,6 +93,7 @@ from hftrain.trainer.checks import (
 from hftrain.trainer.counting import count_tokens, token_counter
 from hftrain.trainer.debugging import debug_callbacks
 from hftrain.trainer.engines import check_made
+from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
 from hftrain.trainer.eval_sets import check_cadences, evaluate_sets, own_metrics, split_eval_sets
 from hftrain.trainer.evaluating import (
     JitModel,
@@ -606,6 +607,21 @@ class Trainer:
 
         with self._running("train"):
             return rehearse(self, run, resume=resume, was_there=was_there) if self.fast_dev_run else run(resume)
+
+    def estimate_memory(self) -> MemoryEstimate:
+        """Return the most memory that a training step of this process holds on its device; collective.
+
+        Rehearses two steps, as `fast_dev_run=2` does, with the chosen strategy and precision, and leaves nothing
+        behind. A model that would be compiled is counted as it is without. What kernels take for themselves and give
+        back unseen is not in it, nor is what a caching allocator keeps in reserve.
+
+        Raises:
+            ConfigError: The strategy's engine keeps memory that torch does not see (DeepSpeed, XLA).
+
+        Units:
+            bytes.
+        """
+        return estimate_memory(self)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
