@@ -22,8 +22,8 @@ CONSTRAINTS = ("-c", "constraints.txt")
 
 # Tests with one of these marks have a session of their own.
 MARKS = (
-    "slow", "guarantees", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "optimizers", "trackers", "remote",
-    "bench",
+    "slow", "guarantees", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "optimizers", "trackers",
+    "remote", "bench",
 )  # fmt: skip
 
 # Experiment trackers by what their installation costs.
