@@ -20,6 +20,13 @@ REGISTRY_HOST = re.compile(
 )
 TODO = re.compile(r"\b(?:TODO|FIXME|XXX)\b(?!\([^)]+\): \S)")
 
+# What reads pickles in other packages, or takes them from other processes. Objects travel between processes as JSON.
+UNSAFE_CALLS = (
+    "yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.jit.load", "torch.hub.load",
+    "dist.all_gather_object", "dist.gather_object", "dist.scatter_object_list", "dist.broadcast_object_list",
+    "distributed.all_gather_object", "distributed.broadcast_object_list", "checkpoint.FileSystemReader",
+    "load_checkpoint_in_model", "read_pickle", "add_safe_globals",
+)  # fmt: skip
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
 
@@ -62,7 +69,7 @@ def unsafe_loads(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
             keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
             if called == "torch.load" and keywords.get("weights_only") != "True":
                 yield node, "torch.load without weights_only=True"
-            if called in ("eval", "exec"):
+            if called in ("eval", "exec") or called.endswith(UNSAFE_CALLS):
                 yield node, called
             if keywords.get("allow_pickle", "False") != "False":
                 yield node, "allow_pickle"
@@ -100,6 +107,9 @@ def test_source_never_runs_code_from_a_file() -> None:
         "from torch import load",
         "numpy.load(path, allow_pickle=True)",
         "eval(text)",
+        "yaml.load(text, Loader=yaml.Loader)",
+        "dist.all_gather_object(found, mine)",
+        "torch.jit.load(path)",
     ],
 )
 def test_unsafe_loads_sees_one(text: str) -> None:

@@ -6,8 +6,10 @@ made and before anything is written, and the message says what to do.
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 

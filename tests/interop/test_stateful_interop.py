@@ -35,13 +35,15 @@ def make_stream(*, is_shuffled: bool) -> Any:
     return (stream.shuffle(seed=1, buffer_size=6) if is_shuffled else stream).map(count)
 
 
-def train(folder: Path, *, workers: int, is_shuffled: bool, stop: int | None = None, resume: bool = False) -> Trainer:
+def train(
+    folder: Path, *, workers: int, is_shuffled: bool, stop: int | None = None, resume: bool = False, data: Any = None
+) -> Trainer:
     Path(READ).write_text("")
     set_seed(1)
     arguments = make_arguments(
         folder, max_steps=18, save_strategy="steps", save_steps=1000, dataloader_num_workers=workers
     )
-    data = make_stream(is_shuffled=is_shuffled)
+    data = make_stream(is_shuffled=is_shuffled) if data is None else data
     trainer = Trainer(Net(dropout=0.2), arguments, train_dataset=data, callbacks=[StopAt(stop)])
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -65,3 +67,12 @@ def test_stream_of_datasets_reads_nothing_again(tmp_path: Path, tmp_cwd: Path) -
     train(tmp_path / "parts", workers=0, is_shuffled=False, stop=7, resume=True)
     # Two batches, of 4 and of the 2 that are left.
     assert len(Path(READ).read_text()) == 6
+
+
+def test_run_anew_after_a_resumed_one_begins_at_the_start(tmp_path: Path, tmp_cwd: Path) -> None:
+    options: dict[str, Any] = {"workers": 0, "is_shuffled": False}
+    whole = outcome(train(tmp_path / "whole", **options))
+    train(tmp_path / "parts", **options, stop=3)
+    data = make_stream(is_shuffled=False)
+    train(tmp_path / "parts", **options, stop=6, resume=True, data=data)
+    assert_same(outcome(train(tmp_path / "anew", **options, data=data)), whole)

@@ -198,21 +198,26 @@ def test_another_batch_size_goes_on_at_the_sample(tmp_path: Path, caplog: pytest
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
-def train_part(which: str, folder: str, stop: int | None, resume: bool, batch: int) -> list[float]:
-    """Train with one of the libraries until a step, or to the end; answer with the losses."""
-    options = {"per_device_train_batch_size": batch, "num_train_epochs": 1, "average_tokens_across_devices": True}
-    library = {"ours": OURS, "theirs": THEIRS}[which]
-    trainer = make(library, Path(folder), stop=stop, rows=make_rows("llama", 24), **options)
-    trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2") if resume else None)
-    return losses_of(trainer.state.log_history)
+def train_parts(runs: list[tuple[str, str, str | None]]) -> list[list[float]]:
+    """Train with one of the libraries, in a folder, from a checkpoint; answer with the losses of each run."""
+    losses = []
+    for which, folder, resume in runs:
+        options = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "save_steps": 2}
+        options |= {"average_tokens_across_devices": True, "rows": make_rows("llama", 24)}
+        trainer = make({"ours": OURS, "theirs": THEIRS}[which], Path(folder), **options)
+        trainer.train(resume_from_checkpoint=resume)
+        losses.append(losses_of(trainer.state.log_history))
+    return losses
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("first", "then"), [("theirs", "ours"), ("ours", "theirs")])
-def test_two_ranks_go_on_with_the_other_trainer(tmp_path: Path, run_distributed: Any, first: str, then: str) -> None:
-    folder, part = str(tmp_path / "parts"), {"batch": 2}
-    run_distributed(train_part, which=first, folder=folder, stop=2, resume=False, **part)
-    resumed = run_distributed(train_part, which=then, folder=folder, stop=None, resume=True, **part)[0]
-    whole = run_distributed(train_part, which=then, folder=str(tmp_path / "whole"), stop=None, resume=False, **part)[0]
+@pytest.mark.timeout(900)
+def test_two_ranks_go_on_with_the_other_trainer(tmp_path: Path, run_distributed: Any) -> None:
+    theirs, ours, there, here = (str(tmp_path / name) for name in ("theirs", "ours", "there", "here"))
+    [whole] = run_distributed(train_parts, runs=[("theirs", theirs, None)])[0]
+    runs = [("ours", ours, None), ("ours", here, f"{theirs}/checkpoint-2")]
+    own, resumed = run_distributed(train_parts, runs=runs)[0]
+    [resumed_there] = run_distributed(train_parts, runs=[("theirs", there, f"{ours}/checkpoint-2")])[0]
     assert len(whole) == 6
-    assert resumed == pytest.approx(whole, rel=1e-6)
+    for losses in (own, resumed, resumed_there):
+        assert losses == pytest.approx(whole, rel=1e-6)

@@ -18,7 +18,7 @@ def make_trainer(folder: Path, data: Any, *callbacks: TrainerCallback, **options
     precision = options.pop("precision", None)
     return Trainer(
         Net(dropout=0.2),
-        make_arguments(folder, logging_steps=3, save_strategy="steps", save_steps=100, **options),
+        make_arguments(folder, **{"logging_steps": 3, "save_strategy": "steps", "save_steps": 100, **options}),
         train_dataset=data,
         eval_dataset=make_rows(7, seed=2),
         callbacks=list(callbacks),
@@ -112,3 +112,17 @@ def test_early_stopping_counts_on_after_a_resume(tmp_path: Path) -> None:
     resumed = make_trainer(tmp_path / "b", make_rows(22), EarlyStoppingCallback(5), **options)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == whole.state.global_step == 6
+
+
+def test_order_drawn_from_the_global_generator_is_found_again_after_an_epochs_end(tmp_path: Path) -> None:
+    # Saved at an epoch's end, resumed, saved within the next one, resumed.
+    options: dict[str, Any] = {"accelerator_config": {"use_seedable_sampler": False}, "num_train_epochs": 3}
+    check_resume(tmp_path, make_rows(22), (6, 8), **options)
+    save = {**options, "save_strategy": "epoch"}
+    whole = make_trainer(tmp_path / "epochs", make_rows(22), **save)
+    whole.train()
+    again = make_trainer(tmp_path / "epochs", make_rows(22), StopAt(8), **save)
+    again.train(resume_from_checkpoint=str(tmp_path / "epochs" / "checkpoint-6"))
+    last = make_trainer(tmp_path / "epochs", make_rows(22), **save)
+    last.train(resume_from_checkpoint=str(tmp_path / "epochs" / "checkpoint-8"))
+    assert_same(outcome(last), outcome(whole))

@@ -88,7 +88,7 @@ def verify(folder: Path) -> Manifest:
     """
     manifest = read_manifest(folder)
     if checkpoint_step(folder) not in (None, manifest.step):
-        raise _refused(folder, f"It was saved at step {manifest.step}, as another folder")
+        raise _refused(folder / MANIFEST, f"It was saved at step {manifest.step}, as another folder")
     for name, record in manifest.files.items():
         _verify_file(folder, name, record)
     for path in folder.iterdir():

@@ -93,12 +93,15 @@ class EvenedStream(StreamWrapper):
             self._count += 1
             yield item
         self._is_over = True
+        # More than once where the stream is shorter than what is missing.
         while self._count % self._unit:
-            self._is_filled = True
+            before, self._is_filled = self._count, True
             self.dataset.load_state_dict(copy.deepcopy(self._first_state))
             for item in islice(self.dataset, -self._count % self._unit):
                 self._count += 1
                 yield item
+            if self._count == before:
+                raise _cannot_fill()
         if self._is_filled:
             # Where it stopped tells nothing.
             self.dataset.load_state_dict(copy.deepcopy(self._first_state))
@@ -217,6 +220,16 @@ def _scatter(parcels: list[Parcel] | None) -> Parcel:
     received: list[Any] = [None]
     torch.distributed.scatter_object_list(received, parcels, src=0)
     return received[0]  # type: ignore[no-any-return]
+
+
+def _cannot_fill() -> TaskError:
+    return TaskError(
+        explain(
+            "A stream was to be filled up from its start, so that all processes get as many samples.",
+            "Put back into the state in which the epoch began, it gave none.",
+            "Let its load_state_dict lead back to that place, or set dataloader_drop_last=True.",
+        )
+    )
 
 
 def _main_failed(reason: str) -> TaskError:

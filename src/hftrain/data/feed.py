@@ -46,6 +46,8 @@ class TrainFeed:
         self.loader = loader
         self._seed = seed
         self._state: dict[str, Any] | None = None
+        # A dataset's state before another was loaded.
+        self._before: Any = None
         self._is_open = self._is_at_end = False
         if isinstance(loader, DispatchLoader):
             loader = loader.loader
@@ -78,6 +80,12 @@ class TrainFeed:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on, at the next `open`, with what `state_dict` returned; None leaves everything to skipping."""
         self._state = state
+
+    def close(self) -> None:
+        """Put a dataset of this process back to where it was before a state was loaded, for a run that starts anew."""
+        if self._before is not None:
+            self._reader.dataset.load_state_dict(self._before)
+            self._before = None
 
     def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
         """Start an epoch.
@@ -142,6 +150,7 @@ class TrainFeed:
             reader.load_state_dict(state["loader"])
             return True
         if "dataset" in state and _is_read_here(reader) and has_state(reader.dataset):
+            self._before = copy.deepcopy(reader.dataset.state_dict())
             reader.dataset.load_state_dict(state["dataset"])
             return self.is_stream
         return False

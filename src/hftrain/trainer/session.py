@@ -170,6 +170,8 @@ class TrainSession:
         trainer.is_in_train = False
         # Workers that persist live as long as their loader, which torch's optimizers keep the frame of.
         end_workers(self._loader)
+        if self._loader is not None:
+            self.checkpoints.feed.close()
         trainer._past = None
         trainer.callback_handler.refresh(train_dataloader=None, eval_dataloader=None)
         trainer._loaders.clear()

@@ -10,6 +10,8 @@ from support.stateful import Drawing, StatefulRows, StatefulStream
 from support.tiny import Stream, make_rows
 from torch.utils.data import DataLoader
 
+from hftrain.core.errors import TaskError
+from hftrain.data.dispatch import EvenedStream
 from hftrain.data.feed import TrainFeed
 from hftrain.data.loaders import LoaderConfig, build_train_loader
 from hftrain.data.seeding import SeededBatches
@@ -206,6 +208,29 @@ def test_share_of_a_rank_goes_on_up_to_its_filled_end() -> None:
                 next(iterator)
             resumed.load_state_dict(stopped.state_dict())
             assert xs(resumed.open(0, skip=num)) == expected[num:], (rank, num)
+
+
+def test_closing_puts_a_dataset_back_to_where_it_was() -> None:
+    stopped, dataset = make_feed(StatefulStream(9)), StatefulStream(9)
+    next(stopped.open(0))
+    before, resumed = dataset.state_dict(), make_feed(dataset)
+    resumed.load_state_dict(stopped.state_dict())
+    next(resumed.open(0, skip=1))
+    assert dataset.state_dict() != before
+    for _ in range(2):
+        resumed.close()
+        assert dataset.state_dict() == before
+
+
+def test_stream_that_does_not_lead_back_to_its_start_cannot_be_filled_up() -> None:
+    class Stuck(StatefulStream):
+        def load_state_dict(self, state: Any) -> None:
+            self.rows = []
+
+    stream = EvenedStream(Stuck(3), unit=2)
+    with pytest.raises(TaskError, match="it gave none"):
+        list(stream)
+    assert len(list(EvenedStream(StatefulStream(1), unit=4))) == 4
 
 
 def test_wrappers_have_the_state_of_their_stream() -> None:
