@@ -216,8 +216,7 @@ class Trainer:
         check_sharding(self.args, self.strategy, optimizers=optimizers)
         callbacks = self._with_trackers(loggers, [*(callbacks or ()), *(callback or ())])
         self.fast_dev_run = number_of_batches(fast_dev_run)
-        eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.train_dataset, (self.eval_dataset, self._eval_sets) = train_dataset, split_eval_sets(eval_dataset)
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
         self.save_policy = save_policy or SavePolicy()
         self._check_eval_data()
@@ -231,8 +230,7 @@ class Trainer:
         self._take_model(model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
         self._check_evaluating()
-        self.data_collator = data_collator or self._default_collator()
-        self._has_own_collator = data_collator is not None
+        self.data_collator, self._has_own_collator = data_collator or self._default_collator(), bool(data_collator)
         self._resolve_hooks(given)
         if not self.fast_dev_run:
             self._hub.start()
