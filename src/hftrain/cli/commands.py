@@ -1,4 +1,4 @@
-"""The command line `hftrain`: which parts there are, and which of them can run here."""
+"""The command line `hftrain`: which parts there are, which of them can run here, and what a training needs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from hftrain.cli.estimate import estimate_script
 from hftrain.core.errors import HFTrainError
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
@@ -18,18 +19,27 @@ T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``hftrain strategies`` or ``hftrain precisions``: print a line for each name; no device is touched.
+    """Run one of hftrain's commands, and print what it finds.
+
+    ``hftrain strategies`` and ``hftrain precisions`` print a line for each name, and touch no device. ``hftrain
+    estimate script.py ...`` runs a script up to its training, and prints what a step of that takes of memory.
 
     Args:
         argv: The words after ``hftrain``; None takes those of the process.
     """
-    parser = argparse.ArgumentParser(prog="hftrain", description="Show what can be chosen by name, and what runs here.")
+    parser = argparse.ArgumentParser(prog="hftrain", description="Show what can be chosen by name, and what it needs.")
     commands = parser.add_subparsers(dest="command", required=True)
     for command, show in (("strategies", show_strategies), ("precisions", show_precisions)):
         part = commands.add_parser(command, help=f"list the {command} and whether each can run here")
         part.add_argument("--cpu", action="store_true", help="judge for the CPU, as with use_cpu=True")
         part.set_defaults(show=show)
+    part = commands.add_parser("estimate", help="print the memory that a script's training step takes")
+    part.add_argument("script", help="a Python file that trains")
+    part.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     given = parser.parse_args(argv)
+    if given.command == "estimate":
+        print(estimate_script(given.script, given.arguments))
+        return
     for line in given.show(use_cpu=given.cpu):
         print(line)
 

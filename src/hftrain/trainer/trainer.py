@@ -231,8 +231,7 @@ class Trainer:
         self._take_model(model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
         self._check_evaluating()
-        self.data_collator = data_collator or self._default_collator()
-        self._has_own_collator = data_collator is not None
+        self.data_collator, self._has_own_collator = data_collator or self._default_collator(), bool(data_collator)
         self._resolve_hooks(given)
         self._make_callbacks([*debug_callbacks(self), *callbacks])
 

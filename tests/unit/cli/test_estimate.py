@@ -1,0 +1,50 @@
+"""`hftrain estimate`: a script is asked for its memory, and does not train."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hftrain import ConfigError, Trainer
+from hftrain.cli.commands import main
+from hftrain.cli.estimate import estimate_script
+
+SCRIPT = """
+import sys
+import torch
+from hftrain import Trainer, TrainingArguments
+
+class Net(torch.nn.Linear):
+    def forward(self, x, labels):
+        return (torch.nn.functional.mse_loss(super().forward(x), labels),)
+
+rows = [{"x": torch.ones(int(sys.argv[1])), "labels": torch.ones(1)} for _ in range(8)]
+args = TrainingArguments("out", use_cpu=True, report_to="none", disable_tqdm=True)
+trainer = Trainer(Net(int(sys.argv[1]), 1), args, train_dataset=rows)
+try:
+    trainer.train()
+except Exception:
+    pass
+print("trained")
+"""
+
+
+def test_script_is_run_up_to_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    before = Trainer.train, list(sys.argv), list(sys.path)
+    main(["estimate", "script.py", "1000"])
+    shown = capsys.readouterr().out
+    assert "peak" in shown
+    assert "trained" not in shown
+    assert before == (Trainer.train, sys.argv, sys.path)
+    assert not (tmp_path / "out").exists()
+    assert estimate_script("script.py", ["1000"]).parameters_bytes == 4 * 1001
+
+
+def test_script_without_a_training_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('nothing')\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"without a call of Trainer\.train"):
+        estimate_script(tmp_path / "script.py")
