@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
 
 from hftrain.callbacks import TrainerCallback
 from hftrain.core.errors import ConfigError, explain
-from hftrain.core.tree import map_tensors
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -54,44 +53,6 @@ class MemoryEstimate:
         return "\n".join(f"{name:<16}{count / 2**20:>12,.1f} MiB" for name, count in lines)
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count the bytes of all tensors of a kind of device that are alive, as operations make them.
-
-    What a kernel takes for itself and gives back unseen is not counted.
-
-    Args:
-        device_type: The kind of device.
-        present: Tensors that are there already.
-    """
-
-    def __init__(self, device_type: str, present: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.device_type = device_type
-        self.now = self.peak = 0
-        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        for tensor in present:
-            self._note(tensor)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note the memory it made."""
-        made = func(*args, **(kwargs or {}))
-        map_tensors(made, self._note)
-        return made
-
-    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == self.device_type:
-            storage = tensor.untyped_storage()
-            if storage not in self._known:
-                self._known[storage] = None
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._forget, storage.nbytes())
-        return tensor
-
-    def _forget(self, num_bytes: int) -> None:
-        self.now -= num_bytes
-
-
 def estimate_memory(trainer: Trainer) -> MemoryEstimate:
     """Rehearse a training, and return the most memory that a step of it holds; collective.
 
@@ -99,11 +60,14 @@ def estimate_memory(trainer: Trainer) -> MemoryEstimate:
         ConfigError: The strategy computes where torch does not see the memory.
     """
     strategy = trainer.strategy
-    if strategy.device_type == "xla" or strategy.name.startswith("deepspeed"):
+    kind = strategy.device_type
+    if strategy.name.startswith("deepspeed") or not (
+        kind == "cpu" or hasattr(_memory_of(kind), "max_memory_allocated")
+    ):
         raise ConfigError(
             explain(
-                f"estimate_memory() was called with strategy={strategy.name!r}.",
-                "Its engine keeps memory of its own, which torch does not see.",
+                f"estimate_memory() was called with strategy={strategy.name!r} on {kind!r}.",
+                "torch does not tell the peak of its memory.",
                 "Use the engine's own estimate, such as DeepSpeed's estimate_zero3_model_states_mem_needs_all_live.",
             )
         )
@@ -112,9 +76,7 @@ def estimate_memory(trainer: Trainer) -> MemoryEstimate:
     trainer.add_callback(watch)
     trainer.fast_dev_run = _NUM_STEPS
     try:
-        # What is compiled hides its memory from the count.
-        with torch.compiler.set_stance("force_eager"):
-            type(trainer).train(trainer)
+        type(trainer).train(trainer)
     finally:
         trainer.fast_dev_run = asked
         trainer.remove_callback(watch)
@@ -132,26 +94,23 @@ class _StepWatch(TrainerCallback):
     def __init__(self, trainer: Trainer, found: list[MemoryEstimate]) -> None:
         self.trainer = trainer
         self.found = found
-        self._live: LiveBytes | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        held = [*model.parameters(), *model.buffers(), *_states(optimizer)]
-        self._live = LiveBytes(self.trainer.strategy.device_type, map(_local, held))
-        self._live.__enter__()  # type: ignore[no-untyped-call]
+        self._held = _size([*model.parameters(), *model.buffers(), *_states(optimizer)])
+        self._meter = _meter(self.trainer.strategy.device_type)
+        next(self._meter)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._gradients = _size(p.grad for p in kwargs["model"].parameters() if p.grad is not None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        live, self._live = self._live, None
-        assert live is not None
-        live.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        peak = self._held + next(self._meter)
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         parameters, kept = _size([*model.parameters(), *model.buffers()]), _size(_states(optimizer))
         # DDP made the buckets that it exchanges gradients in when it wrapped the model.
         buckets = self._gradients if isinstance(self.trainer.model_wrapped, DistributedDataParallel) else 0
-        peak = live.peak + buckets
+        peak += buckets
         estimate = MemoryEstimate(
             parameters_bytes=parameters,
             gradients_bytes=self._gradients + buckets,
@@ -176,3 +135,24 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _size(tensors: Iterable[torch.Tensor]) -> int:
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in map(_local, tensors)}
     return sum(storages.values())
+
+
+def _meter(device_type: str) -> Iterator[int]:
+    """Begin to count what a device allocates; the second value is the most of it at a time, in bytes."""
+    if device_type == "cpu":
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            yield 0
+        assert profiled.profiler is not None
+        found = profiled.profiler.kineto_results.events()
+        events = sorted((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
+        yield max(accumulate((num_bytes for _, num_bytes in events), initial=0))
+    else:
+        memory = _memory_of(device_type)
+        memory.reset_peak_memory_stats()
+        before = memory.memory_allocated()
+        yield 0
+        yield memory.max_memory_allocated() - before
+
+
+def _memory_of(device_type: str) -> Any:
+    return getattr(torch, device_type, None)

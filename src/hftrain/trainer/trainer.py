@@ -611,11 +611,10 @@ class Trainer:
         """Return the most memory that a training step of this process holds on its device; collective.
 
         Rehearses two steps, as `fast_dev_run=2` does, with the chosen strategy and precision, and leaves nothing
-        behind. A model that would be compiled is counted as it is without. What kernels take for themselves and give
-        back unseen is not in it, nor is what a caching allocator keeps in reserve.
+        behind. What a caching allocator keeps in reserve is not in it.
 
         Raises:
-            ConfigError: The strategy's engine keeps memory that torch does not see (DeepSpeed, XLA).
+            ConfigError: torch does not tell the peak of what the engine or the device holds (DeepSpeed, XLA, MPS).
 
         Units:
             bytes.

@@ -12,7 +12,6 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from hftrain import ConfigError, Trainer, TrainerCallback
-from hftrain.trainer.estimating import LiveBytes
 
 WIDTH, BATCH = 64, 8
 
@@ -89,8 +88,13 @@ def make_trainer(folder: Path, name: str, *callbacks: TrainerCallback, **options
     return Trainer(model, make_arguments(folder, **settings), train_dataset=rows, callbacks=list(callbacks))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+# oneDNN has no LSTM for bfloat16 on every processor.
+CASES = [
+    (name, precision) for name in MODELS for precision in ("fp32", "bf16") if (name, precision) != ("recurrent", "bf16")
+]
+
+
+@pytest.mark.parametrize(("name", "precision"), CASES)
 def test_estimate_is_within_ten_percent_of_the_measured_peak(tmp_path: Path, name: str, precision: str) -> None:
     options = {"bf16": precision == "bf16"}
     estimate = make_trainer(tmp_path, name, **options).estimate_memory()
@@ -127,15 +131,5 @@ def test_estimate_with_ddp_counts_the_buckets(tmp_path: Path) -> None:
 def test_estimate_of_an_engine_with_memory_of_its_own_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows())
     trainer.strategy.name = "deepspeed_stage_2"  # a stand-in: the name alone decides
-    with pytest.raises(ConfigError, match="memory of its own"):
+    with pytest.raises(ConfigError, match="does not tell the peak"):
         trainer.estimate_memory()
-
-
-def test_live_bytes_counts_what_is_alive() -> None:
-    held = torch.zeros(100)
-    with LiveBytes("cpu", [held]) as live:
-        other = held + 1
-        assert live.now == 800
-        del other
-        held * 2
-    assert (live.now, live.peak) == (400, 800)
