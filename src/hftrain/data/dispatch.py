@@ -83,34 +83,37 @@ class EvenedStream(StreamWrapper):
 
     def _read_again(self) -> Iterator[Any]:
         is_loaded, self._is_loaded = self._is_loaded, False
-        if is_loaded and self._is_over:
-            return
+        # Even for nothing: an epoch has to use up the state that was loaded, or the next one would begin with it.
         stream = iter(self.dataset)
         if not is_loaded:
             self._count, self._is_over, self._is_filled = 0, False, False
             self._first_state = copy.deepcopy(self.dataset.state_dict())
-        for item in stream:
-            self._count += 1
-            yield item
-        self._is_over = True
+        if not self._is_over:
+            yield from self._counted(stream)
+            self._is_over = True
+        elif self._count % self._unit:
+            yield from self._counted(islice(stream, -self._count % self._unit))
         # More than once where the stream is shorter than what is missing.
         while self._count % self._unit:
             before, self._is_filled = self._count, True
             self.dataset.load_state_dict(copy.deepcopy(self._first_state))
-            for item in islice(self.dataset, -self._count % self._unit):
-                self._count += 1
-                yield item
+            yield from self._counted(islice(self.dataset, -self._count % self._unit))
             if self._count == before:
                 raise _cannot_fill()
         if self._is_filled:
             # Where it stopped tells nothing.
             self.dataset.load_state_dict(copy.deepcopy(self._first_state))
 
+    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self._count += 1
+            yield item
+
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's state, and what filling it up needs."""
         count = self._count % self._unit
         own = {"start": self._first_state, "count": count, "is_over": self._is_over, "is_filled": self._is_filled}
-        return {"stream": self._first_state if self._is_filled else self.dataset.state_dict(), **own}
+        return {"stream": self._first_state if self._is_filled and not count else self.dataset.state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned, for the iteration that follows."""

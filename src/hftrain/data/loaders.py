@@ -25,6 +25,7 @@ from hftrain.data.seeding import SeededBatches, new_generator, start_worker
 from hftrain.data.sharding import RankLoader, shard_batches, split_size
 from hftrain.data.sizes import has_length
 from hftrain.data.streams import EpochStream, shard_stream, splits_among_workers
+from hftrain.data.wrappers import StreamWrapper
 
 Collate = Callable[[list[Any]], Any]
 
@@ -126,7 +127,8 @@ def build_train_loader(
     if isinstance(dataset, IterableDataset):
         if world_size > 1 and not is_shared:
             dataset = _shard(dataset, config, size=size, rank=rank, world_size=world_size, is_training=True)
-        elif config.persistent_workers:
+        elif config.persistent_workers and not isinstance(dataset, StreamWrapper):
+            # `_dispatch` has wrapped it already; a second one would put a filled stream back to before its start.
             dataset = EpochStream(dataset, seed=config.seed, rank=rank)
         return RankLoader(dataset, batch_size=size, drop_last=config.drop_last, **options)
     if config.persistent_workers and hasattr(dataset, "set_epoch"):

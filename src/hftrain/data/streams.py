@@ -76,13 +76,14 @@ class EpochStream(StreamWrapper):
         return self._until_over(iter(self.dataset))
 
     def _begin(self, epoch: int, *, is_loaded: bool) -> None:
-        if epoch != self._begun and not is_loaded:
+        if self._begun is None:
+            if has_state(self.dataset) and not is_loaded:
+                self._first_state = copy.deepcopy(self.dataset.state_dict())
+        elif epoch != self._begun:
+            # Also with a state that was loaded: it is what an epoch that was filled up has left.
             self.num_batches = 0
             if has_state(self.dataset):
-                if self._begun is None:
-                    self._first_state = copy.deepcopy(self.dataset.state_dict())
-                else:
-                    self.dataset.load_state_dict(copy.deepcopy(self._first_state))
+                self.dataset.load_state_dict(copy.deepcopy(self._first_state))
         self._begun = epoch
         self._seed_worker(epoch)
 

@@ -222,6 +222,37 @@ def test_closing_puts_a_dataset_back_to_where_it_was() -> None:
         assert dataset.state_dict() == before
 
 
+def make_dispatched(num: int, *, persistent: bool = False) -> TrainFeed:
+    """Return what the main process of two reads for both, with two workers."""
+    options = LoaderConfig(batch_size=4, num_workers=2, persistent_workers=persistent, dispatch_batches=True)
+    loader = build_train_loader(StatefulStream(num), options, collate=list, world_size=2)
+    return TrainFeed(resumable_loader(loader, seed=42, rank=0).loader, seed=42)
+
+
+# Of 26 rows each worker fills its 13 up to 16, within a batch; of 18 its 9, with a batch more; 32 need no filling.
+@pytest.mark.parametrize(("num", "taken"), [(26, 7), (18, 6), (32, 7)])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_filled_stream_goes_on_in_workers_from_its_end_and_in_later_epochs(
+    num: int, taken: int, persistent: bool
+) -> None:
+    make = lambda: (make_dispatched(num, persistent=persistent), None)  # noqa: E731
+    expected, got, resumed, _ = stop_and_go(make, taken, epoch=1)
+    assert got == expected
+    assert len(expected) == 8 - taken
+    whole = make_dispatched(num)
+    for epoch in range(4):
+        later = xs(whole.open(epoch))
+        if epoch > 1:
+            assert xs(resumed.open(epoch)) == later
+
+
+@pytest.mark.parametrize("num", [26, 18])
+def test_each_epoch_of_a_filled_stream_is_the_same_in_workers_that_persist(num: int) -> None:
+    lasting, new = make_dispatched(num, persistent=True), make_dispatched(num)
+    for epoch in range(3):
+        assert xs(lasting.open(epoch)) == xs(new.open(epoch))
+
+
 def test_stream_that_does_not_lead_back_to_its_start_cannot_be_filled_up() -> None:
     class Stuck(StatefulStream):
         def load_state_dict(self, state: Any) -> None:
