@@ -19,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Compile in this process: a pool of compiler processes would outlive the test that started it.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,6 +61,11 @@ DEVICES: dict[str, tuple[Callable[[], bool], str]] = {
         "transformers or datasets is not installed",
     ),
 }
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what it puts into the background this way; tests, and the processes they start, are to hear it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

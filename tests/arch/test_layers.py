@@ -18,7 +18,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("task", "step", "callbacks", "checkpoint"),
     ("loops", "hub", "search"),
     ("adapter",),
-    ("trainer", "cli"),
+    ("trainer",),
+    ("cli",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -122,6 +122,7 @@ def test_without_a_name_it_is_passed_over_and_said(tmp_path: Path, caplog: pytes
     make(tmp_path, StopAt(5)).train(resume_from_checkpoint=True)
     foreign = tmp_path / "checkpoint-5"
     (foreign / "manifest.json").unlink()
+    (foreign / "training_args.bin").write_bytes(b"a pickle, which is never read")
     resumed = make(tmp_path, StopAt(3))
     assert resumed.train(resume_from_checkpoint=True).global_step == 3
     assert f"Passed over {foreign}" in caplog.text
@@ -186,7 +187,7 @@ BAD = [
 def test_a_state_that_makes_no_sense_is_refused(tmp_path: Path, values: dict[str, Any]) -> None:
     folder = make_foreign(tmp_path, 2)
     change_state(folder, **values)
-    with pytest.raises(CheckpointError, match=r"trainer_state\.json.*not numbers"):
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json.*(not numbers|damaged)"):
         make(tmp_path).train(resume_from_checkpoint=str(folder))
 
 
@@ -256,3 +257,10 @@ def test_the_files_of_an_older_torch_are_read(tmp_path: Path) -> None:
         group.pop("decoupled_weight_decay", None)
     torch.save(state, folder / "optimizer.pt")
     assert make(tmp_path).train(resume_from_checkpoint=str(folder)).global_step == 12
+
+
+def test_one_of_our_own_without_its_manifest_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, StopAt(2)).train()
+    (tmp_path / "checkpoint-2" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json that is gone"):
+        make(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -16,7 +16,7 @@ import torch
 
 from hftrain.checkpoint.layout import MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_name
 from hftrain.checkpoint.manifest import Manifest, verify
-from hftrain.checkpoint.parts import load_trainer_state
+from hftrain.checkpoint.parts import load_arguments, load_trainer_state
 from hftrain.checkpoint.shape import Grid
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.state import TrainerState
@@ -39,6 +39,8 @@ def check_foreign(folder: Path) -> None:
         CheckpointError: A file is absent, or the state of the run makes no sense.
     """
     _read_state(folder)
+    if _has_our_arguments(folder):
+        raise _unusable(folder, f"hftrain has written it, with a {MANIFEST} that is gone: nothing proves it whole")
     missing = [name for name in (OPTIMIZER, SCHEDULER) if not (folder / name).is_file()]
     names = {path.name for path in folder.iterdir()}
     if missing and any(name.startswith(("global_step", "pytorch_model_fsdp", "optimizer_")) for name in names):
@@ -138,6 +140,14 @@ def _position(folder: Path, state: TrainerState, *, num_batches: int | None, acc
             "Resume with the data and the accumulation of that run. A checkpoint saved here can then change the latter",
         )
     return (epoch + 1, 0) if used == num_batches else (epoch, used)
+
+
+def _has_our_arguments(folder: Path) -> bool:
+    """Tell whether the arguments are plain values, as hftrain writes them; elsewhere they are a pickled object."""
+    try:
+        return bool(load_arguments(folder))
+    except CheckpointError:
+        return False
 
 
 def _read_state(folder: Path) -> TrainerState:

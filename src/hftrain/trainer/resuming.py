@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrain.adapter.data import data_seed, read_accelerator_config
+from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import is_foreign, read_foreign
 from hftrain.checkpoint.manifest import Manifest, read_manifest
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
@@ -66,6 +68,13 @@ def plan_run(
     Raises:
         CheckpointError: The checkpoint's position or state means nothing in this run.
     """
+    with nullcontext() if folder is None else restoring(folder):
+        return _plan(trainer, folder, loader, values, progress=progress)
+
+
+def _plan(
+    trainer: Trainer, folder: Path | None, loader: Any, values: tuple[Any, ...], *, progress: Progress
+) -> RunPlan:
     is_by_epochs, num_batches, asked = values[4:7]
     geometry = _geometry(trainer, loader)
     grid = Grid(
