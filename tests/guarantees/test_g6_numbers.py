@@ -73,7 +73,7 @@ def test_eval_loss_is_the_mean_over_items_for_every_batch_size(tmp_path: Path, m
 def test_nan_is_counted_and_said_while_the_log_line_is_smoothed(tmp_path: Path) -> None:
     rows = make_rows(12)
     rows[5]["x"] = torch.full_like(rows[5]["x"], math.nan)
-    arguments = make_arguments(tmp_path, learning_rate=0.0, weight_decay=0.0, num_train_epochs=1)
+    arguments = make_arguments(tmp_path, learning_rate=0.0, weight_decay=0.0, num_train_epochs=1, logging_steps=3)
     trainer = Trainer(Net(), arguments, train_dataset=rows, callbacks=[Repair])
     with pytest.warns(UserWarning, match="NaN or infinite at least once"):
         result = trainer.train()
