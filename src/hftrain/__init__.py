@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from hftrain.precision.registry import precisions
     from hftrain.search.config import BestRun, HPSearchBackend
     from hftrain.strategies.base import Strategy
+    from hftrain.strategies.launching import launch
     from hftrain.task import ModelTask, TaskModule
     from hftrain.task.overflow import DebugUnderflowOverflow
     from hftrain.trainer import Seq2SeqTrainer, Trainer
@@ -151,6 +152,7 @@ _HOMES = {
         "HPSearchBackend",
     ),
     "hftrain.strategies.base": ("Strategy",),
+    "hftrain.strategies.launching": ("launch",),
     "hftrain.task": (
         "ModelTask",
         "TaskModule",
@@ -230,6 +232,7 @@ __all__ = [
     "default_data_collator",
     "enable_full_determinism",
     "loggers",
+    "launch",
     "precisions",
     "set_seed",
     "strategies",

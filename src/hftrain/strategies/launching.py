@@ -1,0 +1,135 @@
+"""Several processes from within one: for notebooks, tests, and scripts that nothing has launched."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.strategies.environment import launched_world_size
+
+T = TypeVar("T")
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+
+
+def launch(
+    function: Callable[..., T], *args: Any, num_processes: int, start_method: str | None = None, **kwargs: Any
+) -> list[T]:
+    """Call a function in several processes of this machine, as torchrun would start them, and return what each gave.
+
+    Make the Trainer inside the function; it then finds its launcher as under torchrun. Where one process fails, the
+    others are ended.
+
+    Args:
+        function: Called as ``function(*args, **kwargs)`` in each process.
+        *args, **kwargs: Its arguments; sent to processes that are spawned, and shared as they are by forked ones.
+        num_processes: How many.
+        start_method: ``"fork"`` takes functions of a notebook too, but not once this process has used a GPU;
+            ``"spawn"`` wants the function in a file that can be imported. By default the first that can be.
+
+    Returns:
+        The return values, by rank.
+
+    Raises:
+        ConfigError: The processes cannot be started so; nothing was started.
+        StrategyError: A process failed; the message holds its traceback.
+
+    Example:
+        >>> launch(max, 3, 4, num_processes=1)
+        [4]
+    """
+    method = _start_method(start_method)
+    _check(num_processes, method=method)
+    if num_processes == 1:
+        return [function(*args, **kwargs)]
+    # Here, for it is not on every platform, and takes long to import.
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method=method,
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        with _own_signals_and_environment():
+            found = elastic_launch(config, _call)(function, args, kwargs)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise StrategyError(
+            explain(
+                f"launch({getattr(function, '__name__', function)!s}, num_processes={num_processes}) was called.",
+                f"The process of rank {rank} failed: {failure.message}",
+                "Mend what its traceback names.",
+            )
+        ) from error
+    return [found[rank] for rank in range(num_processes)]
+
+
+def _call(function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    return function(*args, **kwargs)
+
+
+def _start_method(asked: str | None) -> str:
+    can_fork = "fork" in multiprocessing.get_all_start_methods() and not _has_used_gpu()
+    return asked or ("fork" if can_fork else "spawn")
+
+
+def _check(num_processes: int, *, method: str) -> None:
+    asked = f"launch(num_processes={num_processes!r}, start_method={method!r}) was called."
+    if type(num_processes) is not int or num_processes < 1:
+        raise ConfigError(explain(asked, "It is no number of processes.", "Pass a whole number above 0."))
+    if method not in multiprocessing.get_all_start_methods():
+        methods = ", ".join(multiprocessing.get_all_start_methods())
+        raise ConfigError(explain(asked, "This system cannot start processes so.", f"Use one of {methods}."))
+    if launched_world_size() > 1:
+        raise ConfigError(
+            explain(
+                asked,
+                f"This process is one of {launched_world_size()} already, that a launcher started.",
+                "Start the script with plain python, or leave launch() out.",
+            )
+        )
+    if method == "fork" and _has_used_gpu():
+        raise ConfigError(
+            explain(
+                asked,
+                "This process has used a GPU, which a forked one cannot use any more.",
+                "Touch no GPU before launch(), or put the function into a file and use start_method='spawn'.",
+            )
+        )
+
+
+def _has_used_gpu() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _own_signals_and_environment() -> Iterator[None]:
+    """Put back what torch's launcher changes in the process that calls it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    handlers = {number: signal.getsignal(number) for number in numbers} if is_main else {}
+    names = set(os.environ)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for name in set(os.environ) - names:
+            del os.environ[name]

@@ -1,0 +1,39 @@
+"""`hftrain.launch`: real processes from within this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from support.tiny import Net, make_arguments, make_rows
+
+from hftrain import StrategyError, Trainer, launch
+
+pytestmark = pytest.mark.distributed
+
+
+def train(folder: str, *, fails_on: int | None = None) -> list[float]:
+    trainer = Trainer(Net(), make_arguments(Path(folder), max_steps=3), train_dataset=make_rows(16), strategy="ddp")
+    try:
+        trainer.train()
+        if trainer.strategy.rank == fails_on:
+            raise ValueError("something of the user's")
+    finally:
+        trainer.strategy.close()
+    return [trainer.strategy.world_size, *(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)]
+
+
+def test_launch_trains_on_two_processes_and_leaves_this_one_as_it_was(tmp_path: Path) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}, dict(os.environ)
+    first, second = launch(train, str(tmp_path), num_processes=2)
+    assert first == second
+    assert first[0] == 2
+    assert len(first) == 4
+    assert before == ({number: signal.getsignal(number) for number in before[0]}, dict(os.environ))
+
+
+def test_launch_raises_with_the_failing_rank_and_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match=r"(?s)rank 1 failed.*something of the user's"):
+        launch(train, str(tmp_path), num_processes=2, fails_on=1)

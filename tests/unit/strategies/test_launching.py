@@ -1,0 +1,38 @@
+"""What `hftrain.launch` refuses before it starts anything; real processes: tests/distributed/test_launching.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hftrain import ConfigError, launch
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
+def test_launch_wants_a_number_of_processes(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="no number of processes"):
+        launch(max, 1, 2, num_processes=wrong)
+
+
+def test_launch_wants_a_start_method_of_this_system() -> None:
+    with pytest.raises(ConfigError, match="cannot start processes so"):
+        launch(max, 1, 2, num_processes=2, start_method="teleport")
+
+
+def test_launch_within_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="one of 2 already"):
+        launch(max, 1, 2, num_processes=2)
+
+
+def test_fork_after_a_gpu_was_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A stand-in: there may be no GPU here.
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="has used a GPU"):
+        launch(max, 1, 2, num_processes=2, start_method="fork")
+
+
+def test_one_process_is_this_one() -> None:
+    assert launch(max, 1, 2, num_processes=1, key=lambda number: -number) == [1]
