@@ -25,7 +25,7 @@ LINES = [
     """--accelerator_config '{"split_batches": true}' --ddp_timeout 60 --save_total_limit 2""",
     "--metric_for_best_model accuracy --greater_is_better True --eval_strategy epoch --save_strategy epoch "
     "--load_best_model_at_end",
-    "--hub_strategy checkpoint --hub_private_repo true --seed 3 --data_seed 4 --max_grad_norm 0.5",
+    "--push_to_hub --hub_strategy checkpoint --hub_private_repo true --seed 3 --data_seed 4 --max_grad_norm 0.5",
     "--debug underflow_overflow --disable_tqdm yes --neftune_noise_alpha 5 --torch_empty_cache_steps 4",
 ]
 
