@@ -40,7 +40,7 @@ def checkpoint_bytes(trainer: Trainer, optimizer: torch.optim.Optimizer, *, is_f
     if shards is not None:
         own += tree_bytes(shards)
     elif args.should_save:
-        own += _whole_bytes(strategy.unwrap(trainer.model_wrapped))
+        own += _whole_bytes(trainer)
     if args.should_save:
         own += tree_bytes(task_state(trainer.task))
     if not args.save_only_model:
@@ -117,7 +117,12 @@ def check_room(trainer: Trainer, manager: CheckpointManager, optimizer: torch.op
         )
 
 
-def _whole_bytes(model: nn.Module) -> int:
+def _whole_bytes(trainer: Trainer) -> int:
+    """Return the bytes of a model that is saved whole, without asking for its state: that may be collective."""
+    strategy, model = trainer.strategy, trainer.strategy.unwrap(trainer.model_wrapped)
+    parameters = list(model.parameters())
     if saves_adapters(model):
-        return tree_bytes([parameter for parameter in model.parameters() if parameter.requires_grad])
-    return tree_bytes(model.state_dict())
+        return tree_bytes([parameter for parameter in parameters if parameter.requires_grad])
+    # torch's older FSDP wrapper leaves each process a piece, all of about the same size; newer ones know the whole.
+    is_in_pieces = strategy.shards_model and not any(hasattr(parameter, "placements") for parameter in parameters)
+    return tree_bytes([*parameters, *model.buffers()]) * (strategy.world_size if is_in_pieces else 1)
