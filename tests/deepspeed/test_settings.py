@@ -37,6 +37,9 @@ AUTO = {
 }
 
 
+MODEL = Net()
+
+
 def make(folder: Path, config: Any = None, *, strategy: Any = None, model: Any = None, **options: Any) -> Trainer:
     parts = {name: options.pop(name) for name in ("optimizers", "optimizer_cls_and_kwargs") if name in options}
     arguments = make_arguments(folder, deepspeed=config, **options)
@@ -147,7 +150,10 @@ def test_trainer_says_that_deepspeed_is_at_work(tmp_path: Path) -> None:
         ({"strategy": "ddp", "config": {"zero_optimization": {"stage": 2}}}, "strategy='ddp' was asked for together"),
         ({"strategy": "deepspeed", "fsdp": "full_shard"}, "together with fsdp"),
         ({"strategy": "deepspeed", "fp16": True}, "no float16 on most CPUs"),
-        ({"config": AUTO, "optimizers": (torch.optim.SGD([torch.ones(1)]), None)}, r"optimizers\[0\]"),
+        (
+            {"config": AUTO, "model": MODEL, "optimizers": (torch.optim.SGD(MODEL.parameters()), None)},
+            r"optimizers\[0\]",
+        ),
         ({"config": AUTO, "optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "optimizer_cls_and_kwargs"),
     ],
 )  # fmt: skip
