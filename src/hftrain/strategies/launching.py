@@ -31,10 +31,11 @@ def launch(
 
     Args:
         function: Called as ``function(*args, **kwargs)`` in each process.
-        *args, **kwargs: Its arguments; sent to processes that are spawned, and shared as they are by forked ones.
+        *args: Its arguments; sent to processes that are spawned, and shared as they are by forked ones.
         num_processes: How many.
         start_method: ``"fork"`` takes functions of a notebook too, but not once this process has used a GPU;
             ``"spawn"`` wants the function in a file that can be imported. By default the first that can be.
+        **kwargs: Its keyword arguments, likewise.
 
     Returns:
         The return values, by rank.
