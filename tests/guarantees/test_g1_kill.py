@@ -112,6 +112,15 @@ def kill_in_turn(pids: list[int], choose: random.Random) -> None:
         time.sleep(choose.choice((0.0, choose.uniform(0, 0.05))))
 
 
+def wait_for_commit(folder: Path, *, more_than: int) -> None:
+    """Wait until a run has committed a later step, or for a while."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if any(what == "committed" and step > more_than for what, step in read_diary(folder)):
+            return
+        time.sleep(0.005)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
     with ForkServer(serve) as server:
@@ -135,7 +144,11 @@ def check_sweep(server: ForkServer, tmp_path: Path, *, num_ranks: int, limit: in
             running = server.start(envs=places(num_ranks), action="train", **options)
             is_killed = done < num_rounds
             if is_killed:
-                time.sleep(choose.uniform(0.0, 0.7 * duration_s))
+                if choose.random() < 0.7:  # most kills are to hit a run that has something to lose
+                    wait_for_commit(folder, more_than=committed)
+                    time.sleep(choose.uniform(0.0, 0.3 * duration_s))
+                else:
+                    time.sleep(choose.uniform(0.0, 0.7 * duration_s))
                 kill_in_turn(running.pids, choose)
                 done, at_stake = done + 1, at_stake + (committed > 0)
             ended = server.wait()

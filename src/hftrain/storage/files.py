@@ -23,6 +23,7 @@ from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 
 _CHUNK_BYTES = 1 << 20
+_PROBE = ".write-test-"
 _MAX_JSON_BYTES = 1 << 28
 _MAX_JSON_VALUES = 10_000_000
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/.*", re.IGNORECASE)
@@ -40,7 +41,7 @@ def check_writable(folder: str | Path) -> None:
     asked = f"Writing to {str(folder)!r} was asked for."
     if _URL.fullmatch(str(folder)):
         raise ConfigError(explain(asked, "This version writes to local folders only.", "Give a path without scheme."))
-    probe = Path(folder) / f".write-test-{secrets.token_hex(4)}"
+    probe = Path(folder) / f"{_PROBE}{secrets.token_hex(4)}"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_text(probe, "test")
@@ -175,6 +176,9 @@ def sweep(parent: Path, *, is_ours: Callable[[str], bool]) -> None:
     for path, _, name in _leftovers(parent):
         if is_ours(name):
             discard(path)
+    for pattern in (f"{_PROBE}*", f".{_PROBE}*"):
+        for probe in parent.glob(pattern):
+            probe.unlink(missing_ok=True)
 
 
 def _beside(target: Path, kind: str) -> Path:

@@ -202,3 +202,10 @@ def test_fsync_of_a_folder_may_be_unsupported_but_not_fail(tmp_path, monkeypatch
             files.fsync_tree(tmp_path)
     else:
         files.fsync_tree(tmp_path)
+
+
+def test_sweep_removes_what_a_killed_write_test_left(tmp_path):
+    for name in (".write-test-12ab34cd", "..write-test-12ab34cd.9f8e7d6c.part"):
+        (tmp_path / name).write_text("test")
+    files.sweep(tmp_path, is_ours=lambda name: True)
+    assert list(tmp_path.iterdir()) == []
