@@ -19,11 +19,12 @@ from hftrain.core.errors import StrategyError, explain
 from hftrain.strategies.board import Board
 
 _POLL_S = 1.0
+_NOTICE_S = 1.5 * _POLL_S
 # A process whose peer failed usually ends by itself: the next exchange tells it.
 _GRACE_S = 5.0
 _ANSWER_S = 3 * _POLL_S
 # How gloo, NCCL and a save that all take part in word the failure of somebody else.
-_BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|another process failed", re.IGNORECASE)
+_BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|another process failed|pair closure", re.IGNORECASE)
 _LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
 _WAITING = (os.path.dirname(dist.__file__), torch.autograd.graph.__file__)
 _OURS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
@@ -110,6 +111,8 @@ class RankWatch:
             self.has_failed = True
             first_line = str(error).strip().partition("\n")[0]
             self._post("failed", f"rank {self.rank} failed: {kind.__name__}: {first_line}")
+            # This process may keep the notes: the others must have looked before it goes.
+            time.sleep(_NOTICE_S)
 
     def _listen(self) -> None:
         while not self._is_over.wait(_POLL_S):
