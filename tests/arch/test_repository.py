@@ -124,7 +124,7 @@ def test_unsafe_loads_lets_safe_ones_pass() -> None:
     ("pattern", "text", "is_found"),
     [
         (MACHINE_PATH, "see " + "/home" + "/ann/data", True),
-        (MACHINE_PATH, "see docs" + "/work/flow.md", False),
+        (MACHINE_PATH, "see docs/" + "work/flow.md", False),
         (MACHINE_PATH, "HOME=/home" + "/someone", False),
         (REGISTRY_HOST, "from https://" + "pypi." + "org/simple", True),
         (REGISTRY_HOST, "from https://pytorch.org", False),
