@@ -23,7 +23,6 @@ from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import ConfigError, TaskError, explain
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import TrainOutput
-from hftrain.data.sizes import has_length
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -133,10 +132,12 @@ class _Director(TrainerCallback):
         self.evaluated: dict[str, float] = {}
         self.saved_step: int | None = None
         self.save_s = 0.0
+        self.planned_steps = 0
         self._stop_at = num_steps
         self._since_s = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.planned_steps = state.max_steps
         self._stop_at = min(state.global_step + self.num_steps, state.max_steps)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -250,11 +251,7 @@ def _summary(trainer: Trainer, first: _Director, second: _Director, *, took_s: f
         lines.append(f"  save      {checkpoint_name(first.saved_step)}, {first.save_s:.3g} s")
         resumed = "not rehearsed: save_only_model=True" if args.save_only_model else "from it"
         lines.append(f"  resume    {resumed}{f', and {len(second.step_s)} step more' if second.step_s else ''}")
-    dataset = trainer.train_dataset
-    if args.max_steps <= 0 and has_length(dataset):
-        num_steps = round(args.num_train_epochs * len(dataset) / size)
-    else:
-        num_steps = args.max_steps
+    num_steps = first.planned_steps
     if num_steps > 0:
         lines.append(f"  A run of {num_steps:,} steps takes about {num_steps * step_s:,.0f} s, evaluations left out.")
     return "\n".join(lines)
