@@ -7,6 +7,7 @@ What follows `--` is handed on, to pytest or to the benchmarks: `nox -s tests --
 from __future__ import annotations
 
 import filecmp
+import os
 import shutil
 from pathlib import Path
 
@@ -32,6 +33,11 @@ SLOW_TRACKERS = ("clearml", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow",
 
 # One thread per process: the models are tiny, and processes share the cores.
 ENV = {"OMP_NUM_THREADS": "1"}
+# Each worker takes about a gigabyte of memory; the tests of a file stay together, as they share their fixtures.
+WORKERS = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile")
+# Python's own timeout ends whatever Python can end. What hangs below it, in a library's lock, is ended by this one,
+# which prints every thread's place; the other tests still run.
+NO_HANG = ("-o", "faulthandler_timeout=600", "-o", "faulthandler_exit_on_timeout=true")
 
 RUNS = Path("runs/quickstart")
 TORCHRUN = ("torchrun", "--standalone", "--nproc_per_node", "2")
@@ -102,7 +108,7 @@ def quickstart(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the unit, loop, resume, surface and architecture tests and the doctests on the CPU."""
     install(session, "test")
-    pytest(session, " and ".join(f"not {mark}" for mark in MARKS))
+    pytest(session, " and ".join(f"not {mark}" for mark in MARKS), *WORKERS, *NO_HANG)
 
 
 @nox.session(name="tests-slow")
@@ -125,14 +131,15 @@ def guarantees(session: nox.Session) -> None:
 def tests_distributed(session: nox.Session) -> None:
     """Run the tests that start several real processes (gloo, on the CPU)."""
     install(session, "test")
-    pytest(session, "distributed and not cuda and not deepspeed and not xla and not slow and not guarantees")
+    mark = "distributed and not cuda and not deepspeed and not xla and not slow and not guarantees"
+    pytest(session, mark, *NO_HANG)
 
 
 @nox.session(name="tests-interop")
 def tests_interop(session: nox.Session) -> None:
     """Run the tests against the installed transformers and datasets."""
     install(session, "test", "transformers", "peft", "search")
-    pytest(session, "interop and not cuda and not slow")
+    pytest(session, "interop and not cuda and not slow", *WORKERS, *NO_HANG)
 
 
 @nox.session(name="tests-cuda")
@@ -169,14 +176,14 @@ def tests_xla(session: nox.Session) -> None:
 def tests_deepspeed(session: nox.Session) -> None:
     """Run the DeepSpeed tests on the CPU: its launchers, and two processes with each stage of ZeRO."""
     install(session, "test", "deepspeed")
-    pytest(session, "deepspeed")
+    pytest(session, "deepspeed", *NO_HANG)
 
 
 @nox.session(name="tests-optimizers")
 def tests_optimizers(session: nox.Session) -> None:
     """Run the tests of optimizers that come with packages of their own."""
     install(session, "test", "optimizers")
-    pytest(session, "optimizers and not slow")
+    pytest(session, "optimizers and not slow", *WORKERS, *NO_HANG)
 
 
 @nox.session(name="tests-trackers")
@@ -198,7 +205,7 @@ def tests_remote(session: nox.Session) -> None:
     """Run the tests against a real S3 server on the loopback, which fails on request."""
     install(session, "test", "s3")
     session.install(*CONSTRAINTS, "moto[server]")
-    pytest(session, "remote and not guarantees and not bench")
+    pytest(session, "remote and not guarantees and not bench", *NO_HANG)
 
 
 @nox.session

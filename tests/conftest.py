@@ -145,7 +145,9 @@ def run_distributed(launch_distributed: Callable[..., DistributedRun]) -> Callab
         env: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        ended = launch_distributed(target, num_processes=num_processes, kwargs=kwargs, env=env, timeout_s=timeout_s)
+        ended = launch_distributed(
+            target, num_processes=num_processes, kwargs=kwargs, env=env, timeout_s=timeout_s, forks=True
+        )
         if ended.returncode != 0:
             pytest.fail(f"Exit status {ended.returncode} after {ended.elapsed_s:.0f} s:\n{ended.output}", pytrace=False)
         return ended.results

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from support import ranks
 
 _WORKER = Path(__file__).with_name("worker.py")
 # A launcher's variables would make the processes join a run they are not part of.
@@ -46,8 +47,9 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 240.0,
+    forks: bool = False,
 ) -> DistributedRun:
-    """Run `target` in several processes, started by torchrun on a port of its own choice.
+    """Run `target` in several processes, started by torchrun on a port of its own choice, or as it would start them.
 
     Args:
         target: A function at the top level of a test file, called as ``target(**kwargs)``; its return value (JSON)
@@ -58,6 +60,8 @@ def launch(
         kwargs: Keyword arguments, as JSON.
         env: Environment variables to add.
         timeout_s: Seconds after which everything is killed.
+        forks: Fork the ranks from processes that have imported everything (`support.ranks`) instead of calling
+            torchrun, which costs seconds each time; only for a function, and where `env` is empty.
     """
     if callable(target):
         where, name = Path(inspect.getsourcefile(inspect.unwrap(target)) or ""), target.__qualname__
@@ -69,7 +73,10 @@ def launch(
     (folder / "kwargs.json").write_text(json.dumps(dict(kwargs or {})), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     started = time.monotonic()
-    returncode, output = run_command([*command, str(_WORKER), str(where), name], folder, env or {}, timeout_s)
+    if forks and name and not env:
+        returncode, output = ranks.run(where, name, folder, num_processes=num_processes, timeout_s=timeout_s)
+    else:
+        returncode, output = run_command([*command, str(_WORKER), str(where), name], folder, env or {}, timeout_s)
     results = [_read(folder / f"result_{rank}.json") for rank in range(num_processes)]
     return DistributedRun(returncode, results, output, time.monotonic() - started)
 

@@ -20,8 +20,8 @@ import torch
 
 # pytest and its plugins own these; KMP_* are OpenMP's, set by torch itself when a process forks or inits.
 _ENV_NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
-# Python's own helpers, started once per process and stopped at its exit.
-_PROCESSES_NOT_OURS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# Helpers of Python and of the tests, started once per process and stopped at its exit.
+_PROCESSES_NOT_OURS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "support/ranks.py")
 _OUTPUT_FOLDERS = ("runs", "trainer_output", "tmp_trainer")
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 _GRACE_S = 2.0
