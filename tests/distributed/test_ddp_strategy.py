@@ -200,7 +200,7 @@ def work() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    ended = launch(work, tmp_path_factory.mktemp("ddp"))
+    ended = launch(work, tmp_path_factory.mktemp("ddp"), forks=True)
     assert ended.returncode == 0, ended.output
     return ended.results
 

@@ -179,7 +179,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     from support.distributed import launch
 
     folder = tmp_path_factory.mktemp("fsdp")
-    ended = launch(everything, folder, kwargs={"folder": str(folder)}, timeout_s=500)
+    ended = launch(everything, folder, kwargs={"folder": str(folder)}, timeout_s=500, forks=True)
     assert ended.returncode == 0, ended.output
     return ended.results
 

@@ -89,7 +89,7 @@ def run_failing() -> Any:
 
 def test_two_processes_make_the_same_trials(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    run = launch(run_search, tmp_path)
+    run = launch(run_search, tmp_path, forks=True)
     assert run.returncode == 0, run.output
     assert run.results[0] == run.results[1]
     best, runs, is_restored, _ = run.results[0]
@@ -103,7 +103,7 @@ def test_two_processes_make_the_same_trials(tmp_path: Path) -> None:
 
 def test_two_processes_prune_together(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    run = launch(run_pruned, tmp_path)
+    run = launch(run_pruned, tmp_path, forks=True)
     assert run.returncode == 0, run.output
     (main, text, runs), (other, told, others) = run.results
     assert (main, other) == ("ConfigError", "StrategyError")
@@ -115,7 +115,7 @@ def test_two_processes_prune_together(tmp_path: Path) -> None:
 
 def test_two_processes_hear_of_a_failure(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    run = launch(run_failing, tmp_path)
+    run = launch(run_failing, tmp_path, forks=True)
     assert run.returncode == 0, run.output
     main, other = run.results
     assert [each[0] for each in main] == ["ConfigError", "ConfigError", main[2][0], "ConfigError"]

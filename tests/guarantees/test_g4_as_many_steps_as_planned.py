@@ -417,6 +417,6 @@ def test_another_number_of_ranks_reads_each_sample_once(
 
 
 def run(launch_distributed: Any, options: dict[str, Any]) -> list[Any]:
-    ended = launch_distributed(train_part, num_processes=2, kwargs=options)
+    ended = launch_distributed(train_part, num_processes=2, kwargs=options, forks=True)
     assert ended.returncode == 0, ended.output
     return list(ended.results)
