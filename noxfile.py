@@ -167,7 +167,7 @@ def install_xla(session: nox.Session) -> None:
     pins = Path(session.virtualenv.location, "constraints.txt")
     pinned = re.sub(r"(?m)^torch==.*$", "\n".join(XLA), Path("constraints.txt").read_text("utf-8"))
     pins.write_text(pinned, "utf-8")
-    session.install("uv")
+    session.install(*CONSTRAINTS, "uv")
     python = str(Path(session.bin, "python"))
     options = ("--python", python, "--compile-bytecode", "--excludes", ".ci/no_cuda.txt", "-c", str(pins))
     session.run_install("uv", "pip", "install", *options, "-e", ".[test,xla]")
