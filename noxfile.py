@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import filecmp
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,8 @@ nox.options.reuse_venv = "yes"
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", "constraints.txt")
+# In place of the torch of constraints.txt: each version of torch_xla wants the torch of its own.
+XLA = ("torch==2.9.0", "torch_xla==2.9.0")
 
 # Tests with one of these marks have a session of their own.
 MARKS = (
@@ -158,18 +161,38 @@ def tests_mps(session: nox.Session) -> None:
     pytest(session, "mps and not bench")
 
 
+def install_xla(session: nox.Session) -> None:
+    """Install torch_xla and the torch it was built for, whose PyPI build is CUDA's, without the gigabytes of CUDA.
+
+    pip cannot leave out what a package requires; uv can. Elsewhere than in a test environment, use pip.
+    """
+    wheels = "sys.platform == 'linux' and platform.machine() == 'x86_64' and (3, 10) <= sys.version_info < (3, 14)"
+    if "False" in str(session.run_install("python", "-c", f"import platform, sys; print({wheels})", silent=True)):
+        session.skip("torch_xla 2.9 has wheels for Python 3.10 to 3.13 on Linux, x86_64")
+    if not shutil.which("gcc"):
+        session.skip("no gcc, which builds the stand-ins for CUDA's libraries (.ci/cpu_torch.py)")
+    pins = Path(session.virtualenv.location, "constraints.txt")
+    pinned = re.sub(r"(?m)^torch==.*$", "\n".join(XLA), Path("constraints.txt").read_text("utf-8"))
+    pins.write_text(pinned, "utf-8")
+    session.install(*CONSTRAINTS, "uv")
+    python = str(Path(session.bin, "python"))
+    options = ("--python", python, "--compile-bytecode", "--excludes", ".ci/no_cuda.txt", "-c", str(pins))
+    session.run_install("uv", "pip", "install", *options, "-e", ".[test,xla]")
+    session.run_install("python", ".ci/cpu_torch.py")
+
+
 @nox.session(name="tests-xla")
 def tests_xla(session: nox.Session) -> None:
-    """Run the torch_xla tests where it is installed: `nox --no-venv -s tests-xla` in such an environment.
+    """Run the torch_xla tests on one, two and four devices that it makes of the CPU.
 
-    Nothing is installed: torch_xla wants the torch it was built for, which comes with gigabytes of CUDA.
+    `nox --no-venv -s tests-xla` runs them in the environment it is called in, and installs nothing.
     """
-    if not isinstance(session.virtualenv, PassthroughEnv):
-        session.skip("install torch_xla and '.[test]' yourself, and run `nox --no-venv -s tests-xla` there")
     found = "import importlib.util; print(importlib.util.find_spec('torch_xla') is not None)"
-    if "True" not in str(session.run("python", "-c", found, silent=True)):
+    if not isinstance(session.virtualenv, PassthroughEnv):
+        install_xla(session)
+    elif "True" not in str(session.run("python", "-c", found, silent=True)):
         session.skip("torch_xla is not installed")
-    pytest(session, "xla")
+    pytest(session, "xla", *NO_HANG)
 
 
 @nox.session(name="tests-deepspeed")

@@ -138,7 +138,7 @@ def tensor_identity(tensor: Any) -> tuple[Any, ...] | None:
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return None
-    if tensor.device.type == "meta" or tensor.numel() == 0:
+    if tensor.device.type in ("meta", "xla") or tensor.numel() == 0:  # XLA does not tell where its memory is
         return None
     storage = tensor.untyped_storage().data_ptr()
     return (tensor.device, storage, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
