@@ -164,7 +164,7 @@ class RunCheckpoints:
             write(folder)
 
     def _resume_writers(self, optimizer: torch.optim.Optimizer, keep: Keep = as_it_is) -> list[Writer]:
-        trainer = self.trainer
+        trainer, keep = self.trainer, keep if self.manager.is_committer else as_it_is
         split = trainer.strategy.optimizer_shards(trainer.model_wrapped, optimizer)
         state = keep(split[0] if split else trainer.strategy.optimizer_state(trainer.model_wrapped, optimizer))
         writers: list[Writer] = [lambda folder: save_optimizer(state, folder)]
