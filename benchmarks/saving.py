@@ -205,9 +205,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--width", type=int, default=4096, help="of the layers; 4096 makes 100 million parameters")
-    parser.add_argument("--saves", type=int, default=4, help="in each run; at least 2")
-    parser.add_argument("--steps", type=int, default=8, help="between two saves; at least 4")
-    parser.add_argument("--rounds", type=int, default=3, help="how often all take their turn")
+    parser.add_argument("--saves", type=int, default=3, help="in each run; at least 2")
+    parser.add_argument("--steps", type=int, default=6, help="between two saves; at least 4")
+    parser.add_argument("--rounds", type=int, default=2, help="how often all take their turn")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--folder", help="where to save; by default where temporary files go")
     parser.add_argument("--json", type=Path, help="also write every number to this file")
