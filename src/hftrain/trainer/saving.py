@@ -151,7 +151,8 @@ class RunCheckpoints:
                 trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.config.output_dir))
             self.saved_step = save.step
             trainer.callback_handler.fire("on_save")
-        publish_quietly(trainer)
+        if not self.writes.is_async:
+            publish_quietly(trainer)
 
     def rotate(self) -> None:
         """Delete the oldest checkpoints beyond the limit."""

@@ -22,6 +22,7 @@ from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
 from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.trainer.capture import Keep, model_writer
+from hftrain.trainer.remote import publish_quietly
 from hftrain.trainer.room import expected_state_bytes
 from hftrain.trainer.sharding import shard_writers
 
@@ -177,6 +178,7 @@ class CheckpointWrites:
             path = self._commit(save, group)
             if not self.rotates_later:
                 self.manager.rotate(best=self.best())
+            publish_quietly(self.trainer)
             return path
 
         self._flight = BackgroundWrite(
