@@ -234,7 +234,7 @@ class CheckpointWrites:
             if strategy.shards_model:  # what else there is must be gathered, which costs more than its memory
                 return
             model_writer(trainer, keep)
-            if self.manager.is_committer and not trainer.args.save_only_model:
+            if self.manager.is_committer and not self.manager.config.only_model:
                 keep(strategy.optimizer_state(trainer.model_wrapped, optimizer))
 
         def reserve() -> None:
