@@ -31,11 +31,15 @@ class HostCopies:
         self._is_needed = threading.Event()
 
     def reserve(self, capture: Callable[[Callable[[Any], Any]], Any]) -> None:
-        """Take the memory of the first copies in a thread, so that those need not wait for it; once, before `begin`.
+        """Take the memory of the first copies in a thread, so that those need not wait for it; at most once.
+
+        Nothing happens where there are copies already.
 
         Args:
             capture: Calls what it is given with each nested structure that will be copied.
         """
+        if self._used:
+            return
         likes: dict[Any, torch.Tensor] = {}
 
         def note(tree: Any) -> Any:
@@ -104,7 +108,8 @@ class HostCopies:
             if self._is_needed.is_set():  # what is missing is made when it is copied
                 return
             key = _form(like)
-            room = self._make(like, is_pinned=key[-1])
+            with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]  # a thread begins on the first device
+                room = self._make(like, is_pinned=key[-1])
             # New memory is only a promise, and keeping it takes longer than the copy. Not by torch, whose threads
             # would be as many again as those of the training beside it.
             ctypes.memset(room.data_ptr(), 0, room.nbytes)

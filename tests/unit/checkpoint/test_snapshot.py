@@ -105,6 +105,34 @@ def test_memory_is_reserved_for_the_first_save() -> None:
     assert copies._free == {}
 
 
+def test_nothing_is_reserved_beside_copies() -> None:
+    copies = HostCopies()
+    state = {"a": torch.randn(5)}
+    copies.copy(state)
+    copies.reserve(lambda keep: keep(state))
+    assert copies._reserving is None
+    assert copies._free == {}
+
+
+@pytest.mark.cuda
+def test_memory_reserved_for_a_gpu_is_pinned() -> None:
+    copies, state = (
+        HostCopies(),
+        {"large": torch.ones(4096, 1024, device="cuda"), "small": torch.ones(8, device="cuda")},
+    )
+    copies.reserve(lambda keep: keep(state))
+    assert copies._reserving is not None
+    copies._reserving.join()
+    reserved = {room.data_ptr() for rooms in copies._free.values() for room in rooms}
+    copies.begin()
+    taken = copies.copy(state)
+    copies.fence()()
+    assert pointers(taken) == reserved
+    assert all(tensor.is_pinned() and bool((tensor == 1).all()) for tensor in taken.values())
+    copies.close()
+    assert copies._registered == set()
+
+
 def test_save_that_comes_early_waits_for_one_tensor_only(monkeypatch: pytest.MonkeyPatch) -> None:
     copies, is_begun, made = HostCopies(), threading.Event(), []
     make = HostCopies._make
