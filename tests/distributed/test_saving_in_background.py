@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.resuming import StopAt, assert_same, outcome
 from support.tiny import Net, make_arguments, make_rows
 from support.writes import At, same_files
@@ -16,6 +17,7 @@ from support.writes import At, same_files
 from hftrain import CheckpointError, SavePolicy, Trainer, set_seed
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
+from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.storage import files
 
 pytestmark = pytest.mark.distributed
@@ -59,13 +61,25 @@ def save_both_ways(root: str, strategy: str) -> Any:
         slow_down(0.2)
     steps = At(3, 7)
     whole = make_trainer(folder / "later", steps, **OPTIONS[strategy])
+    sizes: set[int] = set()
+    make = HostCopies._make
+
+    def note(self: HostCopies, like: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
+        sizes.add(like.numel())
+        return make(self, like, is_pinned=is_pinned)
+
+    HostCopies._make = note  # type: ignore[method-assign]
     whole.train()
+    HostCopies._make = make  # type: ignore[method-assign]
     stopped = make_trainer(folder / "parts", At(3), StopAt(5), **OPTIONS[strategy])
     stopped.train()
     resumed = make_trainer(folder / "parts", **OPTIONS[strategy])
     resumed.train(resume_from_checkpoint=True)
     if strategy == "ddp":
         assert_same(outcome(resumed), outcome(whole))
+        # Only the process that writes model and optimizer takes memory for them.
+        largest = max(parameter.numel() for parameter in whole.model.parameters())
+        assert (largest in sizes) == (rank == 0)
     return steps.told
 
 

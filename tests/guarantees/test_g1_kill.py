@@ -17,6 +17,7 @@ import random
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,8 @@ from support.forking import ForkServer, kill
 from support.tiny import Net, Noisy, make_arguments, make_rows
 
 import hftrain.storage.tensors
-from hftrain import CheckpointError, Trainer, TrainerCallback, set_seed
+from hftrain import CheckpointError, SavePolicy, Trainer, TrainerCallback, set_seed
+from hftrain.checkpoint import manager
 from hftrain.checkpoint.manifest import verify
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
@@ -54,6 +56,21 @@ class Diary(TrainerCallback):
         self.note(state, "committed")
 
 
+class HoldWrite:
+    """Hold a write in the background once its files are complete, note that, and wait to be killed."""
+
+    def __init__(self, notes: Path, *, at_step: int) -> None:
+        write_manifest = manager.write_manifest
+
+        def write(folder: Path, facts: Any, *, step: int) -> None:
+            if step == at_step:
+                notes.write_text(threading.current_thread().name)
+                time.sleep(60)
+            write_manifest(folder, facts, step=step)
+
+        manager.write_manifest = write
+
+
 def digest_of(trainer: Trainer) -> str:
     """Return what tells apart any two runs: weights, optimizer and history to the last bit."""
     history = [
@@ -70,17 +87,28 @@ def digest_of(trainer: Trainer) -> str:
 
 
 def train(
-    folder: str, *, resume: bool, limit: int, steps: int = NUM_STEPS, save_steps: int = 1, arm: Any = None
+    folder: str,
+    *,
+    resume: bool,
+    limit: int,
+    steps: int = NUM_STEPS,
+    save_steps: int = 1,
+    arm: Any = None,
+    save_async: bool = False,
+    hold: int | None = None,
 ) -> str:
     """Train, or go on, to the end."""
     Path(folder).mkdir(exist_ok=True)
     set_seed(3)
+    if hold is not None:
+        HoldWrite(Path(folder) / "held", at_step=hold)
     trainer = Trainer(
         Net(dropout=0.2),
         make_arguments(Path(folder) / "out", max_steps=steps, save_strategy="steps", save_steps=save_steps,
                        save_total_limit=limit, logging_steps=3),
         train_dataset=Noisy(make_rows(50)),
         callbacks=[Diary(Path(folder) / "diary"), *([Armed(arm)] if arm else [])],
+        save_policy=SavePolicy(save_async=save_async),
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume or None)
     return digest_of(trainer)
@@ -159,6 +187,27 @@ def check_sweep(server: ForkServer, tmp_path: Path, *, num_ranks: int, limit: in
         assert ended.results == whole.results, "the run that was killed again and again differs"
         check_what_is_left(folder)
     assert at_stake > num_rounds // 4, "too few kills came after a commit"
+
+
+def test_sigkill_while_a_save_is_written_in_the_background_costs_that_save_alone(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    options = {"action": "train", "limit": 1, "save_steps": 3, "save_async": True}
+    whole = server.call(folder=str(tmp_path / "whole"), resume=False, **options)
+    folder = tmp_path / "run"
+    running = server.start(folder=str(folder), resume=False, hold=6, **options)
+    deadline = time.monotonic() + 60
+    while not (folder / "held").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    kill(running.pids[0])
+    assert server.wait().statuses == [-signal.SIGKILL]
+    assert (folder / "held").read_text() == "hftrain-save"
+    left = sorted(path.name.partition("-6-")[0] for path in (folder / "out").iterdir())
+    assert left == [".staging-checkpoint", "checkpoint-3"]
+    verify(folder / "out" / "checkpoint-3")
+    assert server.call(folder=str(folder), resume=True, **options) == whole
+    assert [path.name for path in (folder / "out").iterdir()] == ["checkpoint-12"]
+    assert ("began", 3) in read_diary(folder)
 
 
 def check_what_is_left(folder: Path) -> None:

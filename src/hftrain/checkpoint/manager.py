@@ -220,11 +220,14 @@ class CheckpointManager:
         known = self.own_checkpoints()
         if not self.is_committer or limit is None or limit < 1 or not known:
             return
-        protected = {path.resolve() for path in (known[-1], best, self._committed) if path is not None}
-        good = self._best_names({path.name: read_manifest(path) for path in known}) if self.config.keep_best else ()
-        kept = [path for path in known if path.resolve() in protected or path.name in good]
-        for path in surplus(known, protected=kept, limit=limit):
+        for path in surplus(known, protected=self._protected(known, best), limit=limit):
             files.discard(path)
+
+    def _protected(self, known: Sequence[Path], best: Path | None) -> list[Path]:
+        """Return the newest, the best, the one committed last, and those that `keep_best` keeps."""
+        protected = {path.resolve() for path in (*known[-1:], best, self._committed) if path is not None}
+        good = self._best_names({path.name: read_manifest(path) for path in known}) if self.config.keep_best else ()
+        return [path for path in known if path.resolve() in protected or path.name in good]
 
     def _best_names(self, manifests: Mapping[str, Manifest]) -> set[str]:
         config = self.config
@@ -233,16 +236,16 @@ class CheckpointManager:
     def prune(self, needed_bytes: int, *, best: Path | None = None) -> bool:
         """Delete this run's oldest checkpoints, at least one, until there is room; for the committer alone.
 
-        The newest and the best stay.
+        The newest, the best and those that `keep_best` keeps stay.
 
         Returns:
             Whether anything was deleted, there being room now or not.
         """
         known = self.own_checkpoints()
-        protected = {path.resolve() for path in (*known[-1:], best, self._committed) if path is not None}
+        protected = self._protected(known, best)
         has_deleted = False
         for path in known if self.is_committer else ():
-            if path.resolve() in protected or (has_deleted and free_bytes(self.config.output_dir) >= needed_bytes):
+            if path in protected or (has_deleted and free_bytes(self.config.output_dir) >= needed_bytes):
                 continue
             files.discard(path)
             has_deleted = has_deleted or not path.exists()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +27,38 @@ class HostCopies:
         self._used: list[tuple[Any, torch.Tensor]] = []
         self._registered: set[int] = set()
         self._devices: set[torch.device] = set()
+        self._reserving: threading.Thread | None = None
+        self._is_needed = threading.Event()
+
+    def reserve(self, capture: Callable[[Callable[[Any], Any]], Any]) -> None:
+        """Take the memory of the first copies in a thread, so that those need not wait for it; at most once.
+
+        Nothing happens where there are copies already.
+
+        Args:
+            capture: Calls what it is given with each nested structure that will be copied.
+        """
+        if self._used:
+            return
+        likes: dict[Any, torch.Tensor] = {}
+
+        def note(tree: Any) -> Any:
+            map_tensors(tree, lambda tensor: likes.setdefault(tensor_identity(tensor), tensor.detach()))
+            return tree
+
+        capture(note)
+        likes.pop(None, None)  # no memory of a plain kind
+        self._reserving = threading.Thread(
+            target=self._reserve, args=(list(likes.values()),), name="hftrain-reserve", daemon=True
+        )
+        self._reserving.start()
 
     def begin(self) -> None:
         """Take all memory back for new copies."""
+        if self._reserving is not None:
+            self._is_needed.set()
+            self._reserving.join()
+            self._reserving = None
         for key, room in self._used:
             self._free.setdefault(key, []).append(room)
         self._used, self._devices = [], set()
@@ -72,9 +103,21 @@ class HostCopies:
         self.begin()
         self.fence()
 
+    def _reserve(self, likes: Sequence[torch.Tensor]) -> None:
+        for like in likes:
+            if self._is_needed.is_set():  # what is missing is made when it is copied
+                return
+            key = _form(like)
+            with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]  # a thread begins on the first device
+                room = self._make(like, is_pinned=key[-1])
+            # New memory is only a promise, and keeping it takes longer than the copy. Not by torch, whose threads
+            # would be as many again as those of the training beside it.
+            ctypes.memset(room.data_ptr(), 0, room.nbytes)
+            self._free.setdefault(key, []).append(room)
+
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        is_cuda = tensor.device.type == "cuda"
-        key = (tensor.shape, tensor.stride(), tensor.dtype, is_cuda)
+        key = _form(tensor)
+        is_cuda = key[-1]
         rooms = self._free.get(key)
         room = rooms.pop() if rooms else self._make(tensor, is_pinned=is_cuda)
         self._used.append((key, room))
@@ -98,3 +141,8 @@ class HostCopies:
         if room.data_ptr() in self._registered:
             self._registered.discard(room.data_ptr())
             torch.cuda.cudart().cudaHostUnregister(room.data_ptr())  # type: ignore[no-untyped-call]
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, bool]:
+    """Return what two tensors share that can be copied to the same memory."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type == "cuda"

@@ -15,6 +15,8 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """Apply `function` to every tensor of a nested structure; other leaves and the containers' types are kept."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
+    if isinstance(tree, (int, float, str)):  # a random number generator has thousands
+        return tree
     if isinstance(tree, (dict, Mapping)):
         items = {
             key: function(value) if isinstance(value, torch.Tensor) else map_tensors(value, function)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,13 +47,18 @@ class Mirror:
         self.folder = mirror_of(url)
         self._is_left_out = is_left_out
         self._published = self._stamps()
+        self._lock = threading.Lock()
 
     def publish(self) -> None:
-        """Upload the files that were written since the last time, or since this object was made.
+        """Upload the files that were written since the last time, or since this object was made; from any thread.
 
         Raises:
             OSError: The store cannot be used; files that were not uploaded are taken up the next time.
         """
+        with self._lock:
+            self._publish()
+
+    def _publish(self) -> None:
         changed = {name: stamp for name, stamp in self._stamps().items() if self._published.get(name) != stamp}
         if not changed:
             return

@@ -151,7 +151,8 @@ class RunCheckpoints:
                 trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.config.output_dir))
             self.saved_step = save.step
             trainer.callback_handler.fire("on_save")
-        publish_quietly(trainer)
+        if not self.writes.is_async:
+            publish_quietly(trainer)
 
     def rotate(self) -> None:
         """Delete the oldest checkpoints beyond the limit."""
@@ -164,7 +165,7 @@ class RunCheckpoints:
             write(folder)
 
     def _resume_writers(self, optimizer: torch.optim.Optimizer, keep: Keep = as_it_is) -> list[Writer]:
-        trainer = self.trainer
+        trainer, keep = self.trainer, keep if self.manager.is_committer else as_it_is
         split = trainer.strategy.optimizer_shards(trainer.model_wrapped, optimizer)
         state = keep(split[0] if split else trainer.strategy.optimizer_state(trainer.model_wrapped, optimizer))
         writers: list[Writer] = [lambda folder: save_optimizer(state, folder)]

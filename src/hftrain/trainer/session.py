@@ -132,7 +132,7 @@ class TrainSession:
         )
         if saves_at_all(trainer):
             check_room(trainer, self.checkpoints.manager, self.optimizer)
-        self.checkpoints.writes.start()
+        self.checkpoints.writes.start(self.optimizer)
         rehearse_best_metric(trainer, ignore_keys=self.ignore_keys)
         announce_training(trainer, plan, batch_size=batch_size, progress=self.progress)
         self.counts.begin()

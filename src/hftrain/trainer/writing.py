@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.agreement import BoardGroup
 from hftrain.checkpoint.background import BackgroundWrite
@@ -19,6 +21,10 @@ from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
 from hftrain.storage.space import free_bytes, readable_bytes
+from hftrain.trainer.capture import Keep, model_writer
+from hftrain.trainer.remote import publish_quietly
+from hftrain.trainer.room import expected_state_bytes
+from hftrain.trainer.sharding import shard_writers
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -79,10 +85,10 @@ class CheckpointWrites:
         self._flight: BackgroundWrite | None = None
         self._has_waited = False
 
-    def start(self) -> None:
+    def start(self, optimizer: torch.optim.Optimizer) -> None:
         """Get ready to write in the background, where the policy asks for it and it can be; the others are told why.
 
-        All processes must call it in the same order.
+        All processes must call it in the same order. Memory for the copies is taken once the optimizer has stepped.
         """
         if not self.trainer.save_policy.save_async:
             return
@@ -96,6 +102,8 @@ class CheckpointWrites:
             reason = str(error)
         if reason is not None and self.manager.is_committer:
             logger.warning("save_async=True changes nothing, every save waits until it is written: %s", reason)
+        if self._copies is not None:
+            self._reserve_later(self._copies, optimizer)
 
     @property
     def is_async(self) -> bool:
@@ -170,6 +178,7 @@ class CheckpointWrites:
             path = self._commit(save, group)
             if not self.rotates_later:
                 self.manager.rotate(best=self.best())
+            publish_quietly(self.trainer)
             return path
 
         self._flight = BackgroundWrite(
@@ -215,6 +224,25 @@ class CheckpointWrites:
         if self._copies is not None and (flight is None or flight.is_over):
             self._copies.close()
         self._group = self._copies = None
+
+    def _reserve_later(self, copies: HostCopies, optimizer: torch.optim.Optimizer) -> None:
+        """Take memory for the copies as soon as all that they are of is there."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+
+        def show(keep: Keep) -> None:
+            shard_writers(trainer, optimizer, keep)
+            if strategy.shards_model:  # what else there is must be gathered, which costs more than its memory
+                return
+            model_writer(trainer, keep)
+            if self.manager.is_committer and not self.manager.config.only_model:
+                keep(strategy.optimizer_state(trainer.model_wrapped, optimizer))
+
+        def reserve() -> None:
+            if not expected_state_bytes(optimizer):  # else its first step was skipped
+                self.pending.remove(reserve)
+                copies.reserve(show)
+
+        self.pending.append(reserve)
 
     def _commit(self, save: Save, group: Group) -> Path:
         while True:

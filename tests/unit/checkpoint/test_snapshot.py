@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,73 @@ def test_memory_that_is_not_used_again_is_let_go() -> None:
     assert len(copies._used) == 1
     copies.close()
     assert copies._used == []
+
+
+def test_memory_is_reserved_for_the_first_save() -> None:
+    copies = HostCopies()
+    shared = torch.randn(100, 10)
+    state = {"a": shared, "tied": shared.view(100, 10), "b": shared.t(), "empty": torch.zeros(0)}
+    copies.reserve(lambda keep: keep(state))
+    assert copies._reserving is not None
+    copies._reserving.join()
+    reserved = {room.data_ptr() for rooms in copies._free.values() for room in rooms}
+    assert len(reserved) == 2
+    copies.begin()
+    taken = copies.copy({**state, "new": torch.ones(3)})
+    assert {taken[name].data_ptr() for name in ("a", "tied", "b")} == reserved
+    for name, tensor in state.items():
+        assert torch.equal(taken[name], tensor)
+    copies.fence()
+    assert copies._free == {}
+
+
+def test_nothing_is_reserved_beside_copies() -> None:
+    copies = HostCopies()
+    state = {"a": torch.randn(5)}
+    copies.copy(state)
+    copies.reserve(lambda keep: keep(state))
+    assert copies._reserving is None
+    assert copies._free == {}
+
+
+@pytest.mark.cuda
+def test_memory_reserved_for_a_gpu_is_pinned() -> None:
+    copies, state = (
+        HostCopies(),
+        {"large": torch.ones(4096, 1024, device="cuda"), "small": torch.ones(8, device="cuda")},
+    )
+    copies.reserve(lambda keep: keep(state))
+    assert copies._reserving is not None
+    copies._reserving.join()
+    reserved = {room.data_ptr() for rooms in copies._free.values() for room in rooms}
+    copies.begin()
+    taken = copies.copy(state)
+    copies.fence()()
+    assert pointers(taken) == reserved
+    assert all(tensor.is_pinned() and bool((tensor == 1).all()) for tensor in taken.values())
+    copies.close()
+    assert copies._registered == set()
+
+
+def test_save_that_comes_early_waits_for_one_tensor_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, is_begun, made = HostCopies(), threading.Event(), []
+    make = HostCopies._make
+
+    def make_slowly(self: HostCopies, like: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
+        made.append(threading.current_thread().name)
+        if made == ["hftrain-reserve"]:
+            is_begun.set()
+            assert copies._is_needed.wait(60)
+        return make(self, like, is_pinned=is_pinned)
+
+    monkeypatch.setattr(HostCopies, "_make", make_slowly)
+    state = {name: torch.randn(5) for name in "abc"}
+    copies.reserve(lambda keep: keep(state))
+    assert is_begun.wait(60)
+    copies.begin()
+    taken = copies.copy(state)
+    assert made == ["hftrain-reserve", "MainThread", "MainThread"]
+    assert all(torch.equal(taken[name], tensor) for name, tensor in state.items())
 
 
 @pytest.mark.cuda

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from support.remote import URL, empty_store, failing, listing, read, write
 from support.tiny import Net, make_arguments, make_rows
 
@@ -249,12 +251,39 @@ def test_a_store_that_refuses_writes_is_found_before_training(monkeypatch):
     assert trainer.state.global_step == 0
 
 
-def test_a_store_that_fails_while_training_ends_the_run_like_a_full_disk(monkeypatch):
+@pytest.mark.parametrize("save_async", [False, True])
+def test_a_store_that_fails_while_training_ends_the_run_like_a_full_disk(monkeypatch, save_async):
     failing(monkeypatch, "put_file", times=99, error=OSError("gone"), only=lambda path: "checkpoint-4" in path)
     with pytest.raises(CheckpointError, match=r"checkpoint-4 should be uploaded to memory://bucket/run"):
-        make_trainer().train()
+        make_trainer(save_policy=SavePolicy(save_async=save_async)).train()
     assert saved() == ["checkpoint-2"]
     assert (mirror_of(URL) / "checkpoint-4" / "manifest.json").exists()
+
+
+def test_saving_in_the_background_sends_nothing_in_the_main_thread(monkeypatch):
+    class Write(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            (mirror_of(URL) / "events").write_text(str(state.global_step))
+
+        def on_train_end(self, args, state, control, **kwargs):
+            monkeypatch.undo()
+
+    sent = []
+    put_file = MemoryFileSystem.put_file
+
+    def watched(self, source, target, *args, **kwargs):
+        sent.append((threading.current_thread() is threading.main_thread(), target.rpartition("/")[2]))
+        return put_file(self, source, target, *args, **kwargs)
+
+    trainer = make_trainer(URL, Write(), save_policy=SavePolicy(save_async=True))
+    with monkeypatch.context() as monkeypatch:
+        monkeypatch.setattr(MemoryFileSystem, "put_file", watched)
+        trainer.train()
+    assert (False, "events") in sent
+    assert (False, "model.safetensors") in sent
+    # What is asked before the first step is whether the folder can be written to.
+    assert not {"events", "model.safetensors", "manifest.json"}.intersection(name for is_main, name in sent if is_main)
+    assert read("events") == b"8"
 
 
 def test_logs_that_cannot_be_published_end_nothing(monkeypatch, caplog):

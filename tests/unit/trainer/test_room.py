@@ -203,6 +203,26 @@ def test_prune_never_deletes_the_best_and_the_newest(tmp_path: Path, say_free: C
 
 
 @MODES
+def test_prune_never_deletes_what_keep_best_keeps(
+    tmp_path: Path, say_free: Callable[[Any], None], save_async: bool
+) -> None:
+    class Evaluate(Trainer):
+        def _evaluate(
+            self, trial: Any = None, ignore_keys_for_eval: Any = None, skip_scheduler: bool = False
+        ) -> dict[str, float]:
+            return {"eval_loss": {2: 3.0, 4: 1.0, 6: 2.0}.get(self.state.global_step, 9.0)}
+
+    say_free(lambda count: 0 if count > 3 else 1 << 30)
+    make_trainer(
+        tmp_path, kind=Evaluate, save_steps=2, eval_strategy="steps", eval_steps=2, save_total_limit=9,
+        metric_for_best_model="eval_loss", greater_is_better=False,
+        policy=SavePolicy(on_full_disk="prune", keep_best=2, save_async=save_async),
+    ).train()  # fmt: skip
+    # The two best, and of the others the newest alone: where 4 are there no more fit.
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-6", "checkpoint-10", "checkpoint-12"]
+
+
+@MODES
 def test_stop_ends_the_run(tmp_path: Path, say_free: Callable[[Any], None], save_async: bool) -> None:
     say_free(1 << 30)
     steps = At(2, 4, do={3: lambda: say_free(2000)})

@@ -18,6 +18,7 @@ from support.writes import At, Gate, make_trainer, same_files
 from hftrain import CheckpointError, SavePolicy, Trainer
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
+from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.weights import read_weights
 from hftrain.trainer import writing
 
@@ -90,6 +91,40 @@ def test_async_save_reaches_the_disk_in_another_thread_only(tmp_path: Path, monk
     trainer.train()
     assert (tmp_path / "checkpoint-3").is_dir()
     assert touched == []
+
+
+@pytest.mark.parametrize("num_skipped", [0, 2])
+def test_first_async_save_finds_its_memory_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_skipped: int
+) -> None:
+    """A stall counted, not timed: no tensor of model and optimizer waits for new memory, at any save."""
+    made: list[tuple[str, int]] = []
+    make, expected, tries = HostCopies._make, writing.expected_state_bytes, iter(range(100))
+
+    def note(self: HostCopies, like: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
+        made.append((threading.current_thread().name, like.numel()))
+        return make(self, like, is_pinned=is_pinned)
+
+    def join() -> None:
+        for thread in threading.enumerate():
+            if thread.name == "hftrain-reserve":
+                thread.join()
+        reserved.extend(made)
+        made.clear()
+
+    reserved: list[tuple[str, int]] = []
+    monkeypatch.setattr(HostCopies, "_make", note)
+    # As after steps that a loss scale has let fail.
+    monkeypatch.setattr(
+        writing, "expected_state_bytes", lambda optimizer: next(tries) < num_skipped or expected(optimizer)
+    )
+    trainer = make_trainer(tmp_path, At(5, 7, do={4: join}), policy=ASYNC)
+    trainer.train()
+    sizes = sorted(parameter.numel() for parameter in trainer.model.parameters())
+    assert {name for name, _ in reserved} == {"hftrain-reserve"}
+    assert sorted(size for _, size in reserved) == sorted([*(3 * sizes), *([1] * len(sizes))])  # and the step numbers
+    # Random numbers and the like.
+    assert [size for _, size in made if size in sizes and size > 1] == []
 
 
 def test_async_save_tells_callbacks_later_and_of_its_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
