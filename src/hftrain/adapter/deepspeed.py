@@ -118,8 +118,6 @@ def run_values(args: Any, *, world_size: int, has_found_batch_size: bool = False
 
 def _check_arguments(args: Any, strategy: DeepSpeedStrategy) -> None:
     """Raise where DeepSpeed cannot do what the arguments ask for."""
-    offload = find(strategy.config, "zero_optimization.offload_optimizer.device")
-    saves = args.save_strategy != "no" and not args.save_only_model
     conflicts = [
         (
             args.auto_find_batch_size and strategy.stage == 3,
@@ -138,12 +136,6 @@ def _check_arguments(args: Any, strategy: DeepSpeedStrategy) -> None:
             "accelerator_config's sync_each_batch=True",
             "The engine decides when processes exchange gradients: with stage 2 and 3 after each micro-batch anyway.",
             "Leave it out.",
-        ),
-        (
-            offload == "nvme" and saves,
-            "Offload of the optimizer to NVMe",
-            "Its state is in files of DeepSpeed's own, which a checkpoint here does not hold.",
-            "Set save_only_model=True or save_strategy='no', or offload to the CPU.",
         ),
         (
             read_accelerator_config(args).get("use_configured_state", False),
