@@ -37,7 +37,14 @@ AUTO = {
 }
 
 
+WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
 MODEL = Net()
+
+
+@pytest.fixture(autouse=True)
+def variable_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let DeepSpeed be imported, which sets this variable and leaves it."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def make(folder: Path, config: Any = None, *, strategy: Any = None, model: Any = None, **options: Any) -> Trainer:
@@ -99,6 +106,16 @@ def test_schedule_of_another_length_is_refused(tmp_path: Path) -> None:
         make(tmp_path, config).strategy.plan(num_steps=10, num_warmup_steps=0)
 
 
+def test_warm_up_over_no_step_is_one_that_deepspeed_takes(tmp_path: Path) -> None:
+    trainer = make(tmp_path, {"scheduler": {"type": "WarmupLR", "params": WARMUP}, "zero_optimization": {"stage": 0}})
+    trainer.strategy.plan(num_steps=10, num_warmup_steps=0)
+    from deepspeed.runtime.lr_schedules import WarmupLR
+
+    params = config_of(trainer)["scheduler"]["params"]
+    assert params == {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 1}
+    WarmupLR(torch.optim.SGD(MODEL.parameters(), lr=1.0), **params)
+
+
 def test_arguments_that_changed_are_propagated(tmp_path: Path) -> None:
     trainer = make(tmp_path, {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}})
     trainer.args.per_device_train_batch_size = 2
@@ -155,6 +172,23 @@ def test_trainer_says_that_deepspeed_is_at_work(tmp_path: Path) -> None:
             r"optimizers\[0\]",
         ),
         ({"config": AUTO, "optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "optimizer_cls_and_kwargs"),
+        ({"config": {"zero_optimisation": {"stage": 3}}}, "'zero_optimisation' is no key of it"),
+        ({"config": {"zero_optimization": {"stage": 2, "overlap_com": True}}}, "refuses .*: overlap_com: Extra inputs"),
+        (
+            {"config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}}},
+            "offload_optimizer.device: Input should be 'none', 'cpu' or 'nvme'",
+        ),
+        ({"config": {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}}, "Set stage 3"),
+        ({"config": {"optimizer": {"type": "Foo"}}}, "There is no optimizer 'Foo'"),
+        ({"config": {"scheduler": {"type": "Foo"}}}, "There is no schedule 'Foo'"),
+        ({"config": {"scheduler": {"type": "WarmupLR", "params": {**WARMUP, "warmup_type": "auto"}}}}, "warmup_type"),
+        (
+            {
+                "strategy": "deepspeed_stage_2_offload",
+                "config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}},
+            },
+            "says that nothing is offloaded",
+        ),
     ],
 )  # fmt: skip
 def test_what_deepspeed_cannot_do_is_refused_at_once(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -170,13 +204,28 @@ def test_what_deepspeed_cannot_do_is_refused_at_once(tmp_path: Path, options: di
 def test_offload_to_nvme_that_cannot_be_is_refused_before_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, path: dict[str, str], reason: str
 ) -> None:
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as DeepSpeed sets it when it is imported
     # Where libaio is installed, DeepSpeed is made to say that it is not.
     monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.is_compatible", lambda *given, **named: False)
     config = {"zero_optimization": {"stage": 3, part: {"device": "nvme", **path}}}
     with pytest.raises(ConfigError, match=rf"device='nvme' in {part} was given\..*{reason}"):
         make(tmp_path, config, save_strategy="no").train()
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optim": "sgd"}, "optim='sgd' changes nothing: the DeepSpeed config makes the optimizer, AdamW"),
+        (
+            {"lr_scheduler_type": "cosine"},
+            "'cosine' changes nothing: the DeepSpeed config makes the scheduler",
+        ),
+    ],
+)
+def test_argument_that_the_config_takes_over_is_named(tmp_path: Path, options: dict[str, str], message: str) -> None:
+    make(tmp_path, AUTO, optim="adamw_torch")
+    with pytest.warns(UserWarning, match=message):
+        make(tmp_path, AUTO, **options)
 
 
 class OwnOptimizer(Task):
@@ -207,7 +256,6 @@ def test_model_without_a_hidden_size_or_parameters_is_refused_before_launch(tmp_
 
 def test_device_that_deepspeed_did_not_choose_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # A stand-in for a machine with a GPU, on which use_cpu=True was asked for.
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the import sets it, and leaves it
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setattr(type(get_accelerator()), "device_name", lambda self, index=None: "cuda")

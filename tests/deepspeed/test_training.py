@@ -289,6 +289,11 @@ SAVED: dict[str, dict[str, Any]] = {
     "stage 2 bf16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
     "stage 3 bf16": {"zero_optimization": ZERO_3, "bf16": {"enabled": True}},
     "config's own": {"zero_optimization": {"stage": 2}, "optimizer": ADAMW, "scheduler": WARMUP},
+    # None of those that DeepSpeed has tested.
+    "config's torch": {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "SGD", "params": {"lr": "auto"}},
+    },
 }
 
 
@@ -337,12 +342,18 @@ def test_schedule_of_the_config_rises_and_falls(two: list[Any]) -> None:
 
 
 def refuse_other_states(folder: str) -> list[str]:
-    """Resume ZeRO-1's checkpoint with ZeRO-3."""
+    """Resume with another stage or precision than was saved, and without DeepSpeed."""
     answers = []
-    options = {**SAVING, "deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}}
-    for source in ("stage 0 bf16", "stage 0"):
+    half = {"deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, "precision": "bf16"}
+    for source, options in (
+        ("stage 0 bf16", half),
+        ("stage 0", half),
+        ("stage 1", {"deepspeed": {"zero_optimization": {"stage": 3}}}),
+        ("stage 3", {"deepspeed": {"zero_optimization": {"stage": 0}}}),
+        ("stage 1", {"strategy": "ddp"}),
+    ):
         try:
-            train(f"{folder}/{source}/parts", resume=True, precision="bf16", **options)
+            train(f"{folder}/{source}/parts", resume=True, **SAVING, **copy.deepcopy(options))
         except HFTrainError as error:
             answers.append(str(error))
     return answers
@@ -350,9 +361,13 @@ def refuse_other_states(folder: str) -> list[str]:
 
 def test_state_of_another_stage_or_precision_is_refused(two: list[Any]) -> None:
     for answer in two:
-        assert len(answer["refused"]) == 2
-        assert "another number of processes" in answer["refused"][0] or "ZeRO stage" in answer["refused"][0]
+        assert len(answer["refused"]) == 5
+        assert "saved with ZeRO stage 0, and ZeRO stage 1 or 2 lays its parts out anew" in answer["refused"][0]
         assert "precision" in answer["refused"][1]
+        # Of equal size by chance, the parts of one would otherwise be taken for the other's.
+        assert "saved with ZeRO stage 1 or 2, and ZeRO stage 3 lays" in answer["refused"][2]
+        assert "saved with ZeRO stage 3, and ZeRO stage 0 lays" in answer["refused"][3]
+        assert "the run does not use DeepSpeed" in answer["refused"][4]
 
 
 def keep_best(folder: str) -> dict[str, bool]:

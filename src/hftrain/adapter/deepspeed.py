@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hftrain.adapter import fsdp
 from hftrain.adapter.data import read_accelerator_config, total_batch_size
 from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import warn_once
 from hftrain.core.types import PrecisionPolicy
 from hftrain.precision.base import Precision
 from hftrain.strategies.base import Strategy
@@ -57,6 +59,7 @@ def settle_deepspeed(args: Any, strategy: Strategy, precision: Precision) -> Non
     strategy.propagate_args = partial(_propagate, strategy, precision.policy)  # type: ignore[attr-defined]
     _propagate(strategy, precision.policy, args)
     _check_arguments(args, strategy)
+    _warn_of_what_the_config_makes(args, strategy)
 
 
 def _propagate(
@@ -115,8 +118,6 @@ def run_values(args: Any, *, world_size: int, has_found_batch_size: bool = False
 
 def _check_arguments(args: Any, strategy: DeepSpeedStrategy) -> None:
     """Raise where DeepSpeed cannot do what the arguments ask for."""
-    offload = find(strategy.config, "zero_optimization.offload_optimizer.device")
-    saves = args.save_strategy != "no" and not args.save_only_model
     conflicts = [
         (
             args.auto_find_batch_size and strategy.stage == 3,
@@ -137,12 +138,6 @@ def _check_arguments(args: Any, strategy: DeepSpeedStrategy) -> None:
             "Leave it out.",
         ),
         (
-            offload == "nvme" and saves,
-            "Offload of the optimizer to NVMe",
-            "Its state is in files of DeepSpeed's own, which a checkpoint here does not hold.",
-            "Set save_only_model=True or save_strategy='no', or offload to the CPU.",
-        ),
-        (
             read_accelerator_config(args).get("use_configured_state", False),
             "accelerator_config's use_configured_state=True",
             "An accelerate state that was made before knows nothing of this DeepSpeed config.",
@@ -152,6 +147,17 @@ def _check_arguments(args: Any, strategy: DeepSpeedStrategy) -> None:
     for is_asked, asked, reason, remedy in conflicts:
         if is_asked:
             raise ConfigError(explain(f"{asked} was asked for with strategy={strategy.name!r}.", reason, remedy))
+
+
+def _warn_of_what_the_config_makes(args: Any, strategy: DeepSpeedStrategy) -> None:
+    """Say so where the arguments choose an optimizer or a schedule, and the config makes another."""
+    defaults = {each.name: each.default for each in fields(args)}
+    for part, name in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
+        value = getattr(args, name)
+        # The default's kin are spelled out in many a script.
+        if part in strategy.makes and value != defaults[name] and not str(value).startswith("adamw_torch"):
+            made = find(strategy.config, f"{part}.type")
+            warn_once(f"{name}={str(value)!r} changes nothing: the DeepSpeed config makes the {part}, {made}.")
 
 
 def _from_launcher() -> dict[str, Any] | str:

@@ -35,6 +35,7 @@ def check_combinations(args: ArgumentFields) -> None:
     _check_accumulation(args)
     _check_fsdp(args)
     _check_fsdp_config(args)
+    _check_deepspeed(args)
     _check_checkpointing(args)
     _warn_of_idle(args)
     if args.warmup_steps > 0 and args.warmup_ratio > 0:
@@ -140,6 +141,11 @@ def _check_fsdp(args: ArgumentFields) -> None:
     if FSDPOption.FULL_SHARD in options and FSDPOption.SHARD_GRAD_OP in options:
         reason = "A model is sharded in one way."
         raise _refuse(args, reason, "Keep 'full_shard' or 'shard_grad_op'.", "fsdp")
+
+
+def _check_deepspeed(args: ArgumentFields) -> None:
+    if args.deepspeed == {}:
+        warn_once("deepspeed={} holds no settings, so it does not choose DeepSpeed; strategy='deepspeed' does.")
 
 
 def _check_fsdp_config(args: ArgumentFields) -> None:

@@ -42,7 +42,7 @@ from hftrain.trainer.leftovers import to_do
 from hftrain.trainer.remote import checkpoint_text, fetch_best, fetch_named, publish_quietly, remote_of
 from hftrain.trainer.resuming import RunPlan
 from hftrain.trainer.room import checkpoint_bytes
-from hftrain.trainer.sharding import load_own, shard_writers
+from hftrain.trainer.sharding import check_engine, load_own, shard_writers
 from hftrain.trainer.writing import CheckpointWrites, Save, as_of
 
 if TYPE_CHECKING:
@@ -261,6 +261,7 @@ class RunCheckpoints:
         """Load optimizer, schedule and scaler. Collective."""
         trainer, strategy = self.trainer, self.trainer.strategy
         before, state = group_settings(optimizer), load_optimizer(folder)
+        check_engine(trainer, state, folder / OPTIMIZER)
         if is_foreign(folder):
             check_foreign_optimizer(state, optimizer, folder)
         with restoring(folder / OPTIMIZER):

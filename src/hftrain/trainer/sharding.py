@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrain.checkpoint.fitting import misfit
 from hftrain.checkpoint.layout import OPTIMIZER_SHARDS, WEIGHT_SHARDS
 from hftrain.checkpoint.parts import load_rng
 from hftrain.checkpoint.ranks import share_out
@@ -56,3 +57,13 @@ def load_own(trainer: Trainer, folder: Path, *, num_saved: int) -> dict[str, Any
     )
     states = [load_rng(folder, rank=rank, world_size=num_saved) for rank in range(num_saved)]
     return share_out(states, rank=strategy.rank)
+
+
+def check_engine(trainer: Trainer, state: dict[str, Any], path: Path) -> None:
+    """Refuse an optimizer's state that DeepSpeed split where another strategy would have to put it together.
+
+    Raises:
+        CheckpointError: So it is.
+    """
+    if "deepspeed" in state and not trainer.is_deepspeed_enabled:
+        raise misfit(path, "DeepSpeed split it in a way of its own, and the run does not use DeepSpeed")

@@ -36,6 +36,10 @@ def test_config_that_cannot_work_is_refused(given: object, message: str) -> None
         read_config(given)
 
 
+def test_old_name_of_bf16_is_taken() -> None:
+    assert read_config({"bfloat16": {"enabled": True}})["bf16"] == {"enabled": True}
+
+
 def test_file_of_a_list_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text("[1]")
     with pytest.raises(ConfigError, match="a list and holds no settings"):
@@ -57,6 +61,9 @@ def test_name_of_a_strategy_stands_for_a_config() -> None:
     assert with_preset({"zero_optimization": {"stage": "auto"}}, stage=3, offload=False)["zero_optimization"] == {
         "stage": 3
     }
+    for nothing in ({"device": "none"}, {}):
+        with pytest.raises(ConfigError, match="says that nothing is offloaded"):
+            with_preset({"zero_optimization": {"offload_optimizer": nothing}}, stage=2, offload=True)
     # No stage is stage 0, as DeepSpeed takes it.
     assert with_preset({"zero_optimization": {}}, stage=None, offload=False) == {"zero_optimization": {}}
     with pytest.raises(ConfigError, match="means stage 3, and the config says 2"):

@@ -58,19 +58,21 @@ def read_config(given: Mapping[str, Any] | str | Path) -> dict[str, Any]:
                 )
             ) from error
     if not isinstance(given, Mapping):
-        raise _refused(f"It is a {type(given).__name__} and holds no settings.", "Give a JSON object, or a dict.")
+        raise refused(f"It is a {type(given).__name__} and holds no settings.", "Give a JSON object, or a dict.")
     config: dict[str, Any] = copy.deepcopy(dict(given))
+    if "bfloat16" in config:
+        config["bf16"] = config.pop("bfloat16")  # the key's old name, which DeepSpeed still takes
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):
-        raise _refused("zero_optimization holds no settings.", "Give a dict such as {'stage': 2}.")
+        raise refused("zero_optimization holds no settings.", "Give a dict such as {'stage': 2}.")
     if zero.get("stage", 0) not in (*STAGES, AUTO) or isinstance(zero.get("stage"), bool):
-        raise _refused("There is no such stage of ZeRO.", f"Use one of {STAGES}.", stage=zero["stage"])
+        raise refused("There is no such stage of ZeRO.", f"Use one of {STAGES}.", stage=zero["stage"])
     for path in _PARALLEL:
         size = find(config, ".".join(path)) or 1
         if size not in (1, AUTO):
             key = ".".join(path)
             reason = f"{key} splits each sample's work over processes, which hftrain's loaders do not follow."
-            raise _refused(reason, "Leave it out, or set it to 1.", **{path[-1]: size})
+            raise refused(reason, "Leave it out, or set it to 1.", **{path[-1]: size})
     return config
 
 
@@ -78,13 +80,13 @@ def with_preset(config: dict[str, Any] | None, *, stage: int | None, offload: bo
     """Return a config that does what a strategy's name says.
 
     Raises:
-        ConfigError: The config says another stage.
+        ConfigError: The config says another stage, or no offload.
     """
     is_own = config is None
     config = {"zero_optimization": {}} if config is None else config
     zero = config["zero_optimization"]
     if stage is not None and zero.get("stage", AUTO) not in (AUTO, stage):
-        raise _refused(
+        raise refused(
             f"The strategy's name means stage {stage}, and the config says {zero['stage']}.",
             "Use strategy='deepspeed' with a config, or a name and no config.",
             stage=zero["stage"],
@@ -93,7 +95,10 @@ def with_preset(config: dict[str, Any] | None, *, stage: int | None, offload: bo
         zero["stage"] = 2 if stage is None else stage
     if offload:
         for part in ("offload_optimizer", "offload_param")[: 2 if zero["stage"] == 3 else 1]:
-            zero.setdefault(part, {"device": "cpu"})
+            device = zero.setdefault(part, {"device": "cpu"})
+            if isinstance(device, Mapping) and device.get("device", "none") == "none":
+                reason = f"The strategy's name means offload, and the config's {part} says that nothing is offloaded."
+                raise refused(reason, f"Take the name without offload, or leave {part} out.")
     if is_own and zero["stage"] == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     return config
@@ -195,5 +200,6 @@ def _same(present: Any, value: Any) -> bool:
     return bool(present == value)
 
 
-def _refused(reason: str, remedy: str, **received: Any) -> ConfigError:
+def refused(reason: str, remedy: str, **received: Any) -> ConfigError:
+    """Return the error that refuses a config."""
     return ConfigError(explain("A DeepSpeed config was given.", reason, remedy, **received))

@@ -6,6 +6,8 @@ tensors and numbers only, so the state is read from the engine's parts instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ _MASTERS = (
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _MASTER = "master"
+_LAYOUTS = {"whole": "ZeRO stage 0", "flat": "ZeRO stage 1 or 2", "each": "ZeRO stage 3"}
 
 
 def is_plain(engine: Any) -> bool:
@@ -32,19 +35,21 @@ def is_plain(engine: Any) -> bool:
 
 
 def take_state(engine: Any) -> dict[str, Any]:
-    """Return this process's part of the optimizer's state, without copying.
+    """Return this process's part of the optimizer's state, without copying what is in memory.
 
     Raises:
         StrategyError: DeepSpeed keeps it in a form that is not known here.
     """
-    base = engine.basic_optimizer
-    state = {
-        index: {_MASTER: master.detach(), **base.state.get(master, {})} for index, master in enumerate(_masters(engine))
-    }
+    base, state = engine.basic_optimizer, {}
+    for index, master in enumerate(_masters(engine)):
+        with swapped_in(engine, index) as is_read:
+            entry = {_MASTER: master.detach(), **base.state.get(master, {})}
+            state[index] = {key: _copied(value) for key, value in entry.items()} if is_read else entry
     groups = [{key: value for key, value in group.items() if key != "params"} for group in base.param_groups]
     scale = {name: getattr(part, name) for part in _scalers(engine) for name in _SCALE if hasattr(part, name)}
     counters = {name: getattr(engine, name) for name in _COUNTERS}
-    return {"state": state, "param_groups": groups, "deepspeed": {"scale": scale, "counters": counters}}
+    facts = {"scale": scale, "counters": counters, "layout": _layout(engine)}
+    return {"state": state, "param_groups": groups, "deepspeed": facts}
 
 
 def split_off(state: dict[str, Any], *, rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Shard]]:
@@ -68,27 +73,59 @@ def put_state(engine: Any, state: dict[str, Any], *, rank: int, world_size: int)
     Raises:
         CheckpointError: It is not from DeepSpeed, or from another stage, precision or number of processes.
     """
+    saved = state.get("deepspeed", {}).get("layout")
+    if saved is not None and saved != _layout(engine):
+        raise _unfit(f"It was saved with {_LAYOUTS[saved]}, and {_LAYOUTS[_layout(engine)]} lays its parts out anew.")
     base, masters = engine.basic_optimizer, _masters(engine)
     if "deepspeed" not in state or len(state["state"]) != len(masters):
         raise _unfit("It was not saved by DeepSpeed with this ZeRO stage and this precision.")
     for index, master in enumerate(masters):
-        entry = {
-            key: _own(value, master, rank=rank, world_size=world_size) for key, value in state["state"][index].items()
-        }
-        master.data.copy_(entry.pop(_MASTER))
-        own = base.state[master]
-        for key, value in entry.items():
-            if isinstance(own.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
-                # In place, because DeepSpeed may hold the tensor elsewhere too.
-                own[key].copy_(value.view_as(own[key]))
-            else:
-                own[key] = value.to(master.device) if isinstance(value, torch.Tensor) and value.dim() else value
+        with swapped_in(engine, index):
+            _put_entry(base.state[master], master, state["state"][index], rank=rank, world_size=world_size)
     for group, saved in zip(base.param_groups, state["param_groups"], strict=True):
         group.update(saved)
     for part in _scalers(engine):
         vars(part).update({name: value for name, value in state["deepspeed"]["scale"].items() if name in vars(part)})
     for name, value in state["deepspeed"]["counters"].items():
         setattr(engine, name, value)
+
+
+def _put_entry(own: dict[str, Any], master: torch.Tensor, saved: dict[str, Any], *, rank: int, world_size: int) -> None:
+    entry = {key: _own(value, master, rank=rank, world_size=world_size) for key, value in saved.items()}
+    master.data.copy_(entry.pop(_MASTER))
+    for key, value in entry.items():
+        if isinstance(own.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+            # In place, because DeepSpeed may hold the tensor elsewhere too.
+            own[key].copy_(value.view_as(own[key]))
+        else:
+            own[key] = value.to(master.device) if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+@contextmanager
+def swapped_in(engine: Any, index: int) -> Iterator[bool]:
+    """Have a part of the optimizer's state in memory, and tell whether it had to be read from the drive for that.
+
+    What is changed inside is written back.
+    """
+    optimizer = engine.optimizer
+    is_away = getattr(optimizer, "swap_optimizer", False) and optimizer._swappable_optimizer_subgroup(index)
+    if is_away:
+        optimizer._optimizer_states_and_gradient_swap_in(index)
+    try:
+        yield is_away
+    finally:
+        if is_away:
+            optimizer._optimizer_states_and_gradient_swap_out(index)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _layout(engine: Any) -> str:
+    """Return what decides which process holds what: stages 1 and 2 split alike."""
+    stage = engine.zero_optimization_stage()
+    return "whole" if stage == 0 else "each" if stage == 3 else "flat"
 
 
 def _masters(engine: Any) -> list[torch.Tensor]:

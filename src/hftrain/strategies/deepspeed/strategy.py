@@ -18,6 +18,7 @@ from hftrain.core.errors import ConfigError, StrategyError, explain
 from hftrain.core.log import warn_once
 from hftrain.core.optional import require
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
+from hftrain.strategies.deepspeed.checks import check_keys, check_nvme, check_offload, check_with_deepspeed
 from hftrain.strategies.deepspeed.config import (
     HALVES,
     Fill,
@@ -28,13 +29,16 @@ from hftrain.strategies.deepspeed.config import (
     model_values,
     precision_values,
     read_config,
+    refused,
     with_preset,
 )
-from hftrain.strategies.deepspeed.engine import LastNorm, check_nvme, forget_groups, join_processes
+from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_processes
 from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
 from hftrain.strategies.deepspeed.zero3 import is_partitioned, load_whole, rows_of
 from hftrain.strategies.lockstep import SplittingStrategy
 
+# Known once the data is open.
+_PLANNED = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
 _GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
@@ -62,7 +66,7 @@ class DeepSpeedStrategy(SplittingStrategy):
         timeout_s: seconds.
 
     Raises:
-        ConfigError: The config cannot be read, or contradicts `stage`.
+        ConfigError: The config cannot be read, contradicts `stage`, or says what DeepSpeed would pass over.
         MissingDependencyError: DeepSpeed is not installed.
 
     Source: the documented `deepspeed`; Rajbhandari et al., ZeRO, 2020.
@@ -87,6 +91,8 @@ class DeepSpeedStrategy(SplittingStrategy):
         super().__init__(use_cpu=use_cpu, backend=backend, timeout_s=timeout_s, place_model=place_model)
         read = None if config is None else read_config(config)
         self._given = with_preset(read, stage=stage, offload=offload)
+        check_keys(self._given)
+        check_offload(self._given)
         self.config = read_config(self._given)
         self.makes = frozenset({"optimizer", "scheduler"} & {key for key in self._given if self._given[key]})
         self.schedule: Any = None
@@ -124,30 +130,28 @@ class DeepSpeedStrategy(SplittingStrategy):
         self.config = config
 
     def plan(self, *, num_steps: int, num_warmup_steps: int) -> None:
-        values = {"total_num_steps": num_steps, "warmup_num_steps": num_warmup_steps}
-        fill(
-            self.config,
-            [Fill(key=f"scheduler.params.{key}", value=value, name=key) for key, value in values.items()],
-        )
+        # DeepSpeed refuses a warm-up over no step, and makes two of one.
+        values = (num_steps, max(1, num_warmup_steps))
+        planned = zip(_PLANNED, values, strict=True)
+        fill(self.config, [Fill(key=key, value=value, name=key.rpartition(".")[2]) for key, value in planned])
 
     def check_model(self, model: nn.Module) -> None:
         """Raise unless the config can be completed for a model; touches no device.
 
         Raises:
-            ConfigError: A value says "auto" and nothing is known that it could be, nothing is to be trained, or what
-                offload to NVMe takes is not here.
+            ConfigError: A value says "auto" and nothing is known that it could be, DeepSpeed knows no such setting,
+                nothing is to be trained, or what offload to NVMe takes is not here.
         """
         config = read_config(self.config)
         check_nvme(config)
         fill(config, model_values(model))
-        left = [key for key in find_auto(config) if not key.startswith("scheduler.params.")]
+        left = [key for key in find_auto(config) if key not in _PLANNED]
         if left:
             reason = f'Nothing says what "auto" means for {", ".join(left)}.'
             if hidden_size(model) is None:
                 reason += f" {type(model).__name__} has no config with a hidden_size."
-            raise ConfigError(
-                explain("A DeepSpeed config was given.", reason, "Write numbers in the config, or leave the keys out.")
-            )
+            raise refused(reason, "Write numbers in the config, or leave the keys out.")
+        check_with_deepspeed(config)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError(
                 explain(
@@ -228,11 +232,11 @@ class DeepSpeedStrategy(SplittingStrategy):
         if "train_batch_size" not in config:
             config.setdefault("train_micro_batch_size_per_gpu", 1)  # without a Trainer; nothing but its timers read it
         optimizer = None
+        # Neither is what people choose one by one: they chose the optimizer.
+        config.setdefault("zero_allow_untested_optimizer", True)
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
         if "optimizer" not in self.makes:
             optimizer = make_optimizer(model)
-            # Neither is what people choose one by one: they chose the optimizer.
-            config.setdefault("zero_allow_untested_optimizer", True)
-            config.setdefault("zero_force_ds_cpu_optimizer", False)
         engine = self._engine = self._initialize(model, optimizer, config)
         # Else it counts micro-steps, and the last update of an epoch may have fewer.
         engine.set_gradient_accumulation_boundary(True)
@@ -345,7 +349,7 @@ class DeepSpeedStrategy(SplittingStrategy):
         Raises:
             CheckpointError: It was saved otherwise than DeepSpeed runs now.
         """
-        if is_plain(self._engine):
+        if is_plain(self._engine) and "deepspeed" not in state:
             optimizer.load_state_dict(state)
         else:
             put_state(self._engine, state, rank=self.rank, world_size=self.world_size)

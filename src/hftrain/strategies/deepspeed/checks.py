@@ -1,0 +1,115 @@
+"""What in a DeepSpeed config DeepSpeed would pass over, do otherwise than it says, or refuse only after the launch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.strategies.deepspeed.config import find, refused
+
+_OFFLOADS = ("offload_optimizer", "offload_param")
+# The keys that a run fills or is made by. DeepSpeed passes over a key that it does not know.
+_KEYS = (
+    "zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "torch_autocast", "gradient_clipping",
+    "gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu",
+)  # fmt: skip
+_SECTIONS = ("fp16", "bf16", "amp", "torch_autocast", "optimizer", "scheduler")
+_LIKENESS = 0.85
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Raise where a key is misspelled, or a section is not one.
+
+    Raises:
+        ConfigError: Either.
+    """
+    for key in config:
+        near = [] if key in _KEYS else difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=_LIKENESS)
+        if near:
+            raise refused(f"{key!r} is no key of it, and DeepSpeed would pass over it.", f"Write {near[0]!r}.")
+    for name in _SECTIONS:
+        section = config.get(name)
+        if section is not None and not isinstance(section, Mapping):
+            raise refused(f"{name} holds no settings.", "Give a dict, as DeepSpeed documents it.", **{name: section})
+    for name in ("optimizer", "scheduler"):
+        if config.get(name) and not isinstance(config[name].get("type"), str):
+            raise refused(f"Its {name} has no type.", f"Name DeepSpeed's or torch's: {{'{name}': {{'type': ...}}}}.")
+
+
+def check_offload(config: Mapping[str, Any]) -> None:
+    """Raise where something is to be offloaded that the stage of ZeRO does not offload, or not there.
+
+    Raises:
+        ConfigError: DeepSpeed would leave it where it is, or put it elsewhere.
+    """
+    stage = int(find(config, "zero_optimization.stage") or 0)
+    for part, least in zip(_OFFLOADS, (1, 3), strict=True):
+        device = find(config, f"zero_optimization.{part}.device")
+        if device not in ("cpu", "nvme"):
+            continue
+        needed = 3 if device == "nvme" else least
+        if stage < needed:
+            raise refused(
+                f"DeepSpeed does {part} to {device!r} from stage {needed} on; with less it would not, and not say so.",
+                f"Set stage {needed}{', or offload to the CPU' if stage >= least else ''}, or leave {part} out.",
+                stage=stage,
+            )
+
+
+def check_with_deepspeed(config: Mapping[str, Any]) -> None:
+    """Raise where DeepSpeed refuses the section of ZeRO, or knows no optimizer or schedule of that name. Imports it.
+
+    Raises:
+        ConfigError: Either; with what DeepSpeed says of it.
+    """
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        DeepSpeedZeroConfig(**config["zero_optimization"])
+    except (ValueError, TypeError, AssertionError) as error:
+        told = "; ".join(_told(error))
+        reason = f"DeepSpeed refuses its zero_optimization: {told}."
+        raise refused(reason, "See DeepSpeed's documentation of the section.") from error
+    optimizer, scheduler = find(config, "optimizer.type"), find(config, "scheduler.type")
+    if optimizer and optimizer.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, optimizer):
+        known = ", ".join(DEEPSPEED_OPTIMIZERS)
+        raise refused(f"There is no optimizer {optimizer!r}.", f"Use one of torch's, or of DeepSpeed's: {known}.")
+    if scheduler and not hasattr(lr_schedules, scheduler) and not hasattr(torch.optim.lr_scheduler, scheduler):
+        known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
+        raise refused(f"There is no schedule {scheduler!r}.", f"Use one of torch's, or of DeepSpeed's: {known}.")
+
+
+def check_nvme(config: Mapping[str, Any]) -> None:
+    """Raise where a config offloads to NVMe and DeepSpeed cannot; asks it whether it could compile what it takes.
+
+    Raises:
+        ConfigError: There is no path, or no libaio.
+    """
+    parts = [part for part in _OFFLOADS if find(config, f"zero_optimization.{part}.device") == "nvme"]
+    if not parts:
+        return
+    reason, remedy = None, ""
+    if not all(find(config, f"zero_optimization.{part}.nvme_path") for part in parts):
+        reason, remedy = "Nothing says where.", "Set nvme_path beside the device, to a folder on the drive."
+    else:
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            reason = "DeepSpeed reads and writes there through libaio, and does not find it or its headers."
+            remedy = "Install libaio (Debian: libaio-dev), or offload to the CPU."
+    if reason:
+        asked = f"A DeepSpeed config with device='nvme' in {' and '.join(parts)} was given."
+        raise ConfigError(explain(asked, reason, remedy))
+
+
+def _told(error: Exception) -> list[str]:
+    """Return what pydantic says of each key, or the error's own words."""
+    if not hasattr(error, "errors"):
+        return [str(error)]
+    return [f"{'.'.join(map(str, each['loc'])) or 'all of it'}: {each['msg']}" for each in error.errors()]

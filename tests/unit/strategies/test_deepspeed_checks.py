@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hftrain.core.errors import ConfigError
+from hftrain.strategies.deepspeed.checks import check_keys, check_offload
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimisation": {"stage": 3}}, "Write 'zero_optimization'"),
+        ({"gradient_cliping": 1.0}, "Write 'gradient_clipping'"),
+        ({"train_micro_batch_size_per_device": 1}, "Write 'train_micro_batch_size_per_gpu'"),
+        ({"optimiser": {"type": "AdamW"}}, "Write 'optimizer'"),
+        ({"bf16": True}, r"bf16 holds no settings.*bf16=True"),
+        ({"optimizer": "AdamW"}, "optimizer holds no settings"),
+        ({"scheduler": {"params": {}}}, "Its scheduler has no type"),
+        ({"optimizer": {"type": 3}}, "Its optimizer has no type"),
+    ],
+)
+def test_key_that_deepspeed_would_pass_over_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_keys(config)
+
+
+def test_keys_that_only_deepspeed_knows_are_left_to_it() -> None:
+    others = (
+        "aio",
+        "fp8",
+        "amp",
+        "data_types",
+        "wall_clock_breakdown",
+        "zero_allow_untested_optimizer",
+        "flops_profiler",
+    )
+    check_keys({**dict.fromkeys(others), "bf16": {"enabled": True}, "optimizer": {}, "scheduler": None})
+
+
+@pytest.mark.parametrize(
+    ("stage", "part", "device", "remedy"),
+    [
+        (0, "offload_optimizer", "cpu", "Set stage 1, or leave offload_optimizer out"),
+        (2, "offload_optimizer", "nvme", "Set stage 3, or offload to the CPU, or leave offload_optimizer out"),
+        (0, "offload_optimizer", "nvme", "Set stage 3, or leave offload_optimizer out"),
+        (2, "offload_param", "cpu", "Set stage 3, or leave offload_param out"),
+        (2, "offload_param", "nvme", "Set stage 3, or leave offload_param out"),
+    ],
+)
+def test_offload_that_the_stage_would_not_do_is_refused(stage: int, part: str, device: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        check_offload({"zero_optimization": {"stage": stage, part: {"device": device}}})
+
+
+@pytest.mark.parametrize(
+    ("stage", "part", "device"),
+    [(1, "offload_optimizer", "cpu"), (3, "offload_optimizer", "nvme"), (3, "offload_param", "cpu")],
+)
+def test_offload_that_the_stage_does_is_left(stage: int, part: str, device: str) -> None:
+    check_offload({"zero_optimization": {"stage": stage, part: {"device": device}}})
+    check_offload({"zero_optimization": {"stage": 0, part: {"device": "none"}}})
+    check_offload({"zero_optimization": {}})
