@@ -205,6 +205,7 @@ def test_hostile_file_is_refused_in_every_slot(server: ForkServer, sources: str,
 
 
 @pytest.mark.guarantees
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("manifest", ["signed", "absent"])
 @pytest.mark.parametrize("slot", SLOTS)
 def test_hostile_file_is_refused_whatever_the_manifest_says(
@@ -233,6 +234,7 @@ def test_wrong_value_in_a_file_ends_in_a_checkpoint_error(server: ForkServer, so
 
 
 @pytest.mark.guarantees
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("slot", TREES)
 def test_every_wrong_value_in_a_file_ends_in_a_checkpoint_error(server: ForkServer, sources: str, slot: str) -> None:
     check_trees(server, sources, slot, every=1)
