@@ -61,7 +61,7 @@ class Strike(TrainerCallback):
                 os.kill(self.pids[rank], signal.Signals[name])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let no signal come when the training is over, which would end the process and with it the test."""
+        """Let every signal come before the training is over: later, it would end the process and with it the test."""
         if self.sender.ident is not None:
             self.sender.join()
 
@@ -144,6 +144,7 @@ def all_moments(folder: str) -> dict[str, Any]:
             strategy.all_true(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL),
         ]
     found["SIGUSR1"] = saved_in_passing(Path(folder) / "passing", pids, whole)
+    found["finishing"] = stopped_while_the_main_process_finishes(Path(folder) / "finishing", pids)
     return found
 
 
@@ -155,6 +156,21 @@ def saved_in_passing(run: Path, pids: list[int], whole: list[Any]) -> list[Any]:
     resumed = make_trainer(run, save_steps=100)
     resumed.train(resume_from_checkpoint=str(run / f"checkpoint-{steps[0]}"))
     return [done, steps, outcome(trainer) == whole, outcome(resumed) == whole]
+
+
+def stopped_while_the_main_process_finishes(run: Path, pids: list[int]) -> list[Any]:
+    """Signal a process that has trained all steps and waits for the main one."""
+
+    class Finish(TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.is_world_process_zero:
+                time.sleep(0.3)
+                os.kill(pids[1], signal.SIGTERM)
+
+    trainer = make_trainer(run, Finish())
+    with pytest.raises(TrainingStopped, match=r"when it was complete\. The last checkpoint is checkpoint-14"):
+        trainer.train()
+    return trainer.strategy.gather_object(verify(run / "checkpoint-14").step)
 
 
 pytestmark = [
@@ -171,6 +187,7 @@ def test_a_signal_to_any_process_at_any_moment_stops_all_and_the_resume_is_exact
     done, steps, is_same, is_resumed = answers[0].pop("SIGUSR1")
     assert (done, is_same, is_resumed, len(steps)) == (MAX_STEPS, True, True, 2)
     assert STRIKE <= steps[0] < steps[1] == MAX_STEPS
+    assert answers[0].pop("finishing") == [MAX_STEPS] * 2
     assert len(answers[0]) == len(CASES)
     for case, (step, steps, was_marked, is_same, is_back) in answers[0].items():
         assert steps == [step, step], case
@@ -184,7 +201,7 @@ def random_moments(folder: str, seed: int, num_rounds: int) -> dict[str, Any]:
     undisturbed.train()
     whole, strategy = outcome(undisturbed), undisturbed.strategy
     pids, random = strategy.gather_object(os.getpid()), Random(seed)
-    num_stops, different = 0, []
+    num_stops, different, unheeded = 0, [], []
     for number in range(num_rounds):
         run, is_done, num_starts = Path(folder) / f"round-{number}", False, 0
         while not is_done:
@@ -193,17 +210,20 @@ def random_moments(folder: str, seed: int, num_rounds: int) -> dict[str, Any]:
                 for _ in range(random.randint(1, 3))
             ]
             phase, step = random.choice(["train", "evaluate", "save"]), random.randrange(MAX_STEPS)
-            trainer = make_trainer(run, Strike(sends if num_starts < 4 else [], phase, pids, step=step))
+            strike = Strike(sends if num_starts < 4 else [], phase, pids, step=step)
+            trainer = make_trainer(run, strike)
             num_starts += 1
             try:
                 trainer.train(resume_from_checkpoint="auto")
                 is_done = True
+                if strike.is_done and any(name == "SIGTERM" for _, _, name in strike.sends):
+                    unheeded.append([number, strike.sends, phase, step])
             except TrainingStopped:
                 num_stops += 1
                 is_done = trainer.state.global_step == MAX_STEPS
         if outcome(trainer) != whole:
             different.append(number)
-    return {"stops": strategy.gather_object(num_stops), "different": different}
+    return {"stops": strategy.gather_object(num_stops), "different": different, "unheeded": unheeded}
 
 
 @pytest.mark.guarantees
@@ -212,9 +232,10 @@ def random_moments(folder: str, seed: int, num_rounds: int) -> dict[str, Any]:
 def test_signals_at_random_moments_stop_all_and_the_resumes_are_exact(
     run_distributed: Callable[..., list[Any]], tmp_path: Path, seed: int
 ) -> None:
-    answers = run_distributed(random_moments, folder=str(tmp_path), seed=seed, num_rounds=25, timeout_s=1800)
+    answers = run_distributed(random_moments, folder=str(tmp_path), seed=seed, num_rounds=40, timeout_s=1800)
     for answer in answers:
         assert answer["different"] == []
+        assert answer["unheeded"] == []
         assert answer["stops"] == [answers[0]["stops"][0]] * 2
         assert answer["stops"][0] >= 25
 

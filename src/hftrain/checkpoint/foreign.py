@@ -25,6 +25,8 @@ from hftrain.core.state import TrainerState
 _ADDED = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
 # The optimizers' states that have the shape of their parameter.
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+# Of what counts something.
+_END = 1 << 53
 
 
 def is_foreign(folder: Path) -> bool:
@@ -154,10 +156,10 @@ def _read_state(folder: Path) -> TrainerState:
     state = load_trainer_state(folder)
     counts = (state.global_step, state.max_steps)
     numbers = (state.epoch or 0.0,)
-    is_sound = all(type(count) is int and count >= 0 for count in counts)
-    is_sound = is_sound and all(type(n) in (int, float) and math.isfinite(n) and n >= 0 for n in numbers)
+    is_sound = all(type(count) is int and 0 <= count < _END for count in counts)
+    is_sound = is_sound and all(type(n) in (int, float) and 0 <= n < _END for n in numbers)
     size = state.train_batch_size
-    if not is_sound or not (size is None or (type(size) is int and size > 0)):
+    if not is_sound or not (size is None or (type(size) is int and 0 < size < _END)):
         raise _unusable(folder / TRAINER_STATE, "Its counters are not numbers of steps, passes and samples")
     return state
 

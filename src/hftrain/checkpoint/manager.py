@@ -251,6 +251,10 @@ class CheckpointManager:
             has_deleted = has_deleted or not path.exists()
         return has_deleted
 
+    def tidy(self) -> None:
+        """Delete what killed saves left behind; for the committer alone, before anything is saved."""
+        files.sweep(self.config.output_dir, is_ours=_is_ours)
+
     def keep_only(self, path: Path) -> None:
         """Delete all other checkpoints at a run's end, if this one is whole; for the main process alone.
 

@@ -189,6 +189,11 @@ class SharedRequests(StepRequests):
         self._is_taken.set()
         return what
 
+    def left_over(self) -> str | None:
+        asked, agreed = super().left_over(), self._agreed
+        # The boundary that was agreed on may lie behind the run's end.
+        return strongest([asked, agreed[0]]) if agreed is not None and agreed[0] in STOPS else asked
+
     def start(self) -> None:
         self._watcher.start()
 
@@ -235,8 +240,9 @@ class SharedRequests(StepRequests):
         agreed = None if found is None else json.loads(found)
         if agreed is None:
             return self._go_on_alone()
-        self._asked.difference_update(_BY_STRENGTH[: _BY_STRENGTH.index(agreed[0]) + 1])
+        # In this order: a stop shows in one of them at any time, see `left_over`.
         self._agreed = agreed[0], int(agreed[1])
+        self._asked.difference_update(_BY_STRENGTH[: _BY_STRENGTH.index(agreed[0]) + 1])
         self._is_known.set()
         while not self._is_taken.wait(_POLL_S):
             if self._is_closing:

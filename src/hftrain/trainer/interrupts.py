@@ -116,6 +116,8 @@ class Interrupts:
     def settle(self) -> None:
         """End a run that is complete like one that was stopped, if the stop was asked for too late; collective."""
         if self.requests is not None and self.trainer.save_policy.on_signal:
+            # A process may wait long for the main one, which finishes the run, and is to look only then.
+            self.trainer.strategy.barrier()
             asked = strongest(self.trainer.strategy.gather_object(self.requests.left_over()))
             if asked is not None:
                 self._stop(asked, "when it was complete", is_complete=True)

@@ -95,7 +95,8 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def check_room(trainer: Trainer, manager: CheckpointManager, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a run whose output folder cannot hold one checkpoint, before its first step. Collective.
 
-    A resumed run that has one there already may go on, unless it is to stop when there is no room.
+    What killed saves left there is deleted first: it takes room, and this run may have nothing more to save. A resumed
+    run that has one there already may go on, unless it is to stop when there is no room.
 
     Raises:
         ConfigError: There is not the room for one.
@@ -103,6 +104,7 @@ def check_room(trainer: Trainer, manager: CheckpointManager, optimizer: torch.op
     needed = checkpoint_bytes(trainer, optimizer, is_first=True)
     is_enough, free = True, 0
     if manager.is_committer:
+        manager.tidy()
         free = free_bytes(manager.config.output_dir)
         logger.info("A checkpoint takes about %s; %s are free.", readable_bytes(needed), readable_bytes(free))
         is_enough = free >= needed or (trainer.save_policy.on_full_disk != "stop" and bool(manager.own_checkpoints()))

@@ -597,6 +597,9 @@ class Trainer:
                 session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
                 try:
                     return session.run()
+                except RuntimeError as error:
+                    report_late_ranks(self, error)  # as long as the session knows what it was about
+                    raise
                 finally:
                     session.close()
                     self._session = None

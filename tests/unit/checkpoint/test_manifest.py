@@ -157,6 +157,7 @@ def test_verify_refuses_a_checkpoint_under_the_name_of_another_step(checkpoint):
         (lambda body: body.update(format_version=2), "Its format is 2"),
         (lambda body: body.update(more=1), "entries"),
         (lambda body: body.pop("facts"), "entries"),
+        (lambda body: body["facts"].update(progress={"epoch": 10**30}), "entries"),
         (lambda body: body.update(step="5"), "entries"),
         (lambda body: body.update(files=[]), "entries"),
         (lambda body: body["files"].update(a={"size": 1}), "entries"),

@@ -150,6 +150,22 @@ def test_a_run_that_ends_before_the_request_is_agreed_on_just_ends() -> None:
     assert made[1].requests.left_over() == "SIGTERM"
 
 
+def test_a_stop_that_was_agreed_on_and_not_handed_out_is_left_over() -> None:
+    board, progress = Board(), Progress(step=9)
+    made = [
+        SharedRequests(lambda: None, [], board=board, rank=rank, world_size=2, progress=progress) for rank in range(2)
+    ]
+    for each in made:
+        each.start()
+    made[1].ask("SIGTERM")
+    wait_until(lambda: made[0].left_over() == "SIGTERM")
+    assert made[0].due(10) == "SIGTERM"
+    assert made[0].left_over() is None
+    for each in made:
+        each.close()
+    assert made[1].left_over() == "SIGTERM"
+
+
 @pytest.fixture
 def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Note the end of the process in place of ending it, which would end pytest."""

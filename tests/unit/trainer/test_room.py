@@ -111,6 +111,17 @@ def test_size_counts_one_tensor_once() -> None:
     assert tree_bytes({"a": tensor, "b": [tensor, torch.zeros(2)]}) == 40
 
 
+def test_leftovers_of_a_killed_save_are_gone_even_if_nothing_more_is_saved(tmp_path: Path) -> None:
+    make_trainer(tmp_path).train()
+    left = [tmp_path / f".{kind}-checkpoint-9-0123abcd" for kind in ("staging", "trash")]
+    for folder in left:
+        folder.mkdir()
+    make_trainer(tmp_path, save_strategy="no").train(resume_from_checkpoint=True)
+    assert all(folder.exists() for folder in left), "this run has no business there"
+    assert make_trainer(tmp_path).train(resume_from_checkpoint=True).global_step == 12
+    assert names(tmp_path) == [path.name for path in tmp_path.iterdir()] == ["checkpoint-12"]
+
+
 # -- a shortage that is foreseen; the disk's answer is a stand-in ------------------------------------------------------
 
 

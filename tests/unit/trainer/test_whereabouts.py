@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import Trainer, TrainerCallback
@@ -33,6 +34,23 @@ def test_phases_of_a_run(tmp_path: Path) -> None:
     found.clear()
     trainer.predict(make_rows(4))
     assert found == ["predict"]
+
+
+def test_a_failed_exchange_is_reported_from_where_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    class Fail(TrainerCallback):
+        def on_save(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("gloo: Timed out")
+
+    def report(trainer: Trainer, error: Exception) -> None:
+        found.append(whereabouts(trainer))
+
+    monkeypatch.setattr("hftrain.trainer.trainer.report_late_ranks", report)
+    arguments = make_arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    with pytest.raises(RuntimeError, match="gloo"):
+        Trainer(Net(), arguments, train_dataset=make_rows(), callbacks=[Fail()]).train()
+    assert found[0] == "save checkpoint-2"
 
 
 def test_one_process_has_nobody_to_wait_for(tmp_path: Path) -> None:
