@@ -1,4 +1,4 @@
-"""ZeRO-3 with optimizer and parameters on a drive, on two real processes, where what DeepSpeed compiles for it is there.
+"""ZeRO-3 with optimizer and parameters on a drive, on two processes, where what DeepSpeed compiles for it exists.
 
 Compiling it takes minutes, so no test does. Once `python -c "from deepspeed.ops.op_builder import AsyncIOBuilder as b;
 b().load()"` has run in the environment, the tests run, too.
@@ -19,7 +19,6 @@ from torch import nn
 from torch.utils.cpp_extension import get_default_build_root
 
 from hftrain import Trainer, set_seed
-from hftrain.checkpoint.weights import read_weights
 
 pytestmark = pytest.mark.deepspeed
 
