@@ -156,13 +156,6 @@ def test_trainer_says_that_deepspeed_is_at_work(tmp_path: Path) -> None:
             "sync_each_batch",
         ),
         ({"strategy": "deepspeed", "accelerator_config": {"use_configured_state": True}}, "use_configured_state"),
-        (
-            {
-                "config": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
-                "save_strategy": "steps",
-            },
-            "Offload of the optimizer to NVMe",
-        ),
         ({"strategy": "deepspeed_stage_3", "config": {"zero_optimization": {"stage": 2}}}, "means stage 3"),
         ({"strategy": "ddp", "config": {"zero_optimization": {"stage": 2}}}, "strategy='ddp' was asked for together"),
         ({"strategy": "deepspeed", "fsdp": "full_shard"}, "together with fsdp"),

@@ -3,9 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
 from hftrain.core.errors import ConfigError
-from hftrain.strategies.deepspeed.checks import check_keys, check_offload
+from hftrain.strategies.deepspeed.checks import check_buffers, check_keys, check_offload
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,12 @@ def test_offload_that_the_stage_does_is_left(stage: int, part: str, device: str)
     check_offload({"zero_optimization": {"stage": stage, part: {"device": device}}})
     check_offload({"zero_optimization": {"stage": 0, part: {"device": "none"}}})
     check_offload({"zero_optimization": {}})
+
+
+def test_parameter_that_does_not_fit_the_buffers_is_refused() -> None:
+    config = {"zero_optimization": {"offload_param": {"device": "nvme", "buffer_size": 40}}}
+    with pytest.raises(ConfigError, match=r"A process's part of weight has 50 numbers, and .* buffer_size is 40"):
+        check_buffers(config, nn.Linear(10, 10), world_size=2)
+    check_buffers(config, nn.Linear(10, 10), world_size=3)
+    check_buffers({"zero_optimization": {"offload_param": {"device": "nvme"}}}, nn.Linear(10, 10), world_size=1)
+    check_buffers({"zero_optimization": {}}, nn.Linear(10, 10), world_size=1)

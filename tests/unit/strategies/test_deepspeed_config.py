@@ -70,6 +70,15 @@ def test_name_of_a_strategy_stands_for_a_config() -> None:
         with_preset({"zero_optimization": {"stage": 2}}, stage=3, offload=False)
 
 
+@pytest.mark.parametrize("given", [{}, {"stage3_prefetch_bucket_size": "auto"}])
+def test_parameters_on_nvme_are_not_prefetched_unless_the_config_says_so(given: dict[str, object]) -> None:
+    zero = {"stage": 3, "offload_param": {"device": "nvme"}, **given}
+    filled = with_preset({"zero_optimization": zero}, stage=None, offload=False)
+    assert filled["zero_optimization"]["stage3_prefetch_bucket_size"] == 0
+    chosen = {"zero_optimization": {**zero, "stage3_prefetch_bucket_size": 7}}
+    assert with_preset(chosen, stage=None, offload=False)["zero_optimization"]["stage3_prefetch_bucket_size"] == 7
+
+
 def test_auto_values_are_filled_and_absent_ones_only_where_asked_for() -> None:
     config = {"a": "auto", "deep": {"b": "auto", "same": [0.9, 0.999]}}
     fill(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from hftrain.core.errors import ConfigError, explain
 from hftrain.strategies.deepspeed.config import find, refused
@@ -19,6 +20,7 @@ _KEYS = (
 )  # fmt: skip
 _SECTIONS = ("fp16", "bf16", "amp", "torch_autocast", "optimizer", "scheduler")
 _LIKENESS = 0.85
+_BUFFER_SIZE = 100_000_000  # DeepSpeed's own
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
@@ -58,6 +60,17 @@ def check_offload(config: Mapping[str, Any]) -> None:
                 f"Set stage {needed}{', or offload to the CPU' if stage >= least else ''}, or leave {part} out.",
                 stage=stage,
             )
+
+
+def check_for_training(config: Mapping[str, Any], model: nn.Module, *, world_size: int) -> None:
+    """Raise where DeepSpeed could not train a model with a config that is filled. Imports DeepSpeed.
+
+    Raises:
+        ConfigError: It could not.
+    """
+    check_nvme(config)
+    check_buffers(config, model, world_size=world_size)
+    check_with_deepspeed(config)
 
 
 def check_with_deepspeed(config: Mapping[str, Any]) -> None:
@@ -106,6 +119,23 @@ def check_nvme(config: Mapping[str, Any]) -> None:
     if reason:
         asked = f"A DeepSpeed config with device='nvme' in {' and '.join(parts)} was given."
         raise ConfigError(explain(asked, reason, remedy))
+
+
+def check_buffers(config: Mapping[str, Any], model: nn.Module, *, world_size: int) -> None:
+    """Raise where a process's part of a parameter does not fit the buffers through which it goes to NVMe and back.
+
+    Raises:
+        ConfigError: So it is.
+    """
+    offload = find(config, "zero_optimization.offload_param")
+    if not offload or offload.get("device") != "nvme":
+        return
+    sizes = {name: getattr(each, "ds_numel", each.numel()) for name, each in model.named_parameters()}
+    largest = max(sizes, key=sizes.__getitem__, default="")
+    needed, present = -(-sizes.get(largest, 0) // world_size), offload.get("buffer_size", _BUFFER_SIZE)
+    if needed > present:
+        reason = f"A process's part of {largest} has {needed} numbers, and offload_param's buffer_size is {present}."
+        raise refused(reason, f"Set buffer_size to {needed} or more; buffer_count of them are kept in memory.")
 
 
 def _told(error: Exception) -> list[str]:

@@ -17,6 +17,7 @@ from hftrain.core.errors import ConfigError, explain
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_PREFETCH = "stage3_prefetch_bucket_size"
 # Of these the engine splits the work in ways that the loaders do not follow.
 _PARALLEL = (("tensor_parallel", "autotp_size"), ("sequence_parallel_size",))
 
@@ -99,6 +100,9 @@ def with_preset(config: dict[str, Any] | None, *, stage: int | None, offload: bo
             if isinstance(device, Mapping) and device.get("device", "none") == "none":
                 reason = f"The strategy's name means offload, and the config's {part} says that nothing is offloaded."
                 raise refused(reason, f"Take the name without offload, or leave {part} out.")
+    if find(config, "zero_optimization.offload_param.device") == "nvme" and zero.get(_PREFETCH, AUTO) == AUTO:
+        # DeepSpeed 0.19 asks the drive twice for what ends the forward pass and begins the backward one, and fails.
+        zero[_PREFETCH] = 0
     if is_own and zero["stage"] == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     return config

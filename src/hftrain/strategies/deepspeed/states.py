@@ -26,7 +26,12 @@ _MASTERS = (
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _MASTER = "master"
-_LAYOUTS = {"whole": "ZeRO stage 0", "flat": "ZeRO stage 1 or 2", "each": "ZeRO stage 3"}
+_LAYOUTS = {
+    "whole": "ZeRO stage 0",
+    "flat": "ZeRO stage 1 or 2",
+    "turns": "ZeRO stage 1 or 2 with round_robin_gradients",
+    "each": "ZeRO stage 3",
+}
 
 
 def is_plain(engine: Any) -> bool:
@@ -125,7 +130,8 @@ def _copied(value: Any) -> Any:
 def _layout(engine: Any) -> str:
     """Return what decides which process holds what: stages 1 and 2 split alike."""
     stage = engine.zero_optimization_stage()
-    return "whole" if stage == 0 else "each" if stage == 3 else "flat"
+    takes_turns = getattr(engine.optimizer, "round_robin_gradients", False)
+    return "whole" if stage == 0 else "each" if stage == 3 else "turns" if takes_turns else "flat"
 
 
 def _masters(engine: Any) -> list[torch.Tensor]:

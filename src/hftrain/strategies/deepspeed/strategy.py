@@ -18,7 +18,7 @@ from hftrain.core.errors import ConfigError, StrategyError, explain
 from hftrain.core.log import warn_once
 from hftrain.core.optional import require
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
-from hftrain.strategies.deepspeed.checks import check_keys, check_nvme, check_offload, check_with_deepspeed
+from hftrain.strategies.deepspeed.checks import check_for_training, check_keys, check_offload
 from hftrain.strategies.deepspeed.config import (
     HALVES,
     Fill,
@@ -34,7 +34,7 @@ from hftrain.strategies.deepspeed.config import (
 )
 from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_processes
 from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
-from hftrain.strategies.deepspeed.zero3 import is_partitioned, load_whole, rows_of
+from hftrain.strategies.deepspeed.zero3 import is_partitioned, load_whole, rows_of, split_for_nvme, whole_of
 from hftrain.strategies.lockstep import SplittingStrategy
 
 # Known once the data is open.
@@ -143,7 +143,6 @@ class DeepSpeedStrategy(SplittingStrategy):
                 nothing is to be trained, or what offload to NVMe takes is not here.
         """
         config = read_config(self.config)
-        check_nvme(config)
         fill(config, model_values(model))
         left = [key for key in find_auto(config) if key not in _PLANNED]
         if left:
@@ -151,7 +150,7 @@ class DeepSpeedStrategy(SplittingStrategy):
             if hidden_size(model) is None:
                 reason += f" {type(model).__name__} has no config with a hidden_size."
             raise refused(reason, "Write numbers in the config, or leave the keys out.")
-        check_with_deepspeed(config)
+        check_for_training(config, model, world_size=self.world_size)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError(
                 explain(
@@ -319,7 +318,7 @@ class DeepSpeedStrategy(SplittingStrategy):
                 "each process writes its rows to model_shard-*.safetensors, and no model.safetensors is written."
             )
             return {}
-        return self._engine._zero3_consolidated_16bit_state_dict() or {}
+        return whole_of(bare, is_main=self.is_main)
 
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         bare = self.unwrap(model)
@@ -362,6 +361,7 @@ class DeepSpeedStrategy(SplittingStrategy):
         trained = None
         if optimizer is None and "optimizer" in config:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        split_for_nvme(model, config)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trained, config=config)
         half = next((name for name in HALVES if find(config, f"{name}.enabled")), None)
         if half is not None:

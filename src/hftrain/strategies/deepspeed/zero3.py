@@ -9,11 +9,23 @@ import torch
 from torch import nn
 
 from hftrain.core.types import Shard
+from hftrain.strategies.deepspeed.config import HALVES, find
 
 
 def is_partitioned(model: nn.Module) -> bool:
     """Tell whether a model's parameters are split."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def split_for_nvme(model: nn.Module, config: dict[str, Any]) -> None:
+    """Split a float32 model whose parameters go to NVMe, before its engine would. Collective; mutates the model."""
+    is_away = find(config, "zero_optimization.offload_param.device") == "nvme"
+    if not is_away or is_partitioned(model) or any(find(config, f"{half}.enabled") for half in HALVES):
+        return
+    import deepspeed
+
+    # DeepSpeed 0.19's engine makes buffers of 16 bits for parameters of 32, on a device without float16.
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)
 
 
 def rows_of(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Shard]:
@@ -35,6 +47,24 @@ def rows_of(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Shard]
             rows = whole[rank * per_process : (rank + 1) * per_process]
             if len(rows):
                 found[name] = Shard(rows.cpu().clone(), rank * per_process, len(whole))
+    return found
+
+
+def whole_of(model: nn.Module, *, is_main: bool) -> dict[str, torch.Tensor]:
+    """Return the whole state of a model in host memory, in the main process; elsewhere nothing. Collective.
+
+    DeepSpeed's own way takes parameters that are on NVMe for one and the same, and returns the first for all.
+    """
+    import deepspeed
+
+    found: dict[str, torch.Tensor] = {}
+    kept: dict[int, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        with deepspeed.zero.GatheredParameters([tensor] if hasattr(tensor, "ds_id") else []):
+            if is_main:
+                if id(tensor) not in kept:
+                    kept[id(tensor)] = tensor.detach().cpu().clone()
+                found[name] = kept[id(tensor)]
     return found
 
 
