@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -21,6 +22,8 @@ R = TypeVar("R")
 _NEEDED = {"Adam": {"exp_avg", "exp_avg_sq", "step"}, "AdamW": {"exp_avg", "exp_avg_sq", "step"}}
 # Settings with which a step is another computation, or needs a state of its own.
 _MODES = {"amsgrad", "capturable", "centered", "differentiable", "maximize", "nesterov"}
+# Settings that are True, False, or left to torch by None.
+_CHOICES = {"foreach", "fused"}
 # Settings that have a range.
 _RANGED = {"alpha", "beta2_decay", "betas", "dampening", "eps", "eta", "etas", "initial_accumulator_value", "lambd",
            "lr", "lr_decay", "momentum", "momentum_decay", "rho", "step_sizes", "t0", "weight_decay"}  # fmt: skip
@@ -71,7 +74,7 @@ def check_state(path: Path, state: Mapping[str, Any], owner: Any, *, own: Mappin
         elif name not in own:
             if not isinstance(name, str) or hasattr(owner, name):
                 raise misfit(path, f"It would overwrite {name!r} of {type(owner).__name__}")
-        elif not is_alike(state[name], own[name]):
+        elif not is_alike(state[name], own[name]) or (state[name] is None and type(own[name]) is int):
             raise misfit(path, f"Its {name!r} is a {type(state[name]).__name__} of another shape than the run's")
 
 
@@ -91,6 +94,7 @@ def check_optimizer(path: Path, optimizer: torch.optim.Optimizer, *, before: lis
     for number, (settings, group) in enumerate(zip(before, optimizer.param_groups, strict=True)):
         for name, value in settings.items():
             is_fit = name in group and is_alike(group[name], value)
+            is_fit = is_fit and (name not in _CHOICES or isinstance(group[name], (bool, NoneType)))
             if not is_fit or (name in _MODES and bool(group[name]) != bool(value)):
                 raise misfit(path, f"{name!r} of group {number} is absent, or not what the optimizer has there")
         _check_ranges(path, optimizer, group)

@@ -90,4 +90,5 @@ def is_alike(saved: Any, own: Any, *, is_deep: bool = True) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    is_plain = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)  # what torch takes
+    return is_plain or (isinstance(value, torch.Tensor) and value.numel() == 1)

@@ -78,7 +78,14 @@ class TrainFeed:
         return state
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on, at the next `open`, with what `state_dict` returned; None leaves everything to skipping."""
+        """Go on, at the next `open`, with what `state_dict` returned; None leaves everything to skipping.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        is_fit = state is None or isinstance(state, dict)
+        if not is_fit or any(isinstance((state or {}).get(name), torch.Tensor) for name in _SHAPE):
+            raise ValueError("The state of the training data is none that was saved.")
         self._state = state
 
     def close(self) -> None:

@@ -182,6 +182,7 @@ class LogWindow:
 def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
     is_one = not isinstance(value, torch.Tensor) or value.dim() == 0
     members = value if isinstance(value, list) else []
+    is_one = is_one and not (isinstance(value, int) and abs(value) >= 1 << 63)
     return is_one and isinstance(value, kinds) and all(_is_of(each, (torch.Tensor,)) for each in members)
 
 

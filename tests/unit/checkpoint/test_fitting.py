@@ -47,7 +47,9 @@ def schedule() -> torch.optim.lr_scheduler.LRScheduler:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"last_epoch": None, "step": 5}, "overwrite 'step'"),
+        ({"step": 5}, "overwrite 'step'"),
+        ({"last_epoch": None}, "'last_epoch' is a NoneType"),
+        ({"_step_count": 10**30}, "'_step_count' is a int"),
         ({"last_epoch": "x"}, "'last_epoch' is a str"),
         ({"base_lrs": [0.1, 0.2]}, "'base_lrs' is a list"),
         ({5: 5}, "overwrite 5"),
@@ -79,6 +81,8 @@ def stepped() -> torch.optim.Optimizer:
     [
         (lambda optimizer, state: optimizer.param_groups[0].pop("eps"), "'eps' of group 0"),
         (lambda optimizer, state: optimizer.param_groups[0].update(betas=(0.9,)), "'betas' of group 0"),
+        (lambda optimizer, state: optimizer.param_groups[0].update(eps=10**30), "'eps' of group 0"),
+        (lambda optimizer, state: optimizer.param_groups[0].update(foreach=torch.ones(2)), "'foreach' of group 0"),
         (lambda optimizer, state: optimizer.param_groups[0].update(maximize=True), "'maximize' of group 0"),
         (lambda optimizer, state: optimizer.param_groups[0].update(lr=-1.0), "Invalid learning rate"),
         (lambda optimizer, state: state.pop("exp_avg"), "has only"),

@@ -159,6 +159,12 @@ def test_abandoned_epochs_leave_no_worker():
         assert multiprocessing.active_children() == []
 
 
+@pytest.mark.parametrize("state", [5, "x", [1], torch.ones(()), {"num_workers": torch.ones(2)}])
+def test_state_that_no_feed_has_is_refused(state):
+    with pytest.raises(ValueError, match="none that was saved"):
+        TrainFeed(DataLoader(Items()), seed=1).load_state_dict(state)
+
+
 def test_open_tells_the_epoch_to_every_part_once():
     sampler, dataset = Recorder([2, 0, 1]), Recorder([7, 8, 9])
     data = TrainFeed(DataLoader(dataset, batch_size=2, sampler=sampler, collate_fn=list), seed=0)

@@ -144,6 +144,12 @@ def test_loss_window_goes_on_from_its_state(num_before: int) -> None:
     assert second.mean_over_run() == whole.mean_over_run()
 
 
+@pytest.mark.parametrize("state", [{"num_steps": 10**30}, {"num_finite": "x"}, {"more": 1}])
+def test_state_that_no_window_has_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="state of a logging window"):
+        make_window().load_state_dict(state, device=torch.device("cpu"))
+
+
 def test_long_window_is_the_same_to_the_last_bit_after_a_resume() -> None:
     losses = [loss.item() for loss in torch.randn(150).exp()]
     whole = make_window()
