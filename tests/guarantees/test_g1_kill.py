@@ -197,11 +197,12 @@ def test_sigkill_while_a_save_is_written_in_the_background_costs_that_save_alone
     folder = tmp_path / "run"
     running = server.start(folder=str(folder), resume=False, hold=6, **options)
     deadline = time.monotonic() + 60
-    while not (folder / "held").exists() and time.monotonic() < deadline:
+    held = folder / "held"
+    while not (held.exists() and held.read_text()) and time.monotonic() < deadline:
         time.sleep(0.01)
     kill(running.pids[0])
     assert server.wait().statuses == [-signal.SIGKILL]
-    assert (folder / "held").read_text() == "hftrain-save"
+    assert held.read_text() == "hftrain-save"
     left = sorted(path.name.partition("-6-")[0] for path in (folder / "out").iterdir())
     assert left == [".staging-checkpoint", "checkpoint-3"]
     verify(folder / "out" / "checkpoint-3")

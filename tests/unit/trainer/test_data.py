@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ class Watch(TrainerCallback):
 
 
 def test_evaluation_workers_persist_without_leaking_and_end_with_the_run(tmp_path: Path) -> None:
+    gc.collect()  # what earlier tests have left would end during this one
     watch, before = Watch(), len(psutil.Process().children())
     arguments = make_arguments(
         tmp_path, eval_strategy="steps", eval_steps=1, max_steps=25, dataloader_num_workers=1,
