@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import itertools
 import os
 import sys
@@ -80,6 +81,7 @@ class DistributedStrategy(Strategy):
         """
         if self._device is not None:
             return
+        _spare_forked_processes()
         if dist.is_initialized():
             device = self._join()
         else:
@@ -222,6 +224,17 @@ class DistributedStrategy(Strategy):
             timeout=self.timeout,
         )
         return self.planned_device
+
+
+@functools.cache
+def _spare_forked_processes() -> None:
+    """Let no process that is forked from this one collect what was garbage here.
+
+    A group that was left lives on for as long as a model's wrapper does. Its threads are not in a forked process, such
+    as a loader's worker, whose collector would wait for them in vain or crash.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=gc.freeze)
 
 
 @functools.cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -136,3 +138,34 @@ def test_backend_that_does_not_serve_the_cpu_is_refused(backend: str) -> None:
     with pytest.raises(ConfigError, match=r"Use one of \['gloo'"):
         DDPStrategy(use_cpu=True, backend=backend)
     assert not dist.is_initialized()
+
+
+LEFT_GROUPS = """
+import gc, os, signal, torch
+from hftrain import precisions
+from hftrain.strategies.ddp import DDPStrategy
+
+gc.disable()
+for _ in range(3):
+    strategy = DDPStrategy(use_cpu=True)
+    strategy.launch()
+    policy = precisions.create("fp32").policy
+    garbage = [strategy.setup(torch.nn.Linear(2, 1), lambda model: torch.optim.SGD(model.parameters()), policy)]
+    garbage.append(garbage)
+    strategy.close()
+    del garbage
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    gc.collect()
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_forked_process_lives_although_left_groups_are_garbage() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LEFT_GROUPS], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ended.stdout.split() == ["0"]
