@@ -39,7 +39,7 @@ ENV = {"OMP_NUM_THREADS": "1"}
 # Each worker takes about a gigabyte of memory; the tests of a file stay together, as they share their fixtures.
 WORKERS = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile")
 # Python's own timeout ends whatever Python can end. What hangs below it, in a library's lock, is ended by this one,
-# which prints every thread's place; the other tests still run.
+# which prints every thread's place; with workers, the other tests still run.
 NO_HANG = ("-o", "faulthandler_timeout=600", "-o", "faulthandler_exit_on_timeout=true")
 
 RUNS = Path("runs/quickstart")

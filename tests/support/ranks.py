@@ -36,7 +36,10 @@ class _Server:
     """A process to fork from, and the rank that it forked last."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # Without a buffer, or an answer could lie in it where nobody waits for it.
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
         self.pid: int | None = None
 
     def start(self, order: Mapping[str, Any]) -> None:
@@ -134,7 +137,8 @@ def _become_rank(order: Mapping[str, Any]) -> None:
     output = os.open(f"rank_{os.environ['RANK']}.txt", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.stdin = open(os.devnull)  # noqa: SIM115, it is this process's from now on
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # or a process that the rank starts could read the next order
+    sys.stdin = os.fdopen(0)
 
 
 def _serve() -> dict[str, Any] | None:

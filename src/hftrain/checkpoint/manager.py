@@ -253,7 +253,10 @@ class CheckpointManager:
 
     def tidy(self) -> None:
         """Delete what killed saves left behind; for the committer alone, before anything is saved."""
-        files.sweep(self.config.output_dir, is_ours=_is_ours)
+        try:
+            files.sweep(self.config.output_dir, is_ours=_is_ours)
+        except OSError as error:
+            logger.warning("Could not delete what a killed save left behind: %s", error)
 
     def keep_only(self, path: Path) -> None:
         """Delete all other checkpoints at a run's end, if this one is whole; for the main process alone.

@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
+from hftrain.core.log import get_logger
 from hftrain.core.tree import map_tensors
 from hftrain.storage.tensors import tensor_identity
+
+logger = get_logger(__name__)
 
 # Below, the caching allocator's rounding costs little; above, memory is registered as it is.
 _SMALL_BYTES = 1 << 20
@@ -104,6 +107,12 @@ class HostCopies:
         self.fence()
 
     def _reserve(self, likes: Sequence[torch.Tensor]) -> None:
+        try:
+            self._make_all(likes)
+        except (RuntimeError, MemoryError) as error:
+            logger.warning("The first save takes longer: its memory cannot be had beforehand (%s).", error)
+
+    def _make_all(self, likes: Sequence[torch.Tensor]) -> None:
         for like in likes:
             if self._is_needed.is_set():  # what is missing is made when it is copied
                 return

@@ -22,6 +22,7 @@ from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
 from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.trainer.capture import Keep, model_writer
+from hftrain.trainer.interrupts import saves_at_all
 from hftrain.trainer.remote import publish_quietly
 from hftrain.trainer.room import expected_state_bytes
 from hftrain.trainer.sharding import shard_writers
@@ -102,7 +103,7 @@ class CheckpointWrites:
             reason = str(error)
         if reason is not None and self.manager.is_committer:
             logger.warning("save_async=True changes nothing, every save waits until it is written: %s", reason)
-        if self._copies is not None:
+        if self._copies is not None and saves_at_all(self.trainer):
             self._reserve_later(self._copies, optimizer)
 
     @property

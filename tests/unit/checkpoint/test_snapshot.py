@@ -105,6 +105,24 @@ def test_memory_is_reserved_for_the_first_save() -> None:
     assert copies._free == {}
 
 
+def test_memory_that_cannot_be_reserved_is_said_and_taken_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copies, state = HostCopies(), {"a": torch.randn(5)}
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not enough memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(copies, "_make", fail)
+        copies.reserve(lambda keep: keep(state))
+        assert copies._reserving is not None
+        copies._reserving.join()
+    assert "cannot be had beforehand (not enough memory)" in caplog.text
+    copies.begin()
+    assert torch.equal(copies.copy(state)["a"], state["a"])
+
+
 def test_nothing_is_reserved_beside_copies() -> None:
     copies = HostCopies()
     state = {"a": torch.randn(5)}

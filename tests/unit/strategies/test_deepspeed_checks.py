@@ -30,6 +30,8 @@ def test_key_that_deepspeed_would_pass_over_is_refused(config: dict[str, Any], m
 def test_keys_that_only_deepspeed_knows_are_left_to_it() -> None:
     others = (
         "aio",
+        "_optimizer",
+        "fp16_",
         "fp8",
         "amp",
         "data_types",

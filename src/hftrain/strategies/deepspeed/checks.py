@@ -30,7 +30,10 @@ def check_keys(config: Mapping[str, Any]) -> None:
         ConfigError: Either.
     """
     for key in config:
-        near = [] if key in _KEYS else difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=_LIKENESS)
+        # A key with something before or after it was set aside by somebody.
+        near = (
+            [] if str(key).strip("_#") in _KEYS else difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=_LIKENESS)
+        )
         if near:
             raise refused(f"{key!r} is no key of it, and DeepSpeed would pass over it.", f"Write {near[0]!r}.")
     for name in _SECTIONS:
@@ -69,8 +72,8 @@ def check_for_training(config: Mapping[str, Any], model: nn.Module, *, world_siz
         ConfigError: It could not.
     """
     check_nvme(config)
-    check_buffers(config, model, world_size=world_size)
     check_with_deepspeed(config)
+    check_buffers(config, model, world_size=world_size)
 
 
 def check_with_deepspeed(config: Mapping[str, Any]) -> None:
@@ -132,7 +135,7 @@ def check_buffers(config: Mapping[str, Any], model: nn.Module, *, world_size: in
         return
     sizes = {name: getattr(each, "ds_numel", each.numel()) for name, each in model.named_parameters()}
     largest = max(sizes, key=sizes.__getitem__, default="")
-    needed, present = -(-sizes.get(largest, 0) // world_size), offload.get("buffer_size", _BUFFER_SIZE)
+    needed, present = -(-sizes.get(largest, 0) // world_size), int(float(offload.get("buffer_size", _BUFFER_SIZE)))
     if needed > present:
         reason = f"A process's part of {largest} has {needed} numbers, and offload_param's buffer_size is {present}."
         raise refused(reason, f"Set buffer_size to {needed} or more; buffer_count of them are kept in memory.")

@@ -61,7 +61,7 @@ def read_config(given: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise refused(f"It is a {type(given).__name__} and holds no settings.", "Give a JSON object, or a dict.")
     config: dict[str, Any] = copy.deepcopy(dict(given))
-    if "bfloat16" in config:
+    if "bfloat16" in config and "bf16" not in config:
         config["bf16"] = config.pop("bfloat16")  # the key's old name, which DeepSpeed still takes
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):

@@ -130,8 +130,9 @@ class DeepSpeedStrategy(SplittingStrategy):
         self.config = config
 
     def plan(self, *, num_steps: int, num_warmup_steps: int) -> None:
-        # DeepSpeed refuses a warm-up over no step, and makes two of one.
-        values = (num_steps, max(1, num_warmup_steps))
+        # DeepSpeed refuses a warm-up over no step, and makes two of one. Whoever writes 0 hears so from it.
+        least = 0 if find(self.config, _PLANNED[1]) == 0 else 1
+        values = (num_steps, max(least, num_warmup_steps))
         planned = zip(_PLANNED, values, strict=True)
         fill(self.config, [Fill(key=key, value=value, name=key.rpartition(".")[2]) for key, value in planned])
 

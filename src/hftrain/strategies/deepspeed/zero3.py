@@ -50,16 +50,19 @@ def rows_of(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Shard]
     return found
 
 
-def whole_of(model: nn.Module, *, is_main: bool) -> dict[str, torch.Tensor]:
+def whole_of(model: nn.Module, *, is_main: bool) -> dict[str, Any]:
     """Return the whole state of a model in host memory, in the main process; elsewhere nothing. Collective.
 
     DeepSpeed's own way takes parameters that are on NVMe for one and the same, and returns the first for all.
     """
     import deepspeed
 
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Any] = {}
     kept: dict[int, torch.Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor):  # a module's extra state
+            found.update({name: tensor} if is_main else {})
+            continue
         with deepspeed.zero.GatheredParameters([tensor] if hasattr(tensor, "ds_id") else []):
             if is_main:
                 if id(tensor) not in kept:
