@@ -17,6 +17,7 @@ from hftrain.checkpoint.rotation import best_names, commit_order, surplus
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.log import get_logger
 from hftrain.storage import files
+from hftrain.storage.locks import FolderLock
 from hftrain.storage.space import free_bytes, is_disk_full
 
 Writer = Callable[[Path], None]
@@ -93,6 +94,7 @@ class CheckpointManager:
     def __init__(self, config: CheckpointConfig, *, group: Group) -> None:
         self.config = config
         self.group = group
+        self.lock = FolderLock(config.output_dir)
         # A run that is resumed keeps its name; rotation touches no other run's checkpoints.
         self.run_id = uuid.uuid4().hex
         self.remote = None if config.url is None else RemoteCheckpoints(config.url, mirror=config.output_dir)

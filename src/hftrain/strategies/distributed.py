@@ -227,6 +227,7 @@ class DistributedStrategy(Strategy):
 
 
 @functools.cache
+@functools.cache
 def _spare_forked_processes() -> None:
     """Let no process that is forked from this one collect what was garbage here.
 

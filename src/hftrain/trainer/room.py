@@ -93,14 +93,22 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def check_room(trainer: Trainer, manager: CheckpointManager, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a run whose output folder cannot hold one checkpoint, before its first step. Collective.
+    """Refuse a run whose output folder is another's, or cannot hold one checkpoint, before its first step. Collective.
 
     What killed saves left there is deleted first: it takes room, and this run may have nothing more to save. A resumed
     run that has one there already may go on, unless it is to stop when there is no room.
 
     Raises:
-        ConfigError: There is not the room for one.
+        ConfigError: Another run saves to the folder, or there is not the room for a checkpoint.
     """
+    if not trainer.strategy.all_true(not manager.is_committer or manager.lock.take()):
+        raise ConfigError(
+            explain(
+                f"Checkpoints should be saved to {manager.config.output_dir}.",
+                "Another run is saving there; each would delete what the other is writing.",
+                "Give each run an output_dir of its own, or wait until the other has ended.",
+            )
+        )
     needed = checkpoint_bytes(trainer, optimizer, is_first=True)
     is_enough, free = True, 0
     if manager.is_committer:

@@ -225,6 +225,7 @@ class CheckpointWrites:
         if self._copies is not None and (flight is None or flight.is_over):
             self._copies.close()
         self._group = self._copies = None
+        self.manager.lock.release()
 
     def _reserve_later(self, copies: HostCopies, optimizer: torch.optim.Optimizer) -> None:
         """Take memory for the copies as soon as all that they are of is there."""

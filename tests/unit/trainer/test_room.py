@@ -344,3 +344,24 @@ def test_small_disk_costs_checkpoints_and_not_the_run(
 def test_small_disk_for_less_than_one_checkpoint_is_refused(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "4m") as disk, pytest.raises(ConfigError, match=r"One takes about 9\.\d+ MB"):
         make_trainer(disk / "out", model=wide_net()).train()
+
+
+# -- two runs --------------------------------------------------------------------------------------------------------
+
+
+def test_second_run_in_the_folder_of_one_that_goes_on_is_refused(tmp_path: Path) -> None:
+    found: list[str] = []
+
+    def meddle() -> None:
+        staged = files.begin(tmp_path / "checkpoint-9")  # what the first is writing
+        with pytest.raises(ConfigError, match=r"Another run is saving there.*output_dir of its own"):
+            make_trainer(tmp_path).train()
+        make_trainer(tmp_path, save_strategy="no").train()
+        found.append(staged.name)
+        assert staged.is_dir()
+        files.discard(staged)
+
+    trainer = make_trainer(tmp_path, At(do={2: meddle}))
+    trainer.train()
+    assert len(found) == 1
+    make_trainer(tmp_path).train()
