@@ -127,7 +127,8 @@ def guarantees(session: nox.Session) -> None:
     """Run the long tests of the ten guarantees; `tests` and `tests-distributed` run the short ones."""
     install(session, "test", "s3")
     session.install(*CONSTRAINTS, "moto[server]")
-    pytest(session, "guarantees")
+    # A file takes minutes, so its tests are shared out one by one.
+    pytest(session, "guarantees", *WORKERS, "--dist", "load")
 
 
 @nox.session(name="tests-distributed")

@@ -165,7 +165,9 @@ class RunCheckpoints:
             write(folder)
 
     def _resume_writers(self, optimizer: torch.optim.Optimizer, keep: Keep = as_it_is) -> list[Writer]:
-        trainer, keep = self.trainer, keep if self.manager.is_committer else as_it_is
+        trainer = self.trainer
+        if not self.manager.is_committer:
+            keep = as_it_is  # it only takes part in gathering, and writes nothing of it
         split = trainer.strategy.optimizer_shards(trainer.model_wrapped, optimizer)
         state = keep(split[0] if split else trainer.strategy.optimizer_state(trainer.model_wrapped, optimizer))
         writers: list[Writer] = [lambda folder: save_optimizer(state, folder)]
