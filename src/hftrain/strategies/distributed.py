@@ -29,6 +29,7 @@ from hftrain.strategies.environment import (
     launched_rank,
     launched_world_size,
 )
+from hftrain.strategies.rendezvous import fresh_place
 from hftrain.strategies.watch import RankWatch
 
 _DRAIN_S = 0.1
@@ -154,7 +155,7 @@ class DistributedStrategy(Strategy):
         address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
         # A connection of its own: the group's waits hold theirs.
         store = _launchers_store(*address, self.rank, self.world_size, self.timeout).clone()  # type: ignore[attr-defined]
-        return Board(PrefixStore(f"hftrain/board/{next(_boards)}", store))
+        return Board(PrefixStore(f"board/{next(_boards)}", store))
 
     def _share_buffers(self, model: nn.Module) -> None:
         """Send rank 0's buffers, those that it would save, to every process. Collective; mutates the buffers."""
@@ -206,7 +207,7 @@ class DistributedStrategy(Strategy):
             return {}
         address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
         store = _launchers_store(*address, self.rank, self.world_size, self.timeout)
-        place = PrefixStore(f"hftrain/{next(_meetings)}", store)
+        place = PrefixStore(f"meeting/{next(_meetings)}", store)
         return {"store": place, "rank": self.rank, "world_size": self.world_size}
 
     def _stay_alone(self) -> torch.device:
@@ -240,9 +241,12 @@ def _spare_forked_processes() -> None:
 
 @functools.cache
 def _launchers_store(address: str, port: str, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Connect to the store of one launch, once: rank 0 may be the one who serves it, for all the groups to come."""
+    """Connect to the store of one launch, once: rank 0 may be the one who serves it, for all the groups to come.
+
+    Collective.
+    """
     store: Store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
-    return store
+    return fresh_place(store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def check_backend(backend: str, device_type: str) -> None:
