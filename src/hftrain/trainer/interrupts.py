@@ -157,7 +157,11 @@ class Interrupts:
 
     def _leave_marker(self, name: str, step: int) -> None:
         facts = {"signal": name, "step": step, "checkpoint": checkpoint_name(step), "stopped_at_s": time.time()}
-        write_text(self._marker, json.dumps(facts, indent=1) + "\n")
+        try:
+            write_text(self._marker, json.dumps(facts, indent=1) + "\n")
+        except OSError as error:
+            # A full disk, say: the run stops as it was told to, and the others with it.
+            logger.warning("%s is not there to ask for a requeue: %s", self._marker, error)
         publish_quietly(self.trainer)
 
     def _remove_marker(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -82,6 +83,20 @@ def test_signal_stops_at_the_step_boundary_with_checkpoint_and_marker(
     assert resumed.train().global_step == 10
     assert not (tmp_path / "requeue.json").exists()
     assert [entry["step"] for entry in resumed.state.log_history[:10]] == [*range(1, 11)]
+
+
+def test_stop_is_one_also_where_the_marker_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hftrain.trainer.interrupts.write_text", full)
+    send = Send("SIGTERM", 4)
+    with pytest.raises(TrainingStopped, match="The last checkpoint is checkpoint-4"):
+        make_trainer(tmp_path, send).train()
+    assert send.events == ["on_train_end"]
+    assert "requeue.json is not there to ask for a requeue" in caplog.text
 
 
 def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path) -> None:
