@@ -116,10 +116,11 @@ class FSDPStrategy(SplittingStrategy):
 
         Raises:
             ConfigError: It has no part to make a unit of that was named or is needed, nothing to train, a parameter
-                without dimensions, or no weights.
+                without dimensions, no weights, or was split by another strategy.
         """
         if self._split_root(model) is not None:
             return
+        super().check_model(model)
         units = self._units(model)
         reason, remedy = None, ""
         if not any(parameter.requires_grad for parameter in model.parameters()):
