@@ -36,9 +36,10 @@ def strategy_request(
         is_checkpointing: Whether the model recomputes activations (decides `find_unused_parameters`, as documented).
 
     Raises:
-        ConfigError: The keyword contradicts an argument; both are named.
+        ConfigError: The keyword contradicts an argument; both are named. Or it is neither a name nor a strategy.
     """
     check_sagemaker(args)
+    _check_kind(strategy)
     is_object = isinstance(strategy, Strategy)
     chosen = _name_of(strategy)
     _check_fields(args, strategy)
@@ -83,6 +84,19 @@ def strategy_request(
     if is_checkpointing:
         defaults["broadcast_buffers"] = False
     return name, {option: value for option, value in {**defaults, **wanted}.items() if accepts(option)}
+
+
+def _check_kind(strategy: Any) -> None:
+    if strategy is None or isinstance(strategy, Strategy) or (isinstance(strategy, str) and strategy):
+        return
+    shown = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
+    raise ConfigError(
+        explain(
+            f"strategy={shown} was asked for.",
+            "It is a class." if isinstance(strategy, type) else "It is no name, and no strategy.",
+            f"Pass an object ({shown}())." if isinstance(strategy, type) else "Pass a name, an object, or nothing.",
+        )
+    )
 
 
 def _engines_of(strategy: str | Strategy | None) -> set[str]:
