@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from hftrain.core.errors import ConfigError, StrategyError, explain
 from hftrain.strategies.environment import launched_world_size
@@ -104,6 +105,15 @@ def _check(num_processes: int, *, method: str) -> None:
                 asked,
                 f"This process is one of {launched_world_size()} already, that a launcher started.",
                 "Start the script with plain python, or leave launch() out.",
+            )
+        )
+    if method == "fork" and dist.is_available() and dist.is_initialized():
+        raise ConfigError(
+            explain(
+                asked,
+                "This process is in a process group, which forked ones would take for their own: each would train "
+                "alone, or wait for ever.",
+                "Close what made it first (trainer.strategy.close()), or use start_method='spawn'.",
             )
         )
     if method == "fork" and _has_used_gpu():
