@@ -13,6 +13,7 @@ from hftrain.adapter.xla import asks_for_xla, has_xla_config, xla_options
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
+from hftrain.strategies.environment import lacks_processes
 from hftrain.strategies.registry import accepted_options, strategies
 
 logger = get_logger(__name__)
@@ -190,7 +191,15 @@ def _accepted_options(name: str | None) -> Callable[[str], bool]:
 
 
 def _check_launcher(strategy: str | Strategy | None) -> None:
-    """Raise where `accelerate launch` was told to use an engine that is not the chosen one: plain DDP would train."""
+    """Raise where `accelerate launch` was told to use what is not the chosen strategy: something else would train."""
+    if lacks_processes() and _name_of(strategy) != "single":
+        raise ConfigError(
+            explain(
+                "`accelerate launch` was asked for several processes.",
+                "It started this one alone, as it does where there are not several GPUs (on CPUs it wants MPI).",
+                "Start with `torchrun --nproc_per_node=N script.py`; or use --num_processes=1, and unset MASTER_ADDR.",
+            )
+        )
     engines = _engines_of(strategy) if _name_of(strategy) else {"fsdp", "deepspeed"}
     for variable, engine in _LAUNCHER_ENGINES.items():
         if engine in engines:
