@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.tiny import Net, make_arguments, make_rows
 
-from hftrain import StrategyError, Trainer, launch
+from hftrain import StrategyError, Trainer, TrainerCallback, launch
 
 pytestmark = pytest.mark.distributed
 
@@ -37,3 +38,27 @@ def test_launch_trains_on_two_processes_and_leaves_this_one_as_it_was(tmp_path: 
 def test_launch_raises_with_the_failing_rank_and_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match=r"(?s)rank 1 failed.*something of the user's"):
         launch(train, str(tmp_path), num_processes=2, fails_on=1)
+
+
+class FailOn(TrainerCallback):
+    """Fail in one process while the other waits for it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if os.environ["RANK"] == str(self.rank):
+            raise ValueError("something of the user's")
+
+
+def train_until(folder: str, *, fails_on: int) -> None:
+    rows = make_rows(16)
+    Trainer(Net(), make_arguments(Path(folder)), train_dataset=rows, callbacks=[FailOn(fails_on)]).train()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_launch_names_the_rank_that_failed_and_not_the_one_that_noticed(tmp_path: Path, rank: int) -> None:
+    with pytest.raises(StrategyError) as caught:
+        launch(train_until, str(tmp_path), num_processes=2, fails_on=rank)
+    assert f"The process of rank {rank} failed: Traceback" in str(caught.value)
+    assert "\nValueError: something of the user's\n" in str(caught.value)

@@ -83,6 +83,51 @@ def test_two_processes_resume_exactly(tmp_path: Path, run_distributed: Any) -> N
     assert parts == whole
 
 
+class InOrder(Trainer):
+    """Read the samples as they come."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def train_in_order(folder: str, *, rows: int, **options: Any) -> list[float]:
+    set_seed(7)
+    data = make_rows(rows)
+    # As the last round is filled up on two processes.
+    data += data[: -len(data) % 4] if options["per_device_train_batch_size"] == 4 else []
+    trainer = InOrder(Net(), make_arguments(Path(folder), max_grad_norm=0.5, **options), train_dataset=data)
+    trainer.train()
+    return [entry[name] for entry in trainer.state.log_history for name in ("loss", "grad_norm") if name in entry]
+
+
+def every_ragged_end(folder: str, size: int) -> list[list[float]]:
+    return [
+        train_in_order(folder, rows=rows, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
+        for rows in (25, 26, 27, 28)
+        for accumulation in (1, 3)
+    ]
+
+
+def test_ragged_end_trains_like_one_process_on_the_samples_it_is_filled_up_with(
+    tmp_path: Path, run_distributed: Any
+) -> None:
+    both = run_distributed(every_ragged_end, folder=str(tmp_path), size=2)
+    assert both[0] == both[1]
+    for ours, theirs in zip(both[0], every_ragged_end(str(tmp_path), 4), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_one_process_goes_on_where_two_stopped(tmp_path: Path, run_distributed: Any) -> None:
+    options: dict[str, Any] = {
+        "rows": 28, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 100, "max_grad_norm": 0.5,
+        "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    folder = str(tmp_path / "parts")
+    run_distributed(train, folder=folder, stop=3, per_device_train_batch_size=2, **options)
+    resumed = train(folder, resume=True, per_device_train_batch_size=4, **options)
+    close(resumed, train(str(tmp_path / "whole"), per_device_train_batch_size=4, **options))
+
+
 def evaluate(folder: str, *, most: int) -> list[Any]:
     """Evaluate and predict on 1 to `most` samples, sized and streamed, by both kinds of trainer."""
     import torchmetrics

@@ -225,3 +225,17 @@ def test_file_in_accelerates_folder_starts_two_processes_that_train_as_it_says(
     assert first == second
     assert first[:3] == expected
     assert len(first[3]) == 2
+
+
+@pytest.mark.distributed
+def test_second_process_that_is_not_started_on_a_cpu_is_missed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))
+    env = {"HF_HOME": str(tmp_path / "cache")}
+    launch = [*ACCELERATE, "launch", "--cpu", "--num_processes"]
+    ended, output = run_command([*launch, "2", "script.py"], tmp_path, env)
+    assert ended != 0
+    assert "It started this one alone" in output
+    assert not list(tmp_path.glob("answer_*"))
+    ended, output = run_command([*launch, "1", "script.py"], tmp_path, env)
+    assert ended == 0, output
+    assert json.loads((tmp_path / "answer_0.json").read_text())[:2] == ["single", 1]

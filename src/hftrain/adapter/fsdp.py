@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from hftrain.arguments.normalize import strip_fsdp
 from hftrain.core.errors import ConfigError, explain, suggest
 from hftrain.core.log import get_logger
 
@@ -162,15 +163,12 @@ def read_fsdp_config(given: Any) -> dict[str, Any]:
         raise ConfigError(
             explain("fsdp_config was given.", f"It holds a {type(given).__name__}.", "Give a JSON object, or a dict.")
         )
-    config = {}
-    for key, value in (given or {}).items():
-        key = str(key).removeprefix("fsdp_")
+    config = strip_fsdp(given or {})
+    for key in config:
         if key not in _KEYS:
             raise ConfigError(
                 explain(f"fsdp_config={{{key!r}: ...}} was given.", "There is no such key.", suggest(key, _KEYS))
             )
-        is_text = isinstance(value, str) and value.lower() in ("true", "false")
-        config[key] = value.lower() == "true" if is_text else value
     return {key: value for key, value in config.items() if value is not None}
 
 

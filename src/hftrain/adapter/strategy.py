@@ -13,6 +13,7 @@ from hftrain.adapter.xla import asks_for_xla, has_xla_config, xla_options
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
+from hftrain.strategies.environment import lacks_processes
 from hftrain.strategies.registry import accepted_options, strategies
 
 logger = get_logger(__name__)
@@ -36,9 +37,10 @@ def strategy_request(
         is_checkpointing: Whether the model recomputes activations (decides `find_unused_parameters`, as documented).
 
     Raises:
-        ConfigError: The keyword contradicts an argument; both are named.
+        ConfigError: The keyword contradicts an argument; both are named. Or it is neither a name nor a strategy.
     """
     check_sagemaker(args)
+    _check_kind(strategy)
     is_object = isinstance(strategy, Strategy)
     chosen = _name_of(strategy)
     _check_fields(args, strategy)
@@ -83,6 +85,19 @@ def strategy_request(
     if is_checkpointing:
         defaults["broadcast_buffers"] = False
     return name, {option: value for option, value in {**defaults, **wanted}.items() if accepts(option)}
+
+
+def _check_kind(strategy: Any) -> None:
+    if strategy is None or isinstance(strategy, Strategy) or (isinstance(strategy, str) and strategy):
+        return
+    shown = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
+    raise ConfigError(
+        explain(
+            f"strategy={shown} was asked for.",
+            "It is a class." if isinstance(strategy, type) else "It is no name, and no strategy.",
+            f"Pass an object ({shown}())." if isinstance(strategy, type) else "Pass a name, an object, or nothing.",
+        )
+    )
 
 
 def _engines_of(strategy: str | Strategy | None) -> set[str]:
@@ -176,7 +191,15 @@ def _accepted_options(name: str | None) -> Callable[[str], bool]:
 
 
 def _check_launcher(strategy: str | Strategy | None) -> None:
-    """Raise where `accelerate launch` was told to use an engine that is not the chosen one: plain DDP would train."""
+    """Raise where `accelerate launch` was told to use what is not the chosen strategy: something else would train."""
+    if lacks_processes() and _name_of(strategy) != "single":
+        raise ConfigError(
+            explain(
+                "`accelerate launch` was asked for several processes.",
+                "It started this one alone, as it does where there are not several GPUs (on CPUs it wants MPI).",
+                "Start with `torchrun --nproc_per_node=N script.py`; or use --num_processes=1, and unset MASTER_ADDR.",
+            )
+        )
     engines = _engines_of(strategy) if _name_of(strategy) else {"fsdp", "deepspeed"}
     for variable, engine in _LAUNCHER_ENGINES.items():
         if engine in engines:

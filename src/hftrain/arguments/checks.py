@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
@@ -77,6 +78,7 @@ def check_values(args: ArgumentFields) -> None:
         _check_number(args, name, low, high, kind=Real)
     for name, choices in _CHOICES.items():
         _check_choice(name, getattr(args, name), choices)
+    _check_flags(args)
     for include in args.include_for_metrics:
         _check_choice("include_for_metrics", include, ("inputs", "loss"))
     for name, strategy in _INTERVALS.items():
@@ -102,6 +104,20 @@ def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         known = [choice for choice in choices if isinstance(choice, str)]
         reason = f"{name} has no such value."
         raise ConfigError(explain(f"{name}={value!r} was asked for.", reason, suggest(str(value), known)))
+
+
+def _check_flags(args: ArgumentFields) -> None:
+    """Refuse text where a yes or a no is wanted: "false" is true."""
+    for each in fields(args):
+        value = getattr(args, each.name)
+        if isinstance(value, str) and each.type in ("bool", "bool | None"):
+            raise ConfigError(
+                explain(
+                    f"{each.name}={value!r} was asked for.",
+                    "It is a yes or a no, and text counts as a yes whatever it says.",
+                    "Use True or False; in YAML without quotation marks.",
+                )
+            )
 
 
 def _check_interval(args: ArgumentFields, name: str, strategy: str) -> None:

@@ -120,7 +120,27 @@ def _normalize_json(args: ArgumentFields) -> None:
     if args.lr_scheduler_kwargs is None:
         args.lr_scheduler_kwargs = {}
     if isinstance(args.fsdp_config, dict):
-        args.fsdp_config = {key.removeprefix("fsdp_"): _flag(value) for key, value in args.fsdp_config.items()}
+        args.fsdp_config = strip_fsdp(args.fsdp_config)
+
+
+def strip_fsdp(config: dict[str, Any]) -> dict[str, Any]:
+    """Return `fsdp_config` with its keys without the documented ``fsdp_``, and booleans that are written as text.
+
+    Raises:
+        ConfigError: A key is written both ways, with two values.
+    """
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        short, value = str(key).removeprefix("fsdp_"), _flag(value)
+        if found.setdefault(short, value) != value:
+            raise ConfigError(
+                explain(
+                    f"fsdp_config was given with {short!r} and {'fsdp_' + short!r}.",
+                    f"They are one key, and say {found[short]!r} and {value!r}.",
+                    "Keep one of the two.",
+                )
+            )
+    return found
 
 
 def _parse(name: str, text: str) -> dict[str, Any]:

@@ -54,15 +54,22 @@ def explain(asked: str, reason: str, remedy: str, **received: Any) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Word a hint for a misspelt name: close matches first, else the whole list.
+    """Word a hint for a misspelt name: close matches first, else the whole list; capitals and hyphens do not count.
 
     Example:
         >>> suggest("ddpp", ["ddp", "single"])
         "Did you mean 'ddp'?"
     """
     known = sorted(known)
-    longer = [each for each in known if name and each.startswith(str(name))]
-    close = (longer + [each for each in difflib.get_close_matches(str(name), known) if each not in longer])[:3]
+    folded = {each: _fold(each) for each in known}
+    longer = [each for each in known if name and folded[each].startswith(_fold(name))]
+    near = difflib.get_close_matches(_fold(name), folded.values())
+    near_ones = sorted((each for each in known if folded[each] in near), key=lambda each: near.index(folded[each]))
+    close = (longer + [each for each in near_ones if each not in longer])[:3]
     if close:
         return "Did you mean " + " or ".join(repr(match) for match in close) + "?"
     return "Known names: " + ", ".join(known) + "."
+
+
+def _fold(name: str) -> str:
+    return str(name).strip().lower().replace("-", "_")

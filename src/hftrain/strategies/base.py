@@ -17,6 +17,7 @@ from hftrain.core.errors import StrategyError, explain
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.strategies.board import Board
+from hftrain.strategies.whole import check_whole
 
 if TYPE_CHECKING:
     from hftrain.strategies.watch import RankWatch
@@ -115,6 +116,7 @@ class Strategy:
 
     def check_model(self, model: nn.Module) -> None:
         """Raise `ConfigError` unless the strategy can train a model; asked before `launch`, touches no device."""
+        check_whole(model, name=self.name, world_size=self.world_size)
 
     def plan(self, *, num_steps: int, num_warmup_steps: int) -> None:
         """Hear how long a run is, in optimizer updates, before `setup`; for strategies that make the schedule."""
@@ -150,7 +152,12 @@ class Strategy:
         return model, make_optimizer(self.unwrap(model)) if make_optimizer else None
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device, unless `place_model` is False. Mutates the model."""
+        """Move a model to the device, unless `place_model` is False. Mutates the model.
+
+        Raises:
+            ConfigError: Another strategy has split it.
+        """
+        check_whole(model, name=self.name, world_size=self.world_size)
         return model.to(self.device) if self.place_model else model
 
     def unwrap(self, model: nn.Module) -> nn.Module:

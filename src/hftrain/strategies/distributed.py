@@ -82,7 +82,7 @@ class DistributedStrategy(Strategy):
         """
         if self._device is not None:
             return
-        _spare_forked_processes()
+        spare_forked_processes()
         if dist.is_initialized():
             device = self._join()
         else:
@@ -228,12 +228,12 @@ class DistributedStrategy(Strategy):
 
 
 @functools.cache
-@functools.cache
-def _spare_forked_processes() -> None:
+def spare_forked_processes() -> None:
     """Let no process that is forked from this one collect what was garbage here.
 
-    A group that was left lives on for as long as a model's wrapper does. Its threads are not in a forked process, such
-    as a loader's worker, whose collector would wait for them in vain or crash.
+    A group that was left lives on for as long as a model's wrapper does, and what started processes before for as long
+    as the error that it ended with. Its threads are not in a forked process, such as a loader's worker, whose collector
+    would wait for them in vain or crash.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=gc.freeze)

@@ -28,6 +28,15 @@ def launched_world_size() -> int:
     return _read(_WORLD_SIZE, 1)
 
 
+def lacks_processes() -> bool:
+    """Tell whether `accelerate launch` was asked for several processes and started this one alone, as it does on CPUs.
+
+    It then says where they should meet, and neither it nor MPI says how many they are.
+    """
+    names = ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "MASTER_ADDR", "MASTER_PORT")
+    return all(name in os.environ for name in names) and _read(_WORLD_SIZE, 0) == 0
+
+
 def find_device_type(*, use_cpu: bool = False) -> str:
     """Return the kind of device to run on: the accelerator torch finds, unless the CPU is asked for."""
     if use_cpu:

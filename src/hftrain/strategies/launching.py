@@ -5,16 +5,22 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from hftrain.core.errors import ConfigError, StrategyError, explain
-from hftrain.strategies.environment import launched_world_size
+from hftrain.strategies.distributed import spare_forked_processes
+from hftrain.strategies.environment import launched_rank, launched_world_size
+from hftrain.strategies.watch import is_broken_exchange
 
 T = TypeVar("T")
 
@@ -67,23 +73,44 @@ def launch(
         max_restarts=0,
         monitor_interval=0.1,
     )
-    try:
-        with _own_signals_and_environment():
-            found = elastic_launch(config, _call)(function, args, kwargs)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise StrategyError(
-            explain(
-                f"launch({getattr(function, '__name__', function)!s}, num_processes={num_processes}) was called.",
-                f"The process of rank {rank} failed: {failure.message}",
-                "Mend what its traceback names.",
-            )
-        ) from error
+    spare_forked_processes()
+    with tempfile.TemporaryDirectory() as notes:
+        try:
+            with _own_signals_and_environment():
+                found = elastic_launch(config, _call)(function, notes, args, kwargs)
+        except ChildFailedError as error:
+            rank, told = _first_failure(notes) or _reported(error)
+            raise StrategyError(
+                explain(
+                    f"launch({getattr(function, '__name__', function)!s}, num_processes={num_processes}) was called.",
+                    f"The process of rank {rank} failed: {told}",
+                    "Mend what its traceback names.",
+                )
+            ) from error
     return [found[rank] for rank in range(num_processes)]
 
 
-def _call(function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    return function(*args, **kwargs)
+def _call(function: Callable[..., T], notes: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        # torch reports whichever process it looks at first: often one that only noticed that another is gone.
+        if not is_broken_exchange(error):
+            Path(notes, str(launched_rank())).write_text(traceback.format_exc(), encoding="utf-8")
+        raise
+
+
+def _first_failure(notes: str) -> tuple[int, str] | None:
+    """Return the rank that failed first with an error of its own, and its traceback; None if none left any."""
+    first = min(Path(notes).iterdir(), key=lambda note: note.stat().st_mtime_ns, default=None)
+    return None if first is None else (int(first.name), first.read_text(encoding="utf-8"))
+
+
+def _reported(error: Any) -> tuple[int, str]:
+    """Return what torch's launcher says of a failure."""
+    rank, failure = error.get_first_failure()
+    message = failure.message
+    return rank, message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
 
 
 def _start_method(asked: str | None) -> str:
@@ -104,6 +131,15 @@ def _check(num_processes: int, *, method: str) -> None:
                 asked,
                 f"This process is one of {launched_world_size()} already, that a launcher started.",
                 "Start the script with plain python, or leave launch() out.",
+            )
+        )
+    if method == "fork" and dist.is_available() and dist.is_initialized():
+        raise ConfigError(
+            explain(
+                asked,
+                "This process is in a process group, which forked ones would take for their own: each would train "
+                "alone, or wait for ever.",
+                "Close what made it first (trainer.strategy.close()), or use start_method='spawn'.",
             )
         )
     if method == "fork" and _has_used_gpu():

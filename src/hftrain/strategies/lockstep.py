@@ -38,7 +38,11 @@ class Lockstep:
         self._casting = casting
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._is_repeating = False
-        self._handle = model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        hook = self._before_forward
+        if model._compiled_call_impl is not None:
+            # Else the compiler writes the exchange anew, in a form that a rank which runs the model as written lacks.
+            hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+        self._handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def finish(self) -> None:
         """Take part in the passes that other processes still run; collective."""

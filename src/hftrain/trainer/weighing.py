@@ -107,8 +107,8 @@ class LossShares:
             with trainer._evaluating("eval", casts=False), torch.no_grad(), trainer.compute_loss_context_manager():
                 for count in (num_items, 2 * num_items):
                     with preserved_rng():
-                        # A copy, because overrides may pop the labels.
-                        loss = trainer._slot_compute_loss(trainer.model, dict(inputs), num_items_in_batch=count)
+                        # The task's, for a split model is called from outside; a copy, for overrides may pop labels.
+                        loss = trainer._slot_compute_loss(trainer.task.model, dict(inputs), num_items_in_batch=count)
                         losses.append(float(loss))
             # A loss of 0 or NaN tells nothing; then another rank or the next micro-batch may.
             tells = math.isfinite(losses[0]) and losses[0] != 0

@@ -10,6 +10,7 @@ from support.tiny import Net, make_arguments
 
 from hftrain import ConfigError, Trainer, TrainingArguments
 from hftrain.adapter.strategy import strategy_request
+from hftrain.strategies.ddp import DDPStrategy
 from hftrain.strategies.registry import strategies
 from hftrain.strategies.single import SingleDeviceStrategy
 
@@ -93,6 +94,19 @@ def test_keyword_that_contradicts_an_argument_is_refused(
 def test_argument_that_takes_back_a_preset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'ddp_find_unused' .* ddp_find_unused_parameters=False"):
         request(tmp_path, "ddp_find_unused", ddp_find_unused_parameters=False)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (DDPStrategy, r"It is a class\. Pass an object \(DDPStrategy\(\)\)"),
+        ("", "no name"),
+        ({"name": "ddp"}, "no name"),
+    ],
+)
+def test_what_is_neither_a_name_nor_an_object_is_refused(tmp_path: Path, strategy: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        request(tmp_path, strategy)
 
 
 def test_unknown_name_is_refused(tmp_path: Path) -> None:

@@ -126,3 +126,10 @@ def test_accelerator_config_class_raises():
 def test_accelerator_config_key_is_checked():
     with pytest.raises(ConfigError, match="'split_batches'"):
         TrainingArguments("out", accelerator_config={"split_batch": True})
+
+
+@pytest.mark.parametrize("name", ["bf16", "ddp_find_unused_parameters", "load_best_model_at_end", "tf32"])
+@pytest.mark.parametrize("value", ["false", "no"])
+def test_text_in_place_of_a_yes_or_a_no_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='{value}' was asked for. It is a yes or a no"):
+        TrainingArguments("out", **{name: value})

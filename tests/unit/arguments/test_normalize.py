@@ -75,6 +75,13 @@ def test_unknown_choice_raises_when_built(name, typo, hint):
         TrainingArguments("out", **{name: typo})
 
 
+def test_key_of_fsdp_config_that_says_two_things_is_refused():
+    with pytest.raises(ConfigError, match="They are one key, and say 5 and 6"):
+        TrainingArguments("out", fsdp="full_shard", fsdp_config={"fsdp_min_num_params": 5, "min_num_params": 6})
+    same = TrainingArguments("out", fsdp="full_shard", fsdp_config={"fsdp_version": 2, "version": 2})
+    assert same.fsdp_config == {"version": 2}
+
+
 def test_fsdp_config_loses_prefixes_and_text_booleans():
     config = {"fsdp_use_orig_params": "true", "xla": "False", "backward_prefetch": "backward_pre"}
     args = TrainingArguments("out", fsdp="full_shard", fsdp_config=config)

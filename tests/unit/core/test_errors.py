@@ -59,6 +59,8 @@ def test_explain_words_three_parts_and_what_was_received(
     ("name", "hint"),
     [
         ("linaer", "Did you mean 'linear'?"),
+        ("LINEAR", "Did you mean 'linear'?"),
+        (" co-sine", "Did you mean 'cosine' or 'cosines'?"),
         ("cosine_", "Did you mean 'cosine' or 'cosines'?"),
         ("zzz", "Known names: constant, cosine, cosines, linear."),
         ("", "Known names: constant, cosine, cosines, linear."),

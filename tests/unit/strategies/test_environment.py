@@ -8,6 +8,7 @@ import torch
 from hftrain.core.errors import ConfigError
 from hftrain.strategies.environment import (
     find_device_type,
+    lacks_processes,
     launched_local_rank,
     launched_rank,
     launched_world_size,
@@ -62,3 +63,18 @@ def test_other_accelerators_are_found_through_torch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     assert find_device_type() == "xpu"
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [({}, True), ({"WORLD_SIZE": "1"}, False), ({"PMI_SIZE": "2"}, False), ({"MASTER_ADDR": None}, False)],
+)
+def test_processes_that_accelerate_did_not_start_are_missed(
+    monkeypatch: pytest.MonkeyPatch, extra: dict[str, str | None], expected: bool
+) -> None:
+    said = {"ACCELERATE_DYNAMO_USE_FULLGRAPH": "False", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {**said, **extra}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert lacks_processes() is expected

@@ -74,6 +74,8 @@ def test_shared_parameters_stay_in_the_outermost_unit() -> None:
         ({"min_num_params": 5, "layer_classes": ["Block"]}, "two ways to choose"),
         ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, "sends out"),
         ({"shard_size": 2}, "belongs to a hybrid"),
+        ({"reshard_after_forward": 3}, "cannot be split into groups of 3"),
+        ({"reshard_after_forward": -1}, "cannot be split into groups of -1"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], reason: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hftrain import ConfigError, launch
+from hftrain.strategies.ddp import DDPStrategy
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
@@ -32,6 +33,16 @@ def test_fork_after_a_gpu_was_used_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(ConfigError, match="has used a GPU"):
         launch(max, 1, 2, num_processes=2, start_method="fork")
+
+
+def test_fork_within_a_process_group_is_refused() -> None:
+    strategy = DDPStrategy(use_cpu=True)
+    strategy.launch()
+    try:
+        with pytest.raises(ConfigError, match=r"each would train alone.*Close what made it first"):
+            launch(max, 1, 2, num_processes=2, start_method="fork")
+    finally:
+        strategy.close()
 
 
 def test_one_process_is_this_one() -> None:

@@ -141,8 +141,10 @@ class DeepSpeedStrategy(SplittingStrategy):
 
         Raises:
             ConfigError: A value says "auto" and nothing is known that it could be, DeepSpeed knows no such setting,
-                nothing is to be trained, or what offload to NVMe takes is not here.
+                nothing is to be trained, what offload to NVMe takes is not here, or another strategy split it.
         """
+        if self.stage != 3 or not is_partitioned(model):
+            super().check_model(model)
         config = read_config(self.config)
         fill(config, model_values(model))
         left = [key for key in find_auto(config) if key not in _PLANNED]

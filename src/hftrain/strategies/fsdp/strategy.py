@@ -116,10 +116,11 @@ class FSDPStrategy(SplittingStrategy):
 
         Raises:
             ConfigError: It has no part to make a unit of that was named or is needed, nothing to train, a parameter
-                without dimensions, or no weights.
+                without dimensions, no weights, or was split by another strategy.
         """
         if self._split_root(model) is not None:
             return
+        super().check_model(model)
         units = self._units(model)
         reason, remedy = None, ""
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -291,9 +292,15 @@ class FSDPStrategy(SplittingStrategy):
             reason = f"{self.world_size} processes cannot keep copies that {size} processes each share."
             remedy = "Start several processes, as many on each machine, or use 'full_shard'."
             received = {"sharding": self.sharding, "shard_size": size}
+        group_size = size if is_hybrid else 1 if self.sharding == "no_shard" else self.world_size
+        again = self.reshard_after_forward
+        if not isinstance(again, bool) and (again < 1 or group_size % again):
+            reason = f"{group_size} processes that share a copy cannot be split into groups of {again}."
+            remedy = "Set reshard_after_forward to true, false, or to a divisor of their number."
+            received = {"reshard_after_forward": again}
         if reason:
             raise ConfigError(explain(f"strategy={self.name!r} was asked for.", reason, remedy, **received))
-        self._group_size = size if is_hybrid else 1 if self.sharding == "no_shard" else self.world_size
+        self._group_size = group_size
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
         if not self.auto_wrap:
