@@ -119,6 +119,28 @@ def test_estimate_names_the_parts_and_leaves_nothing_behind(tmp_path: Path) -> N
     assert trainer.fast_dev_run == 0
 
 
+class Steep(nn.Module):
+    """Its gradients overflow in float16 until the scale has been lowered a few times, or never in time."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.net, self.factor = Net(), factor
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.net(x, labels)[0] * self.factor,)
+
+
+def test_estimate_with_a_scaled_loss_looks_at_steps_that_were_taken(tmp_path: Path) -> None:
+    def estimate(factor: float) -> Any:
+        arguments = make_arguments(tmp_path, fp16=True, num_train_epochs=20)
+        return Trainer(Steep(factor), arguments, train_dataset=make_rows()).estimate_memory()
+
+    flat, steep = estimate(1e-3), estimate(1e3)
+    assert steep.optimizer_bytes == flat.optimizer_bytes > 0
+    with pytest.raises(ConfigError, match="every step it took overflowed"):
+        estimate(1e30)
+
+
 def test_estimate_with_ddp_counts_the_buckets(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(), strategy="ddp")
     try:
