@@ -12,6 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from hftrain import ConfigError, Trainer, TrainerCallback
+from hftrain.loggers import Logger
 
 WIDTH, BATCH = 64, 8
 
@@ -139,6 +140,25 @@ def test_estimate_with_a_scaled_loss_looks_at_steps_that_were_taken(tmp_path: Pa
     assert steep.optimizer_bytes == flat.optimizer_bytes > 0
     with pytest.raises(ConfigError, match="every step it took overflowed"):
         estimate(1e30)
+
+
+class Telling(Logger):
+    """Notes that it was started."""
+
+    name = "telling"
+    num_starts = 0
+
+    def start(self, run: Any) -> None:
+        self.num_starts += 1
+
+
+def test_estimate_is_reported_to_no_tracker(tmp_path: Path) -> None:
+    logger = Telling()
+    trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=2), train_dataset=make_rows(), loggers=[logger])
+    trainer.estimate_memory()
+    assert logger.num_starts == 0
+    trainer.train()
+    assert logger.num_starts == 1
 
 
 def test_estimate_with_ddp_counts_the_buckets(tmp_path: Path) -> None:
