@@ -154,6 +154,13 @@ def test_best_metric_that_cannot_come_is_refused(tmp_path: Path) -> None:
         train(tmp_path, eval_strategy="epoch", metric_for_best_model="f1", trainer={"eval_dataset": make_rows(4)})
 
 
+@pytest.mark.parametrize("value", [[1, 2], "high"])
+def test_best_metric_that_is_no_number_is_refused_after_a_first_forward_pass(tmp_path: Path, value: Any) -> None:
+    parts = {"eval_dataset": make_rows(4), "compute_metrics": lambda prediction: {"f1": value}}
+    with pytest.raises(ConfigError, match=rf"reported 'eval_f1' as a {type(value).__name__}, .* no single number"):
+        train(tmp_path, eval_strategy="epoch", metric_for_best_model="f1", trainer=parts)
+
+
 @pytest.mark.parametrize("content", ["nothing", "an empty folder", "other files", "a file"])
 def test_resume_from_what_is_no_checkpoint_is_refused(tmp_path: Path, content: str) -> None:
     folder = tmp_path / "elsewhere"
