@@ -173,7 +173,8 @@ def check_sharding(args: Any, strategy: Strategy, *, optimizers: tuple[Any, Any]
 
 def check_evaluation(args: Any, *, eval_dataset: Any, has_own_loader: bool) -> None:
     """Raise where evaluations are planned without data."""
-    if args.eval_strategy != "no" and eval_dataset is None and not has_own_loader:
+    has_none = eval_dataset is None or (isinstance(eval_dataset, Mapping) and not eval_dataset)
+    if args.eval_strategy != "no" and has_none and not has_own_loader:
         raise ConfigError(
             explain(
                 f"eval_strategy={str(args.eval_strategy)!r} was asked for.",
