@@ -279,6 +279,8 @@ class Trainer:
             warn_once(f"predict_with_generate=True has no effect in {type(self).__name__}; use Seq2SeqTrainer.")
         own = next((entry.metrics for entry in self._eval_sets.values() if entry.metrics is not None), None)
         metrics = self.compute_metrics or own
+        if args.prediction_loss_only and metrics is not None:
+            warn_once("compute_metrics is never called with prediction_loss_only=True, which keeps no predictions.")
         if not self._adds_metrics:
             check_best_metric(args, task=task, compute_metrics=metrics, eval_dataset=self.eval_dataset)
 
