@@ -13,7 +13,7 @@ import torch
 
 from hftrain.core.errors import TaskError
 from hftrain.loops.buffers import PADDING
-from hftrain.loops.gather import Kept, KeptBatches, concatenate, to_numpy
+from hftrain.loops.gather import Kept, KeptBatches, concatenate, put_back, to_numpy
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8)
 RunRanks = Callable[..., list[Any]]
@@ -260,3 +260,13 @@ def test_to_numpy_keeps_structure() -> None:
     assert tree["a"][0].tolist() == [1.0]
     assert tree["b"][0].tolist() == [0.0, 0.0]
     assert tree["b"][1] == "text"
+
+
+def test_rows_go_back_to_their_samples_several_of_one_together() -> None:
+    order = [2, 0, 1]
+    one, several, other = numpy.array([2, 0, 1]), numpy.array([20, 21, 0, 1, 10, 11]), numpy.arange(4)
+    found = put_back({"one": one, "several": (several, several.tolist()), "other": other, "none": None}, order)
+    assert found["one"].tolist() == [0, 1, 2]
+    assert [list(rows) for rows in found["several"]] == [[0, 1, 10, 11, 20, 21]] * 2
+    assert found["other"].tolist() == [0, 1, 2, 3]
+    assert found["none"] is None
