@@ -41,7 +41,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput, TrainOutput
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrain.data.columns import ColumnPruner, prune_columns, removable_columns, signature_columns
-from hftrain.data.dispatch import DispatchLoader
+from hftrain.data.dispatch import takes_turns
 from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler, reading_order
 from hftrain.data.loaders import build_eval_loader, build_train_loader, default_train_sampler
 from hftrain.data.persistent import LoaderCache
@@ -723,12 +723,10 @@ class Trainer:
         self.callback_handler.refresh(eval_dataloader=dataloader)
         jit = JitModel(self, self.task.model) if self.args.jit_mode_eval else None
         loop = self._evaluate_loop(loss_only=loss_only, ignore_keys=ignore_keys, events=self.callback_handler, jit=jit)
-        is_stream = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
-        takes_turns = is_stream or isinstance(dataloader, DispatchLoader)
         batches = in_step(self, dataloader, loss_only=loss_only, ignore_keys=ignore_keys)
         output = loop.run(
             batches,
-            is_interleaved=takes_turns,
+            is_interleaved=takes_turns(dataloader),
             order=reading_order(dataloader),
             num_expected=expected_samples(dataloader),
         )
