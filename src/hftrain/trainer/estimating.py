@@ -17,8 +17,8 @@ from hftrain.core.errors import ConfigError, explain
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
 
-# The optimizer makes its state in the first step; the second is like all that follow.
-_NUM_STEPS = 2
+# The optimizer makes its state in the first step, DDP its buckets anew in the second: the third is like all others.
+_NUM_STEPS = 3
 # A scaled loss overflows at first, and a step that is skipped makes no state: more than it takes to bring 2**16 to 1.
 _MOST_STEPS = 24
 

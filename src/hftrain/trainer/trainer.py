@@ -615,7 +615,7 @@ class Trainer:
     def estimate_memory(self) -> MemoryEstimate:
         """Return the most memory that a training step of this process holds on its device; collective.
 
-        Rehearses two steps, as `fast_dev_run=2` does, with the chosen strategy and precision, and leaves nothing
+        Rehearses three steps, as `fast_dev_run=3` does, with the chosen strategy and precision, and leaves nothing
         behind. What a caching allocator keeps in reserve is not in it.
 
         Raises:
