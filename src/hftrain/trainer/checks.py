@@ -200,6 +200,18 @@ def check_eval_data(args: Any, eval_dataset: Any) -> None:
             )
 
 
+def check_one_set(dataset: Any) -> None:
+    """Raise where a dict of datasets, such as what load_dataset returns, stands where one of them belongs."""
+    if isinstance(dataset, Mapping) and len(dataset) and 0 not in dataset:
+        raise ConfigError(
+            explain(
+                f"A {type(dataset).__name__} was given as one dataset.",
+                f"It has no sample 0, but the keys {', '.join(map(repr, dataset))}.",
+                "Pass one of its values; eval_dataset and evaluate() alone take several sets.",
+            )
+        )
+
+
 def check_train_data(args: Any, dataset: Any) -> None:
     """Raise unless there is something to train on and a way to tell how long."""
     if dataset is None:

@@ -78,6 +78,7 @@ from hftrain.trainer.checks import (
     check_eval_data,
     check_evaluation,
     check_model,
+    check_one_set,
     check_optimizer,
     check_parts,
     check_save_policy,
@@ -1440,6 +1441,7 @@ class Trainer:
 
     def _check_columns(self, dataset: Any) -> None:
         """Refuse, before anything is launched, data of which the model takes no column."""
+        check_one_set(dataset)
         keep = self._columns_to_keep()
         if keep is None or not has_length(dataset) or not len(dataset) or not hasattr(dataset, "__getitem__"):
             return

@@ -138,6 +138,17 @@ def test_empty_dataset_is_refused(tmp_path: Path) -> None:
         train(tmp_path, data=[])
 
 
+@pytest.mark.parametrize("model", [Net, Task])
+def test_dict_of_datasets_is_refused_where_one_is_meant(tmp_path: Path, model: Any) -> None:
+    sets = {"train": make_rows(), "test": make_rows(4)}
+    with pytest.raises(ConfigError, match=r"A dict was given as one dataset\. .* the keys 'train', 'test'"):
+        train(tmp_path, model(), data=sets)
+
+
+def test_dict_of_samples_by_number_passes_at_the_first_forward(tmp_path: Path) -> None:
+    train(tmp_path, data=dict(enumerate(make_rows(4))))
+
+
 def test_missing_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no train_dataset"):
         Trainer(Net(), make_arguments(tmp_path)).train()
