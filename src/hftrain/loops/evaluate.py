@@ -205,7 +205,9 @@ class EvaluateLoop:
         joined = kept.joined(self.group, is_interleaved=is_interleaved)
         if name == "outputs" and self.slots.finish_outputs is not None:
             joined = self.slots.finish_outputs(joined)
-        return put_back(joined, self._order) if self._order is not None and self.config.joins_batches else joined
+        if self._order is None or not self.config.joins_batches:
+            return joined
+        return put_back(joined, self._order, folder=self.config.spill_dir)
 
     def _add_loss(self, loss: torch.Tensor, count: int | torch.Tensor) -> None:
         # Double precision, where the device has it: the sum must not depend on how the set is cut into batches.
