@@ -114,9 +114,9 @@ def is_due(entry: EvalSet | None, trainer: Trainer) -> bool:
     return state.global_step % entry.every == 0
 
 
-def is_left_out(trainer: Trainer, metrics: Mapping[str, Any]) -> bool:
+def is_left_out(trainer: Trainer, metrics: Mapping[str, Any], wanted: str) -> bool:
     """Tell whether the set that decides has a cadence of its own, and had no part in an evaluation just done."""
-    is_there = best_metric_key(trainer.args.metric_for_best_model or "loss") in metrics
+    is_there = best_metric_key(wanted) in metrics
     return not is_there and not all(is_due(entry, trainer) for entry in trainer._eval_sets.values())
 
 

@@ -324,10 +324,9 @@ class TrainSession:
         self.is_evaluating = True
         metrics = trainer._evaluate(trainer._trial, self.ignore_keys)
         self.is_evaluating = False
-        if is_left_out(trainer, metrics):
-            return
-        if trainer.args.metric_for_best_model is not None and trainer.state.global_step > 0:
-            value = read_metric(metrics, trainer.args.metric_for_best_model)
+        wanted = trainer.args.metric_for_best_model
+        if wanted is not None and trainer.state.global_step > 0 and not is_left_out(trainer, metrics, wanted):
+            value = read_metric(metrics, wanted)
             self.checkpoints.metric = {trainer.state.global_step: value if math.isfinite(value) else None}
             is_best = trainer._determine_best_metric(metrics, trainer._trial)
             if trainer.args.save_strategy == "best" and is_best:
@@ -336,8 +335,9 @@ class TrainSession:
     def follow_metric(self, metrics: Mapping[str, Any]) -> None:
         """Step a schedule that follows the evaluations."""
         trainer = self.trainer
-        if self._follows_metric and trainer.state.global_step > 0 and not is_left_out(trainer, metrics):
-            trainer.lr_scheduler.step(read_metric(metrics, trainer.args.metric_for_best_model or "loss"))
+        wanted = trainer.args.metric_for_best_model or "loss"
+        if self._follows_metric and trainer.state.global_step > 0 and not is_left_out(trainer, metrics, wanted):
+            trainer.lr_scheduler.step(read_metric(metrics, wanted))
 
     def _save(self) -> None:
         self.interrupts.note_save()
