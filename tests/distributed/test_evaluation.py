@@ -197,6 +197,22 @@ def test_each_process_writes_files_of_its_own(tmp_path: Path, run_distributed: A
         assert num_batches == 1
 
 
+def write_what_one_process_reads(folder: str) -> Any:
+    """Predict batches that the main process hands out in turn, and write them."""
+    arguments = make_arguments(
+        Path(folder), per_device_eval_batch_size=2, accelerator_config={"dispatch_batches": True}
+    )
+    trainer = Trainer(Net(), arguments, callbacks=[PredictionWriter(Path(folder) / "written")])
+    trainer.predict(make_rows(7))
+    trainer.strategy.barrier()
+    return [row for batch in PredictionWriter.read(Path(folder) / "written") for row in batch["labels"].tolist()]
+
+
+def test_dispatched_predictions_are_read_in_the_datas_order(tmp_path: Path, run_distributed: Any) -> None:
+    expected = [int(row["labels"]) for row in make_rows(7)]
+    assert run_distributed(write_what_one_process_reads, folder=str(tmp_path)) == [expected] * 2
+
+
 def evaluate_by_batch_with_an_accelerator(folder: str) -> Any:
     class Gathering(Trainer):
         def prediction_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.log import warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
+from hftrain.data.dispatch import takes_turns
+from hftrain.data.grouping import reading_order
 from hftrain.storage.files import read_json, write_text
 from hftrain.storage.mirrors import local_folder
 from hftrain.storage.remote import RemoteFolder, check_url, is_url
@@ -35,7 +37,7 @@ class PredictionWriter(TrainerCallback):
       ``<batch>/labels``, and in nested outputs ``<batch>/outputs/<key or index>``; batches count from 0 in each
       process.
     - ``rank<rank>.json``: written last: how many batches this process had, how many processes there were, whether they
-      took batches in turn (streams) or each had a run of consecutive ones, and the files' names.
+      took batches in turn (streams, `dispatch_batches`) or each had a run of consecutive ones, and the files' names.
 
     Args:
         folder: Where the files go; made if absent. Processes on several machines need a shared one to be read together:
@@ -95,6 +97,8 @@ class PredictionWriter(TrainerCallback):
     ) -> None:
         """Write what is left, and the list of this process's files."""
         rank = args.process_index
+        if reading_order(eval_dataloader) is not None:
+            warn_once("PredictionWriter writes batches as they are read: sortish_sampler=True sorts them by length.")
         # This process may have had no batch.
         self._start_if_new(eval_dataloader, rank)
         if self._waiting:
@@ -102,7 +106,7 @@ class PredictionWriter(TrainerCallback):
         about = {
             "num_batches": self._num_batches,
             "world_size": args.world_size,
-            "is_interleaved": isinstance(getattr(eval_dataloader, "dataset", None), IterableDataset),
+            "is_interleaved": takes_turns(eval_dataloader),
             "batches_per_file": self._batches_per_file,
             "files": self._files,
         }

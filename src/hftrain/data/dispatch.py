@@ -125,6 +125,11 @@ class EvenedStream(StreamWrapper):
         return -(-len(self.dataset) // self._unit) * self._unit
 
 
+def takes_turns(loader: Any) -> bool:
+    """Tell whether ranks read a loader's batches in turn (rank r of W the batches r, r + W, ...), or a run each."""
+    return isinstance(loader, DispatchLoader) or isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
 class DispatchLoader:
     """Give rank r the batches r, r + W, ... of a loader that the main process alone iterates.
 

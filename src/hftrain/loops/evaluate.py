@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hftrain.core.errors import TaskError, explain
+from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.loops.batch_metrics import BatchMetrics, checked_metrics
@@ -145,7 +146,13 @@ class EvaluateLoop:
                 reports.append(checked_metrics(compute(EvalPrediction(predictions, labels, **extras))))
         if not self.config.returns_predictions:
             predictions = labels = None
-        return EvalLoopOutput(predictions, labels, merge_reports(*reports), self._total_samples())
+        num_samples, metrics = self._total_samples(), merge_reports(*reports)
+        if not num_samples and not metrics:
+            warn_once(
+                "An evaluation read no sample, so it reports no metric. A stream that can be read only once was used "
+                "up by the evaluation before: let its __iter__ begin anew."
+            )
+        return EvalLoopOutput(predictions, labels, metrics, num_samples)
 
     def _open(self, num_expected: int | None) -> None:
         config = self.config
@@ -175,6 +182,8 @@ class EvaluateLoop:
         self._logs.add(output.logs, weight=size or 1)
         if self.slots.preprocess_logits is not None and output.outputs is not None:
             output.outputs = self.slots.preprocess_logits(output.outputs, output.labels)
+            if self.slots.compute_metrics is not None and output.outputs is None:
+                raise _no_logits()
         if self._kept:
             for name, part in self._parts(batch, output).items():
                 self._kept[name].add(part)
@@ -196,7 +205,9 @@ class EvaluateLoop:
         joined = kept.joined(self.group, is_interleaved=is_interleaved)
         if name == "outputs" and self.slots.finish_outputs is not None:
             joined = self.slots.finish_outputs(joined)
-        return put_back(joined, self._order) if self._order is not None and self.config.joins_batches else joined
+        if self._order is None or not self.config.joins_batches:
+            return joined
+        return put_back(joined, self._order, folder=self.config.spill_dir)
 
     def _add_loss(self, loss: torch.Tensor, count: int | torch.Tensor) -> None:
         # Double precision, where the device has it: the sum must not depend on how the set is cut into batches.
@@ -229,6 +240,16 @@ def _main_input(batch: Any, name: str) -> Any:
             "include_for_metrics=['inputs'] was asked for.",
             f"An evaluation batch holds no main input {name!r} (it has {columns}).",
             "Set main_input_name on the model to the column that compute_metrics is to get.",
+        )
+    )
+
+
+def _no_logits() -> TaskError:
+    return TaskError(
+        explain(
+            "preprocess_logits_for_metrics was given.",
+            "It returned None, so there is nothing to call compute_metrics with.",
+            "Return what compute_metrics is to get as predictions.",
         )
     )
 

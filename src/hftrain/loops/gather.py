@@ -236,21 +236,33 @@ def to_numpy(tree: Any) -> Any:
     return map_tensors(tree, _tensor_to_numpy)
 
 
-def put_back(tree: Any, order: Any) -> Any:
+def put_back(tree: Any, order: Any, *, folder: Path | None = None) -> Any:
     """Put the rows of nested arrays where their samples stand in the dataset; arrays of other lengths stay.
+
+    Several rows for each sample, such as the sequences of `num_return_sequences`, stay together.
 
     Args:
         tree: What `Kept.joined` gave.
         order: The places of the samples in the order they were read.
+        folder: Hold arrays in files there, mapped into memory; None holds them in memory.
     """
-    rows = numpy.argsort(order)
-    if isinstance(tree, numpy.ndarray):
-        return tree[rows] if len(tree) == len(rows) else tree
-    if isinstance(tree, list):
-        return [tree[row] for row in rows] if len(tree) == len(rows) else tree
     if isinstance(tree, Mapping):
-        return {key: put_back(value, order) for key, value in tree.items()}
-    return tuple(put_back(value, order) for value in tree) if isinstance(tree, tuple) else tree
+        return {key: put_back(value, order, folder=folder) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(put_back(value, order, folder=folder) for value in tree)
+    if not isinstance(tree, (numpy.ndarray, list)) or not len(order) or len(tree) % len(order):
+        return tree
+    per_sample = len(tree) // len(order)
+    rows = (numpy.argsort(order)[:, None] * per_sample + numpy.arange(per_sample)).ravel()
+    if isinstance(tree, list):
+        return [tree[row] for row in rows]
+    if folder is None:
+        return tree[rows]
+    ordered = allocate(tree.shape, torch.from_numpy(tree).dtype, folder=folder)
+    step = max(1, _CHUNK_BYTES // max(1, tree[:1].nbytes))
+    for start in range(0, len(rows), step):
+        ordered[start : start + step] = tree[rows[start : start + step]]
+    return ordered
 
 
 def _as_rows(tensor: torch.Tensor) -> torch.Tensor:

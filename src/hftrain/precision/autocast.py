@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import warn_once
 from hftrain.core.types import PrecisionPolicy
 from hftrain.precision.base import Precision, ScalerFactory
 
@@ -110,8 +111,15 @@ class ScaledPrecision(AutocastPrecision):
         self._scaler.step(optimizer)
         self._scaler.update()
         self._scale = self._scaler.get_scale()
-        is_skipped = self._scale < before
+        # A scale of 0 cannot get lower, and nothing is finite once it is divided by it.
+        is_skipped = self._scale < before or not self._scale
         self._num_skipped += is_skipped
+        if is_skipped and self._scale < 1:
+            warn_once(
+                "fp16: gradients overflow although the loss scale has come down to 1, so steps are skipped in a row. "
+                "The loss or the model's own numbers are NaN or too large for float16: use bf16, or look for the first "
+                "of them with debug='underflow_overflow'."
+            )
         return not is_skipped
 
     def logs(self) -> dict[str, float]:

@@ -60,7 +60,7 @@ def read_metric(metrics: Mapping[str, Any], wanted: str) -> float:
     """Return the metric that picks the best model.
 
     Raises:
-        ConfigError: The evaluation did not report it.
+        ConfigError: The evaluation did not report it, or it is no number.
     """
     key = best_metric_key(wanted)
     if key not in metrics:
@@ -72,7 +72,17 @@ def read_metric(metrics: Mapping[str, Any], wanted: str) -> float:
                 metric_for_best_model=wanted,
             )
         )
-    return float(metrics[key])
+    try:
+        return float(metrics[key])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            explain(
+                f"metric_for_best_model={wanted!r} was asked for.",
+                f"An evaluation reported {key!r} as a {type(metrics[key]).__name__}, which is no single number.",
+                "Let compute_metrics return a number under that name, or choose another metric.",
+                **{key: metrics[key]},
+            )
+        ) from error
 
 
 def rehearse_best_metric(trainer: Trainer, *, ignore_keys: list[str] | None) -> None:

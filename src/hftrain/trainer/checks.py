@@ -173,7 +173,8 @@ def check_sharding(args: Any, strategy: Strategy, *, optimizers: tuple[Any, Any]
 
 def check_evaluation(args: Any, *, eval_dataset: Any, has_own_loader: bool) -> None:
     """Raise where evaluations are planned without data."""
-    if args.eval_strategy != "no" and eval_dataset is None and not has_own_loader:
+    has_none = eval_dataset is None or (isinstance(eval_dataset, Mapping) and not eval_dataset)
+    if args.eval_strategy != "no" and has_none and not has_own_loader:
         raise ConfigError(
             explain(
                 f"eval_strategy={str(args.eval_strategy)!r} was asked for.",
@@ -197,6 +198,18 @@ def check_eval_data(args: Any, eval_dataset: Any) -> None:
                     "Pass a dataset with at least one sample.",
                 )
             )
+
+
+def check_one_set(dataset: Any) -> None:
+    """Raise where a dict of datasets, such as what load_dataset returns, stands where one of them belongs."""
+    if isinstance(dataset, Mapping) and len(dataset) and 0 not in dataset:
+        raise ConfigError(
+            explain(
+                f"A {type(dataset).__name__} was given as one dataset.",
+                f"It has no sample 0, but the keys {', '.join(map(repr, dataset))}.",
+                "Pass one of its values; eval_dataset and evaluate() alone take several sets.",
+            )
+        )
 
 
 def check_train_data(args: Any, dataset: Any) -> None:

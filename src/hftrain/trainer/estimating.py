@@ -17,8 +17,10 @@ from hftrain.core.errors import ConfigError, explain
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
 
-# The optimizer makes its state in the first step; the second is like all that follow.
-_NUM_STEPS = 2
+# The optimizer makes its state in the first step, DDP its buckets anew in the second: the third is like all others.
+_NUM_STEPS = 3
+# A scaled loss overflows at first, and a step that is skipped makes no state: more than it takes to bring 2**16 to 1.
+_MOST_STEPS = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +59,7 @@ def estimate_memory(trainer: Trainer) -> MemoryEstimate:
     """Rehearse a training, and return the most memory that a step of it holds; collective.
 
     Raises:
-        ConfigError: The strategy computes where torch does not see the memory.
+        ConfigError: The strategy computes where torch does not see the memory, or every step was skipped.
     """
     strategy = trainer.strategy
     kind = strategy.device_type
@@ -74,12 +76,20 @@ def estimate_memory(trainer: Trainer) -> MemoryEstimate:
     found: list[MemoryEstimate] = []
     watch, asked = _StepWatch(trainer, found), trainer.fast_dev_run
     trainer.add_callback(watch)
-    trainer.fast_dev_run = _NUM_STEPS
+    trainer.fast_dev_run = _MOST_STEPS if trainer.precision.policy.loss_scaling else _NUM_STEPS
     try:
         type(trainer).train(trainer)
     finally:
         trainer.fast_dev_run = asked
         trainer.remove_callback(watch)
+    if not found:
+        raise ConfigError(
+            explain(
+                f"estimate_memory() was called with precision={trainer.precision.policy.name!r}.",
+                "The gradients of every step it took overflowed, so the optimizer never made its state.",
+                "See that the loss is finite, or ask with precision='bf16', which takes as much.",
+            )
+        )
     return found[-1]
 
 
@@ -100,12 +110,18 @@ class _StepWatch(TrainerCallback):
         self._held = _size([*model.parameters(), *model.buffers(), *_states(optimizer)])
         self._meter = _meter(self.trainer.strategy.device_type)
         next(self._meter)
+        self._skipped = self._num_skipped()
+
+    def _num_skipped(self) -> float:
+        return self.trainer.precision.logs().get("skipped_steps", 0)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._gradients = _size(p.grad for p in kwargs["model"].parameters() if p.grad is not None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         peak = self._held + next(self._meter)
+        if self._num_skipped() > self._skipped:
+            return
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         parameters, kept = _size([*model.parameters(), *model.buffers()]), _size(_states(optimizer))
         # DDP made the buckets that it exchanges gradients in when it wrapped the model.
@@ -119,6 +135,8 @@ class _StepWatch(TrainerCallback):
             peak_bytes=peak,
         )
         self.found.append(estimate)
+        if len(self.found) == _NUM_STEPS:
+            control.should_training_stop = True
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

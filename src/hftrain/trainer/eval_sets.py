@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hftrain.core.errors import ConfigError, explain
+from hftrain.trainer.checks import best_metric_key
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -111,6 +112,12 @@ def is_due(entry: EvalSet | None, trainer: Trainer) -> bool:
         epoch = state.epoch or 0.0
         return abs(epoch - round(epoch)) < 1e-6 and round(epoch) % entry.every == 0
     return state.global_step % entry.every == 0
+
+
+def is_left_out(trainer: Trainer, metrics: Mapping[str, Any], wanted: str) -> bool:
+    """Tell whether the set that decides has a cadence of its own, and had no part in an evaluation just done."""
+    is_there = best_metric_key(wanted) in metrics
+    return not is_there and not all(is_due(entry, trainer) for entry in trainer._eval_sets.values())
 
 
 def evaluate_sets(

@@ -8,10 +8,11 @@ the documented thing happens: the run starts again with batches of half the size
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy
 import torch
 from torch import nn
 
@@ -155,6 +156,8 @@ class MicroBatches:
 def split_batch(batch: Any, size: int) -> list[Any]:
     """Cut a batch into parts of at most `size` samples; what has no batch dimension is in every part.
 
+    A list beside its tensors that is as long as they are, such as one of names, holds an entry for each sample.
+
     Raises:
         TaskError: It must be cut and cannot: no tensor has a batch dimension, or it is no mapping or sequence.
     """
@@ -171,9 +174,28 @@ def split_batch(batch: Any, size: int) -> list[Any]:
         return [batch]
 
     def part_from(start: int) -> Any:
-        return map_tensors(batch, lambda t: t[start : start + size] if t.dim() and len(t) == total else t)
+        taken = slice(start, start + size)
+        part = map_tensors(batch, lambda t: t[taken] if t.dim() and len(t) == total else t)
+        if isinstance(batch, Mapping):
+            lists = {key: value[taken] for key, value in batch.items() if _is_per_sample(value, total)}
+            return {**part, **lists} if lists else part
+        if type(batch) in (list, tuple) and any(_is_per_sample(value, total) for value in batch):
+            pairs = zip(batch, part, strict=True)
+            return type(batch)(value[taken] if _is_per_sample(value, total) else cut for value, cut in pairs)
+        return part
 
     return [part_from(start) for start in range(0, total, size)]
+
+
+def _is_per_sample(value: Any, total: int) -> bool:
+    """Tell whether a value that is no tensor holds an entry for each of `total` samples."""
+    if isinstance(value, numpy.ndarray):
+        return value.ndim > 0 and len(value) == total
+    if not isinstance(value, list) or len(value) != total:
+        return False
+    found: list[torch.Tensor] = []
+    map_tensors(value, found.append)
+    return not any(tensor.dim() and len(tensor) == total for tensor in found)
 
 
 def found_size(args: Any, resume: Path | None) -> int | None:

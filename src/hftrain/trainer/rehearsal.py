@@ -176,7 +176,8 @@ def _copies(trainer: Trainer, folder: Path, director: _Director) -> Iterator[Non
         if trainer.model_init is None:
             _copy_parts(trainer)
         trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
-        handler.callbacks.append(director)
+        # The constructor left the trackers out of a run that was to be a rehearsal; an estimate comes later.
+        handler.callbacks[:] = [*without_trackers(callbacks), director]
         handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
         with warnings.catch_warnings():
             # A copied optimizer has not the wrapper around `step` by which torch's schedules see its calls.

@@ -32,10 +32,9 @@ from hftrain.optim.weight_modes import training_weights
 from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer.announce import announce_training
 from hftrain.trainer.best import read_metric, rehearse_best_metric
-from hftrain.trainer.checks import best_metric_key
 from hftrain.trainer.counting import RunCounts
 from hftrain.trainer.debugging import watch_overflow
-from hftrain.trainer.eval_sets import check_cadences, is_due
+from hftrain.trainer.eval_sets import check_cadences, is_left_out
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
 from hftrain.trainer.interrupts import Interrupts, saves_at_all
@@ -325,11 +324,8 @@ class TrainSession:
         self.is_evaluating = True
         metrics = trainer._evaluate(trainer._trial, self.ignore_keys)
         self.is_evaluating = False
-        wanted = best_metric_key(trainer.args.metric_for_best_model or "loss")
-        if wanted not in metrics and not all(is_due(entry, trainer) for entry in trainer._eval_sets.values()):
-            # The set that decides has a cadence of its own, and was not evaluated now.
-            return
-        if trainer.args.metric_for_best_model is not None and trainer.state.global_step > 0:
+        wanted = trainer.args.metric_for_best_model
+        if wanted is not None and trainer.state.global_step > 0 and not is_left_out(trainer, metrics, wanted):
             value = read_metric(metrics, wanted)
             self.checkpoints.metric = {trainer.state.global_step: value if math.isfinite(value) else None}
             is_best = trainer._determine_best_metric(metrics, trainer._trial)
@@ -339,8 +335,9 @@ class TrainSession:
     def follow_metric(self, metrics: Mapping[str, Any]) -> None:
         """Step a schedule that follows the evaluations."""
         trainer = self.trainer
-        if self._follows_metric and trainer.state.global_step > 0:
-            trainer.lr_scheduler.step(read_metric(metrics, trainer.args.metric_for_best_model or "loss"))
+        wanted = trainer.args.metric_for_best_model or "loss"
+        if self._follows_metric and trainer.state.global_step > 0 and not is_left_out(trainer, metrics, wanted):
+            trainer.lr_scheduler.step(read_metric(metrics, wanted))
 
     def _save(self) -> None:
         self.interrupts.note_save()

@@ -41,7 +41,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput, TrainOutput
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrain.data.columns import ColumnPruner, prune_columns, removable_columns, signature_columns
-from hftrain.data.dispatch import DispatchLoader
+from hftrain.data.dispatch import takes_turns
 from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler, reading_order
 from hftrain.data.loaders import build_eval_loader, build_train_loader, default_train_sampler
 from hftrain.data.persistent import LoaderCache
@@ -78,6 +78,7 @@ from hftrain.trainer.checks import (
     check_eval_data,
     check_evaluation,
     check_model,
+    check_one_set,
     check_optimizer,
     check_parts,
     check_save_policy,
@@ -279,6 +280,8 @@ class Trainer:
             warn_once(f"predict_with_generate=True has no effect in {type(self).__name__}; use Seq2SeqTrainer.")
         own = next((entry.metrics for entry in self._eval_sets.values() if entry.metrics is not None), None)
         metrics = self.compute_metrics or own
+        if args.prediction_loss_only and metrics is not None:
+            warn_once("compute_metrics is never called with prediction_loss_only=True, which keeps no predictions.")
         if not self._adds_metrics:
             check_best_metric(args, task=task, compute_metrics=metrics, eval_dataset=self.eval_dataset)
 
@@ -613,7 +616,7 @@ class Trainer:
     def estimate_memory(self) -> MemoryEstimate:
         """Return the most memory that a training step of this process holds on its device; collective.
 
-        Rehearses two steps, as `fast_dev_run=2` does, with the chosen strategy and precision, and leaves nothing
+        Rehearses three steps, as `fast_dev_run=3` does, with the chosen strategy and precision, and leaves nothing
         behind. What a caching allocator keeps in reserve is not in it.
 
         Raises:
@@ -721,12 +724,10 @@ class Trainer:
         self.callback_handler.refresh(eval_dataloader=dataloader)
         jit = JitModel(self, self.task.model) if self.args.jit_mode_eval else None
         loop = self._evaluate_loop(loss_only=loss_only, ignore_keys=ignore_keys, events=self.callback_handler, jit=jit)
-        is_stream = isinstance(getattr(dataloader, "dataset", None), IterableDataset)
-        takes_turns = is_stream or isinstance(dataloader, DispatchLoader)
         batches = in_step(self, dataloader, loss_only=loss_only, ignore_keys=ignore_keys)
         output = loop.run(
             batches,
-            is_interleaved=takes_turns,
+            is_interleaved=takes_turns(dataloader),
             order=reading_order(dataloader),
             num_expected=expected_samples(dataloader),
         )
@@ -1440,6 +1441,7 @@ class Trainer:
 
     def _check_columns(self, dataset: Any) -> None:
         """Refuse, before anything is launched, data of which the model takes no column."""
+        check_one_set(dataset)
         keep = self._columns_to_keep()
         if keep is None or not has_length(dataset) or not len(dataset) or not hasattr(dataset, "__getitem__"):
             return

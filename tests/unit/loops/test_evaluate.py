@@ -104,8 +104,9 @@ def test_steps_without_a_loss_report_none() -> None:
     assert loop.run(make_batches([1, 2], [3])) == EvalLoopOutput(None, None, {}, 3)
 
 
-def test_empty_loader_gives_nothing() -> None:
-    assert make_loop(keeps_predictions=True).run([]) == EvalLoopOutput(None, None, {}, 0)
+def test_empty_loader_gives_nothing_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="read no sample"):
+        assert make_loop(keeps_predictions=True).run([]) == EvalLoopOutput(None, None, {}, 0)
 
 
 def test_counts_may_be_plain_integers() -> None:
@@ -172,6 +173,14 @@ def test_nothing_is_kept_where_nobody_asks() -> None:
 def test_logits_are_preprocessed_before_they_are_kept() -> None:
     loop = make_loop(keeps_predictions=True, slots={"preprocess_logits": lambda logits, labels: logits + labels})
     assert loop.run(make_batches([1, 2], [3])).predictions.tolist() == [1, 4, 7]
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+def test_preprocessing_that_returns_nothing_is_named(per_batch: bool) -> None:
+    slots = {"preprocess_logits": lambda logits, labels: None, "compute_metrics": lambda p, **kwargs: {"n": 1.0}}
+    loop = make_loop(keeps_predictions=True, computes_per_batch=per_batch, slots=slots)
+    with pytest.raises(TaskError, match="It returned None, so there is nothing"):
+        loop.run(make_batches([1]))
 
 
 def test_batches_may_be_handed_out_unjoined() -> None:
@@ -274,6 +283,7 @@ def test_ranks_report_what_one_would(run_ranks: Callable[..., list[Any]], is_int
     assert seen == [seen[0]] * 4
 
 
+@pytest.mark.filterwarnings("ignore:An evaluation read no sample")
 @pytest.mark.parametrize("shares", [[[0, 1], [2]], [[], [0, 1, 2]], [[0], [], [1, 2]], [[], []]])
 def test_metrics_batch_by_batch_join_the_ranks_batches(
     run_ranks: Callable[..., list[Any]], shares: list[list[int]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import UserDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -13,7 +14,7 @@ import torch
 
 from hftrain.core.errors import TaskError
 from hftrain.loops.buffers import PADDING
-from hftrain.loops.gather import Kept, KeptBatches, concatenate, to_numpy
+from hftrain.loops.gather import Kept, KeptBatches, concatenate, put_back, to_numpy
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8)
 RunRanks = Callable[..., list[Any]]
@@ -260,3 +261,24 @@ def test_to_numpy_keeps_structure() -> None:
     assert tree["a"][0].tolist() == [1.0]
     assert tree["b"][0].tolist() == [0.0, 0.0]
     assert tree["b"][1] == "text"
+
+
+def test_rows_go_back_to_their_samples_several_of_one_together() -> None:
+    order = [2, 0, 1]
+    one, several, other = numpy.array([2, 0, 1]), numpy.array([20, 21, 0, 1, 10, 11]), numpy.arange(4)
+    found = put_back({"one": one, "several": (several, several.tolist()), "other": other, "none": None}, order)
+    assert found["one"].tolist() == [0, 1, 2]
+    assert [list(rows) for rows in found["several"]] == [[0, 1, 10, 11, 20, 21]] * 2
+    assert found["other"].tolist() == [0, 1, 2, 3]
+    assert found["none"] is None
+
+
+def test_rows_in_a_file_go_back_piece_by_piece_into_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hftrain.loops.gather._CHUNK_BYTES", 24)
+    order = [3, 0, 4, 1, 2]
+    kept = Kept(num_samples=5, folder=tmp_path)
+    kept.add({"x": torch.tensor(order, dtype=torch.int64)[:, None].expand(5, 2), "empty": torch.empty(5, 0)})
+    found = put_back(kept.here(), order, folder=tmp_path)
+    assert isinstance(found["x"], numpy.memmap)
+    assert found["x"].tolist() == [[row, row] for row in range(5)]
+    assert found["empty"].shape == (5, 0)

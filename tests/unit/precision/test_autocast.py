@@ -97,6 +97,23 @@ def test_first_step_can_be_the_one_skipped() -> None:
     assert overflow_run(opened("fp16"), at=0, steps=2)[0] == [False, True]
 
 
+def test_steps_are_skipped_and_counted_however_low_the_scale_is() -> None:
+    precision, weight = opened("fp16", init_scale=4.0), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+
+    def step() -> bool:
+        precision.backward((weight * float("nan")).sum())
+        done = precision.step(optimizer)
+        optimizer.zero_grad()
+        return done
+
+    with pytest.warns(UserWarning, match="although the loss scale has come down to 1"):
+        done = [step() for _ in range(160)]  # halving reaches 0 after 152 of them
+    assert not any(done)
+    assert precision.logs() == {"loss_scale": 0.0, "skipped_steps": 160}
+    assert weight.tolist() == [1.0, 1.0]
+
+
 def test_unscale_brings_gradients_back() -> None:
     precision, weight = opened("fp16"), nn.Parameter(torch.ones(2))
     precision.backward(weight.sum() * 3)

@@ -138,6 +138,17 @@ def test_empty_dataset_is_refused(tmp_path: Path) -> None:
         train(tmp_path, data=[])
 
 
+@pytest.mark.parametrize("model", [Net, Task])
+def test_dict_of_datasets_is_refused_where_one_is_meant(tmp_path: Path, model: Any) -> None:
+    sets = {"train": make_rows(), "test": make_rows(4)}
+    with pytest.raises(ConfigError, match=r"A dict was given as one dataset\. .* the keys 'train', 'test'"):
+        train(tmp_path, model(), data=sets)
+
+
+def test_dict_of_samples_by_number_passes_at_the_first_forward(tmp_path: Path) -> None:
+    train(tmp_path, data=dict(enumerate(make_rows(4))))
+
+
 def test_missing_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no train_dataset"):
         Trainer(Net(), make_arguments(tmp_path)).train()
@@ -152,6 +163,13 @@ def test_data_without_usable_columns_is_refused(tmp_path: Path) -> None:
 def test_best_metric_that_cannot_come_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"metric_for_best_model='f1'.*loss alone"):
         train(tmp_path, eval_strategy="epoch", metric_for_best_model="f1", trainer={"eval_dataset": make_rows(4)})
+
+
+@pytest.mark.parametrize("value", [[1, 2], "high"])
+def test_best_metric_that_is_no_number_is_refused_after_a_first_forward_pass(tmp_path: Path, value: Any) -> None:
+    parts = {"eval_dataset": make_rows(4), "compute_metrics": lambda prediction: {"f1": value}}
+    with pytest.raises(ConfigError, match=rf"reported 'eval_f1' as a {type(value).__name__}, .* no single number"):
+        train(tmp_path, eval_strategy="epoch", metric_for_best_model="f1", trainer=parts)
 
 
 @pytest.mark.parametrize("content", ["nothing", "an empty folder", "other files", "a file"])

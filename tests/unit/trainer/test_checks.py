@@ -136,10 +136,11 @@ def test_parts_that_agree_pass(tmp_path: Path, parts: dict[str, Any]) -> None:
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["steps", "epoch"])
-def test_evaluations_need_data(tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "dataset"), [("steps", None), ("epoch", None), ("epoch", {})])
+def test_evaluations_need_data(tmp_path: Path, strategy: str, dataset: Any) -> None:
+    args = make_arguments(tmp_path, eval_strategy=strategy)
     with pytest.raises(ConfigError, match=f"eval_strategy='{strategy}' was asked for. There is no eval_dataset"):
-        check_evaluation(make_arguments(tmp_path, eval_strategy=strategy), eval_dataset=None, has_own_loader=False)
+        check_evaluation(args, eval_dataset=dataset, has_own_loader=False)
 
 
 @pytest.mark.parametrize(

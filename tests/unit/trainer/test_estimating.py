@@ -12,6 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from hftrain import ConfigError, Trainer, TrainerCallback
+from hftrain.loggers import Logger
 
 WIDTH, BATCH = 64, 8
 
@@ -117,6 +118,50 @@ def test_estimate_names_the_parts_and_leaves_nothing_behind(tmp_path: Path) -> N
     assert all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
     assert not (tmp_path / "out").exists()
     assert trainer.fast_dev_run == 0
+
+
+class Steep(nn.Module):
+    """Its gradients overflow in float16 until the scale has been lowered a few times, or never in time."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.net, self.factor = Net(), factor
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.net(x, labels)[0] * self.factor,)
+
+
+def test_estimate_with_a_scaled_loss_looks_at_steps_that_were_taken(tmp_path: Path) -> None:
+    def estimate(factor: float) -> Any:
+        arguments = make_arguments(tmp_path, fp16=True, num_train_epochs=20)
+        return Trainer(Steep(factor), arguments, train_dataset=make_rows()).estimate_memory()
+
+    flat, steep = estimate(1e-3), estimate(1e3)
+    assert steep.optimizer_bytes == flat.optimizer_bytes > 0
+    with (
+        pytest.warns(UserWarning, match="although the loss scale has come down"),
+        pytest.raises(ConfigError, match="every step it took overflowed"),
+    ):
+        estimate(1e30)
+
+
+class Telling(Logger):
+    """Notes that it was started."""
+
+    name = "telling"
+    num_starts = 0
+
+    def start(self, run: Any) -> None:
+        self.num_starts += 1
+
+
+def test_estimate_is_reported_to_no_tracker(tmp_path: Path) -> None:
+    logger = Telling()
+    trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=2), train_dataset=make_rows(), loggers=[logger])
+    trainer.estimate_memory()
+    assert logger.num_starts == 0
+    trainer.train()
+    assert logger.num_starts == 1
 
 
 def test_estimate_with_ddp_counts_the_buckets(tmp_path: Path) -> None:

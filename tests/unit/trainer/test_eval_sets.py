@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.tiny import Net, make_arguments, make_rows
 
-from hftrain import ConfigError, EvalPrediction, EvalSet, Trainer
+from hftrain import ConfigError, EvalPrediction, EvalSet, Trainer, TrainerCallback
 
 
 def count(name: str) -> Any:
@@ -87,6 +87,22 @@ def test_best_model_follows_a_set_that_is_evaluated_seldom(tmp_path: Path) -> No
     best = min(losses, key=losses.__getitem__)
     assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
     assert trainer.evaluate("seldom")["eval_loss"] == pytest.approx(losses[best], rel=1e-6)
+
+
+def test_schedule_follows_a_set_that_is_evaluated_seldom(tmp_path: Path) -> None:
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
+            seen.append(lr_scheduler.last_epoch)
+
+    sets = {"often": make_rows(3), "seldom": EvalSet(make_rows(5), every=4)}
+    trainer = make_trainer(
+        tmp_path, sets, metric_for_best_model="eval_seldom_loss", lr_scheduler_type="reduce_lr_on_plateau"
+    )
+    trainer.add_callback(Watch())
+    trainer.train()
+    assert seen == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 def test_metric_that_no_set_reports_is_still_refused(tmp_path: Path) -> None:

@@ -136,6 +136,17 @@ def test_predictions_are_generated_and_padded_over_batches(tmp_path: Path) -> No
     assert metrics["test_loss"] == pytest.approx(plain.metrics["test_loss"], rel=1e-6)
 
 
+def test_written_predictions_of_a_sorted_evaluation_are_warned_of(tmp_path: Path) -> None:
+    rows = [{name: value[: 1 + index] for name, value in row.items()} for index, row in enumerate(samples(5))]
+    trainer = make(
+        tmp_path, sortish_sampler=True, per_device_eval_batch_size=1,
+        callbacks=[PredictionWriter(tmp_path / "written")],
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="writes batches as they are read"):
+        trainer.predict(rows)
+    assert [batch["labels"].numel() for batch in PredictionWriter.read(tmp_path / "written")] == [5, 4, 3, 2, 1]
+
+
 def test_without_predict_with_generate_it_is_a_trainer(tmp_path: Path) -> None:
     model = Echo()
     plain = Trainer(model, make_arguments(tmp_path)).predict(samples())
