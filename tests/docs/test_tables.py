@@ -7,8 +7,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-from packaging.version import Version
 from support.source import ROOT
 
 DOCS = ROOT / "docs"
@@ -28,8 +26,6 @@ def tables() -> ModuleType:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
 def test_page_holds_the_tables_of_the_code(tables: ModuleType, path: Path) -> None:
-    if Version(torch.__version__) < Version("2.8"):
-        pytest.skip("the pages show what torch 2.8 and newer can do")
     text = path.read_text(encoding="utf-8")
     assert tables.fill(text) == text, "run python docs/tables.py"
 

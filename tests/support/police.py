@@ -18,8 +18,9 @@ from typing import Any
 import psutil
 import torch
 
-# pytest and its plugins own these; KMP_* are OpenMP's, set by torch itself when a process forks or inits.
-_ENV_NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
+# pytest and its plugins own these; KMP_* are OpenMP's, set by torch itself when a process forks or inits, and one is
+# CUDA's, set by builds of torch with CUDA that look for a GPU.
+_ENV_NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "CUDA_MODULE_LOADING")
 # Helpers of Python and of the tests, started once per process and stopped at its exit.
 _PROCESSES_NOT_OURS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "support/ranks.py")
 _OUTPUT_FOLDERS = ("runs", "trainer_output", "tmp_trainer")
