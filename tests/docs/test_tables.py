@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -24,6 +25,7 @@ def tables() -> ModuleType:
     return module
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 writes unions with Any otherwise")
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(DOCS).as_posix())
 def test_page_holds_the_tables_of_the_code(tables: ModuleType, path: Path) -> None:
     text = path.read_text(encoding="utf-8")
