@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,9 @@ _GRACE_S = 2.0
 
 def _matmul_precision() -> str:
     try:
-        return torch.get_float32_matmul_precision()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.9 says, once in a process, that there are newer settings
+            return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch refuses to answer while its two generations of settings disagree
         return "mixed"
 
