@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ from typing import Any
 import psutil
 import torch
 
-# pytest and its plugins own these; KMP_* are OpenMP's, set by torch itself when a process forks or inits.
-_ENV_NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
+# pytest and its plugins own these; KMP_* are OpenMP's, set by torch itself when a process forks or inits, and one is
+# CUDA's, set by builds of torch with CUDA that look for a GPU.
+_ENV_NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "CUDA_MODULE_LOADING")
 # Helpers of Python and of the tests, started once per process and stopped at its exit.
 _PROCESSES_NOT_OURS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "support/ranks.py")
 _OUTPUT_FOLDERS = ("runs", "trainer_output", "tmp_trainer")
@@ -29,7 +31,9 @@ _GRACE_S = 2.0
 
 def _matmul_precision() -> str:
     try:
-        return torch.get_float32_matmul_precision()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.9 says, once in a process, that there are newer settings
+            return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch refuses to answer while its two generations of settings disagree
         return "mixed"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -21,7 +22,10 @@ def set_matmul(matmul: str) -> Callable[[], None]:
     # torch.compile still reads these flags and fails when only the newer `fp32_precision` was written
     # (pytorch issue 166387), while writing these keeps both interfaces readable. Switch once that is closed.
     try:
-        before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        with warnings.catch_warnings():
+            # torch 2.9 says, once in a process, that there are newer flags; 2.13 no longer does.
+            warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
+            before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     except RuntimeError as error:
         raise ConfigError(
             explain(

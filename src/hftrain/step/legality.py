@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from packaging.version import Version
 
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.types import PrecisionPolicy
@@ -75,7 +74,6 @@ def find_device_refusal(policy: PrecisionPolicy, device_type: str, capability: C
         device_type: ``"cpu"``, ``"cuda"``, ``"mps"``, ...
         capability: What a CUDA device can do; None elsewhere.
     """
-    torch_version = Version(torch.__version__)
     if policy.matmul == "high" and device_type != "cuda":
         return "TF32 exists on CUDA devices only"
     if policy.name.startswith("apex_") and device_type != "cuda":
@@ -88,11 +86,6 @@ def find_device_refusal(policy: PrecisionPolicy, device_type: str, capability: C
             return f"TF32 needs a GPU of compute capability 8.0 or newer, {has}"
         if policy.compute_dtype == torch.bfloat16:
             return f"bfloat16 needs a GPU of compute capability 8.0 or newer, {has}; 'fp16' works"
-    if device_type == "mps":
-        if policy.loss_scaling and torch_version < Version("2.8"):
-            return "torch's gradient scaler works on MPS from torch 2.8 on"
-        if policy.compute_dtype == torch.bfloat16 and torch_version < Version("2.6"):
-            return "torch runs bfloat16 autocast on MPS from torch 2.6 on"
     return None
 
 

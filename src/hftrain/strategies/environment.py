@@ -45,10 +45,8 @@ def find_device_type(*, use_cpu: bool = False) -> str:
         return "cuda"
     if torch.backends.mps.is_available():
         return "mps"
-    accelerator = getattr(torch, "accelerator", None)  # new in torch 2.6; knows XPU and out-of-tree devices
-    if accelerator is not None and accelerator.is_available():
-        return str(accelerator.current_accelerator().type)
-    return "cpu"
+    other = torch.accelerator.current_accelerator(check_available=True)  # XPU, and devices that other packages add
+    return "cpu" if other is None else other.type
 
 
 def _read(names: tuple[str, ...], default: int) -> int:

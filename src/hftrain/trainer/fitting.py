@@ -225,13 +225,13 @@ def with_smaller_batches(trainer: Trainer, resume: Path | None, run: Callable[[]
         logger.warning("Out of memory: the run starts again with %d samples per device and batch.", size)
         return size
 
-    @find_executable_batch_size(starting_batch_size=size, reduce_batch_size_fn=halve)  # type: ignore[untyped-decorator]
     def attempt(batch_size: int) -> T:
         args.per_device_train_batch_size = batch_size
         trainer.optimizer, trainer.lr_scheduler = parts
         return run()
 
     try:
-        return attempt()  # type: ignore[no-any-return]
+        # Not as a decorator: accelerate before 1.15 then forgets how to reduce.
+        return find_executable_batch_size(attempt, size, halve)()  # type: ignore[no-any-return]
     finally:
         args.per_device_train_batch_size = given

@@ -168,4 +168,4 @@ def test_forked_process_lives_although_left_groups_are_garbage() -> None:
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LEFT_GROUPS], capture_output=True, text=True, timeout=120, check=True
     )
-    assert ended.stdout.split() == ["0"]
+    assert ended.stdout.split()[-1:] == ["0"]  # older versions of torch say there that they are connected

@@ -211,6 +211,8 @@ def test_arguments_and_launcher_choose(
     ],
 )
 def test_dropped_backend_names_its_successor(tmp_path: Path, backend: str, successor: str) -> None:
+    if backend in torch._dynamo.list_backends(exclude_tags=()):
+        pytest.skip("this torch has it still")
     with pytest.raises(ConfigError, match=f"torch_compile_backend='{backend}'.*dropped it.*{successor}"):
         Trainer(Net(), make_arguments(tmp_path, torch_compile_backend=backend))
 

@@ -42,7 +42,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> list[dict[s
     return calls
 
 
-@pytest.mark.parametrize(("version", "said"), [(None, "it is not installed"), ("2.8.0", "version 2.8.0 is")])
+@pytest.mark.parametrize(("version", "said"), [(None, "it is not installed"), ("2.7.0", "version 2.7.0 is")])
 def test_absent_or_other_version_is_refused_without_importing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, said: str
 ) -> None:
