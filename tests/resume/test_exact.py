@@ -60,6 +60,18 @@ def test_resume_of_a_stream_equals_an_undisturbed_run(tmp_path: Path, accumulati
     check_resume(tmp_path, Stream(make_rows(22)), (2, 5), gradient_accumulation_steps=accumulation, max_steps=12)
 
 
+@pytest.mark.parametrize("names", [("fp16", "bf16"), ("fp32", "fp16")], ids="-".join)
+def test_precision_may_change_at_a_resume(
+    tmp_path: Path, names: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(tmp_path, make_rows(22), StopAt(4), precision=names[0]).train()
+    resumed = make_trainer(tmp_path, make_rows(22), precision=names[1])
+    assert resumed.train(resume_from_checkpoint=True).global_step == 12
+    assert f"precision {names[0]} -> {names[1]}" in caplog.text
+    assert "sample 16 of 22" in caplog.text
+    assert resumed.lr_scheduler.last_epoch == 12 - resumed.precision.logs().get("skipped_steps", 0)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_resume_in_another_precision_equals_an_undisturbed_run(tmp_path: Path, precision: str) -> None:
     check_resume(tmp_path, make_rows(22), (4,), precision=precision)

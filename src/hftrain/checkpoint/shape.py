@@ -18,7 +18,7 @@ _FIXED = ("samples", "data_seed", "drop_last", "precision")
 # What only matters within an epoch: an order that depends on the size of batches, or on random numbers of one process.
 _FIXED_WITHIN = ("grouping", "seedable")
 # What a run may change: name, and how the warning calls it.
-_FREE = ("world_size", "batch_size", "accumulation")
+_FREE = ("world_size", "batch_size", "accumulation", "precision")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +58,9 @@ def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_with
         CheckpointError: A value differs without which the position or the optimizer's state means nothing.
     """
     fixed = [*_FIXED, *(_FIXED_WITHIN if is_within_epoch else ())]
+    if saved.get("weights_dtype") is not None and saved["weights_dtype"] == current.get("weights_dtype"):
+        # Only how numbers are computed changes, and not what the weights and the optimizer's state are.
+        fixed.remove("precision")
     # Known to the ranks that shared the data only.
     alone = saved.get("own_shares") or current.get("own_shares") or current.get("seedable") is False
     fixed += ["world_size"] if is_within_epoch and alone else []

@@ -15,6 +15,7 @@ from hftrain.checkpoint.manifest import Manifest, read_manifest
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
+from hftrain.core.types import Owns
 from hftrain.data.offsets import has_own_shares, samples_per_round, with_offset
 from hftrain.data.sizes import has_length
 
@@ -90,7 +91,7 @@ def _plan(
     progress.load_state_dict(manifest.facts["progress"])
     is_within = bool(progress.micro_steps_in_epoch or progress.offset_in_epoch)
     if trainer.args.ignore_data_skip:
-        free = ("round_size", "world_size", "batch_size", "accumulation", "precision")
+        free = ("round_size", "world_size", "batch_size", "accumulation", "precision", "weights_dtype")
         changes = check_shape(saved, {name: geometry[name] for name in free}, is_within_epoch=False, step=manifest.step)
     else:
         changes = check_shape(saved, geometry, is_within_epoch=is_within, step=manifest.step)
@@ -168,7 +169,7 @@ def _geometry(trainer: Trainer, loader: Any) -> dict[str, Any]:
     args, world_size = trainer.args, trainer.strategy.world_size
     # Processes that split a layer read the same.
     num_readers = world_size // trainer.get_tp_size()
-    grouping = trainer._length_config(is_training=True)
+    grouping, policy = trainer._length_config(is_training=True), trainer.precision.policy
     return {
         "world_size": world_size,
         "batch_size": args.train_batch_size,
@@ -180,5 +181,7 @@ def _geometry(trainer: Trainer, loader: Any) -> dict[str, Any]:
         "grouping": None if grouping is None else grouping.batch_size,
         "seedable": bool(read_accelerator_config(args).get("use_seedable_sampler", True)),
         "own_shares": has_own_shares(loader),
-        "precision": trainer.precision.policy.name,
+        "precision": policy.name,
+        # None: an engine keeps copies of its own, which hang on the precision.
+        "weights_dtype": None if Owns.CASTING in trainer.strategy.owns else str(policy.param_dtype),
     }

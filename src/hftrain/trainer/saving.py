@@ -274,7 +274,9 @@ class RunCheckpoints:
             check_state(folder / SCHEDULER, schedule, trainer.lr_scheduler, own=trainer.lr_scheduler.state_dict())
             trainer.lr_scheduler.load_state_dict(schedule)
             refresh_rate(trainer.lr_scheduler)
-        if trainer.precision.state_dict():
+        saved, name = self.plan.saved, trainer.precision.policy.name
+        is_same = saved is None or saved.facts["geometry"]["precision"] == name
+        if trainer.precision.state_dict() and is_same:  # else its loss scale begins anew
             scale = load_scaler(folder)
             check_state(folder / SCALER, scale, trainer.precision, own=trainer.precision.state_dict())
             with restoring(folder / SCALER):

@@ -79,6 +79,14 @@ def test_what_may_change_is_named() -> None:
     assert check({"accumulation": 2, "round_size": 4, "batch_size": 2}) == ["batch_size 4 -> 2", "accumulation 1 -> 2"]
 
 
+def test_precision_may_change_where_the_weights_stay_what_they_are() -> None:
+    kept = {"weights_dtype": "torch.float32"}
+    assert check({"precision": "bf16", **kept}, kept) == ["precision fp32 -> bf16"]
+    for saved, current in (("torch.float32", "torch.bfloat16"), (None, None), (None, "torch.float32")):
+        with pytest.raises(CheckpointError, match="precision='bf16'"):
+            check({"precision": "bf16", "weights_dtype": current}, {"weights_dtype": saved})
+
+
 WITHIN = [
     ({"grouping": 8}, {}, "grouping"),
     ({"seedable": False}, {}, "seedable"),
