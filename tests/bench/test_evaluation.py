@@ -1,0 +1,37 @@
+"""What an evaluation costs next to transformers' Trainer, measured by `benchmarks/evaluation.py`."""
+
+from __future__ import annotations
+
+import runpy
+from typing import Any
+
+import pytest
+from support.source import ROOT
+
+pytestmark = [pytest.mark.bench, pytest.mark.timeout(1800)]
+
+SAMPLES, ROUNDS = 200_000, 3
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, Any]]:
+    """Return what each contender needed at least, of rounds in turn."""
+    pytest.importorskip("transformers")
+    names = ("hftrain-streaming", "hftrain-argmax", "transformers-argmax", "transformers-logits")
+    run = runpy.run_path(str(ROOT / "benchmarks/evaluation.py"))["run"]
+    rounds = [{name: run(name, SAMPLES) for name in names} for _ in range(ROUNDS)]
+    assert len({found["accuracy"] for each in rounds for found in each.values()}) == 1, rounds
+    least = {field: {name: min(each[name][field] for each in rounds) for name in names} for field in rounds[0][names[0]]}
+    print(least)
+    return least
+
+
+def test_evaluation_takes_no_longer_than_transformers(results: dict[str, dict[str, Any]]) -> None:
+    seconds = results["seconds"]
+    assert seconds["hftrain-argmax"] <= seconds["transformers-argmax"], results
+    assert seconds["hftrain-streaming"] <= min(seconds["transformers-argmax"], seconds["transformers-logits"]), results
+
+
+def test_streaming_takes_a_quarter_of_the_memory_of_keeping_all(results: dict[str, dict[str, Any]]) -> None:
+    peaks = results["peak_bytes"]
+    assert peaks["hftrain-streaming"] < peaks["transformers-logits"] / 4, results
