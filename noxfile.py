@@ -10,6 +10,7 @@ import filecmp
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import nox
@@ -28,6 +29,12 @@ XLA = ("torch==2.9.0", "torch_xla==2.9.0")
 MARKS = (
     "slow", "guarantees", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "optimizers", "trackers",
     "remote", "bench",
+)  # fmt: skip
+
+# What `tests-oldest` runs.
+OLDEST = (
+    "tests/unit", "tests/loops", "tests/resume", "tests/distributed/test_fsdp.py",
+    "tests/distributed/test_trainer_ddp.py",
 )  # fmt: skip
 
 # Experiment trackers by what their installation costs.
@@ -162,24 +169,39 @@ def tests_mps(session: nox.Session) -> None:
     pytest(session, "mps and not bench")
 
 
-def install_xla(session: nox.Session) -> None:
-    """Install torch_xla and the torch it was built for, whose PyPI build is CUDA's, without the gigabytes of CUDA.
+def install_without_cuda(session: nox.Session, *what: str) -> None:
+    """Install, with a torch whose PyPI build for Linux is CUDA's, without the gigabytes of CUDA.
 
     pip cannot leave out what a package requires; uv can. Elsewhere than in a test environment, use pip.
     """
+    if not shutil.which("gcc"):
+        session.skip("no gcc, which builds the stand-ins for CUDA's libraries (.ci/cpu_torch.py)")
+    session.install(*CONSTRAINTS, "uv")
+    python = str(Path(session.bin, "python"))
+    options = ("--python", python, "--compile-bytecode", "--excludes", ".ci/no_cuda.txt")
+    session.run_install("uv", "pip", "install", *options, *what)
+    session.run_install("python", ".ci/cpu_torch.py")
+
+
+@nox.session(name="tests-oldest", python="3.10")
+def tests_oldest(session: nox.Session) -> None:
+    """Run tests with Python 3.10 and the oldest version of each package that pyproject.toml allows."""
+    if sys.platform != "linux":
+        session.skip("the oldest versions are tested on Linux")
+    install_without_cuda(session, "--resolution", "lowest-direct", "-e", ".[test]")
+    marks = " and ".join(f"not {mark}" for mark in MARKS if mark != "distributed")
+    pytest(session, marks, *WORKERS, *NO_HANG, *OLDEST)
+
+
+def install_xla(session: nox.Session) -> None:
+    """Install torch_xla and the torch it was built for."""
     wheels = "sys.platform == 'linux' and platform.machine() == 'x86_64' and (3, 10) <= sys.version_info < (3, 14)"
     if "False" in str(session.run_install("python", "-c", f"import platform, sys; print({wheels})", silent=True)):
         session.skip("torch_xla 2.9 has wheels for Python 3.10 to 3.13 on Linux, x86_64")
-    if not shutil.which("gcc"):
-        session.skip("no gcc, which builds the stand-ins for CUDA's libraries (.ci/cpu_torch.py)")
     pins = Path(session.virtualenv.location, "constraints.txt")
     pinned = re.sub(r"(?m)^torch==.*$", "\n".join(XLA), Path("constraints.txt").read_text("utf-8"))
     pins.write_text(pinned, "utf-8")
-    session.install(*CONSTRAINTS, "uv")
-    python = str(Path(session.bin, "python"))
-    options = ("--python", python, "--compile-bytecode", "--excludes", ".ci/no_cuda.txt", "-c", str(pins))
-    session.run_install("uv", "pip", "install", *options, "-e", ".[test,xla]")
-    session.run_install("python", ".ci/cpu_torch.py")
+    install_without_cuda(session, "-c", str(pins), "-e", ".[test,xla]")
 
 
 @nox.session(name="tests-xla")

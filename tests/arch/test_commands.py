@@ -37,6 +37,14 @@ def test_readme_lists_every_session() -> None:
     assert listed - {"nox", "-s"} == sessions()
 
 
+def test_pages_and_session_name_the_oldest_versions() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    python, torch = (re.findall(rf'{name}>=([\d.]+)"', text)[0] for name in ('requires-python = "', '"torch'))
+    for page in ("README.md", "docs/quickstart.md"):
+        assert f"(Python {python} or newer, PyTorch {torch} or newer)" in (ROOT / page).read_text(encoding="utf-8")
+    assert f'@nox.session(name="tests-oldest", python="{python}")' in (ROOT / "noxfile.py").read_text(encoding="utf-8")
+
+
 def test_every_mark_of_pyproject_has_a_session_of_its_own(request: pytest.FixtureRequest) -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     ours = re.findall(r'^    "(\w+): ', text[text.index("\nmarkers = [") :], re.MULTILINE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -190,7 +191,8 @@ def test_hfarg_makes_aliases_help_and_metadata() -> None:
 
 def test_help_shows_every_field_of_the_arguments() -> None:
     text = HfArgumentParser(TrainingArguments).format_help()
-    assert "--learning_rate LEARNING_RATE, --learning-rate LEARNING_RATE" in text
+    # From Python 3.13 on the value is named once.
+    assert re.search("--learning_rate( LEARNING_RATE)?, --learning-rate LEARNING_RATE", text)
     assert "Old name of eval_strategy." in " ".join(text.split())
 
 
