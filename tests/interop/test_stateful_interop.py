@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,24 @@ def test_stream_of_datasets_goes_on_exactly(
     train(tmp_path / "parts", **options, stop=stops[0])
     train(tmp_path / "parts", **options, stop=stops[1], resume=True)
     assert_same(outcome(train(tmp_path / "parts", **options, resume=True)), whole)
+
+
+def generate() -> Iterator[dict[str, Any]]:
+    for row in make_rows(NUM_ROWS):
+        yield {name: value.tolist() for name, value in disturbed(row).items()}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stream_of_a_random_generator_function_goes_on_exactly(tmp_path: Path, tmp_cwd: Path, workers: int) -> None:
+    def data() -> Any:
+        stream = datasets.IterableDataset.from_generator(generate)
+        return datasets.concatenate_datasets([stream.map(count), make_stream(is_shuffled=False)])
+
+    options: dict[str, Any] = {"workers": workers, "is_shuffled": False}
+    whole = outcome(train(tmp_path / "whole", **options, data=data()))
+    train(tmp_path / "parts", **options, data=data(), stop=5)
+    train(tmp_path / "parts", **options, data=data(), stop=9, resume=True)
+    assert_same(outcome(train(tmp_path / "parts", **options, data=data(), resume=True)), whole)
 
 
 def test_stream_of_datasets_reads_nothing_again(tmp_path: Path, tmp_cwd: Path) -> None:

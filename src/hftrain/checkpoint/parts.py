@@ -75,8 +75,31 @@ def load_rng(folder: Path, *, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def save_trainer_state(state: TrainerState, folder: Path) -> None:
-    """Write the documented, human-readable state."""
-    write_text(folder / TRAINER_STATE, state.to_json())
+    """Write the documented, human-readable state.
+
+    Raises:
+        CheckpointError: A callback's state is no plain data.
+    """
+    try:
+        text = state.to_json()
+    except (TypeError, ValueError) as error:
+        names = [name for name, own in state.stateful_callbacks.items() if not _is_json(own)]
+        raise CheckpointError(
+            explain(
+                f"{TRAINER_STATE} should be written.",
+                f"It cannot hold the state of {', '.join(names) or 'this run'}: {error}.",
+                "Let a callback's state() return numbers, text, lists and dictionaries; tensors belong into the model.",
+            )
+        ) from error
+    write_text(folder / TRAINER_STATE, text)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def load_trainer_state(folder: Path) -> TrainerState:

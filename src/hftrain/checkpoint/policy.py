@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, get_args
 
 from hftrain.core.errors import ConfigError, explain
@@ -44,8 +45,8 @@ class SavePolicy:
 
     def __post_init__(self) -> None:
         is_wrong = {
-            "every_s": self.every_s is not None and not self.every_s > 0,
-            "keep_best": self.keep_best is not None and self.keep_best < 1,
+            "every_s": self.every_s is not None and not (_is_number(self.every_s) and self.every_s > 0),
+            "keep_best": self.keep_best is not None and not (_is_number(self.keep_best, int) and self.keep_best > 0),
             "on_full_disk": self.on_full_disk not in get_args(OnFullDisk),
         }
         for name in (name for name, wrong in is_wrong.items() if wrong):
@@ -58,3 +59,7 @@ class SavePolicy:
                     else f"Use one of {', '.join(get_args(OnFullDisk))}.",
                 )
             )
+
+
+def _is_number(value: object, kind: type[Real] | type[int] = Real) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)

@@ -34,7 +34,8 @@ class StreamWrapper(IterableDataset[Any]):
 def has_state(data: Any) -> bool:
     """Tell whether a dataset, under its wrappers, or a loader has a state from which it goes on exactly.
 
-    A `datasets.IterableDataset` that shuffles has not: its state leaves the content of its buffer out. It is read
+    A `datasets.IterableDataset` that shuffles has not: its state leaves the content of its buffer out. Nor has one that
+    is made by a generator function, which is run again up to where it was, and may draw random numbers. They are read
     again from the epoch's start, as streams without a state are.
 
     Example:
@@ -46,12 +47,18 @@ def has_state(data: Any) -> bool:
         data = data.dataset
     if not (callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))):
         return False
-    return not _has_shuffle_buffer(getattr(data, "_ex_iterable", None))
+    return not _has_more_than_its_state(getattr(data, "_ex_iterable", None))
 
 
-def _has_shuffle_buffer(source: Any) -> bool:
-    """Look for the buffer in the chain of sources of a `datasets.IterableDataset`, by name to import nothing."""
+def _has_more_than_its_state(source: Any) -> bool:
+    """Look for a buffer or a generator function among the sources of a `datasets.IterableDataset`.
+
+    By name, to import nothing.
+    """
     if source is None:
         return False
+    maker = type(getattr(getattr(source, "generate_examples_fn", None), "__self__", None))
+    is_generated = maker.__module__ == "datasets.packaged_modules.generator.generator"
     sources = [getattr(source, "ex_iterable", None), *(getattr(source, "ex_iterables", None) or ())]
-    return type(source).__name__ == "BufferShuffledExamplesIterable" or any(map(_has_shuffle_buffer, sources))
+    is_shuffled = type(source).__name__ == "BufferShuffledExamplesIterable"
+    return is_generated or is_shuffled or any(map(_has_more_than_its_state, sources))

@@ -41,10 +41,10 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Give the folder up; safe to call twice."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Give the folder up; safe to call twice, and from any thread."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
             _held.discard(self)
 
 

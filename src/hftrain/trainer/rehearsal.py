@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
 import shutil
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,14 +62,19 @@ def cut_short(trainer: Trainer, loader: Any) -> Any:
     return _FirstBatches(loader, trainer.fast_dev_run) if trainer.fast_dev_run else loader
 
 
-def rehearse(trainer: Trainer, run: Run, *, resume: Path | None, was_there: bool) -> TrainOutput:
+def existing_part(folder: Path) -> Path:
+    """Return a folder if it exists, else the nearest of those above it that does."""
+    return next(each for each in (folder, *folder.parents) if os.path.exists(each) or each == each.parent)
+
+
+def rehearse(trainer: Trainer, run: Run, *, resume: Path | None, found: Path) -> TrainOutput:
     """Train, evaluate, save and resume with copies, and leave everything as it was; collective.
 
     Args:
         trainer: Its verb `train` is running.
         run: Trains from a checkpoint, or from the start.
         resume: What the user wants to resume from.
-        was_there: Whether the output folder existed before `train` was called.
+        found: What there was of the output folder when `train` was called, see `existing_part`.
 
     Returns:
         What the training of the first steps returned.
@@ -77,7 +83,8 @@ def rehearse(trainer: Trainer, run: Run, *, resume: Path | None, was_there: bool
     # Where the real run would save; a store is reached by none but the real run.
     parent = output_dir if "://" not in str(output_dir) else Path.cwd()
     folder = parent / str(strategy.broadcast_object(f".rehearsal-{uuid.uuid4().hex[:8]}"))
-    was_there = strategy.all_true(was_there)
+    # Each process may have made what the next one then found.
+    found = Path(min(strategy.gather_object(str(found)), key=len))
     # A device's generators can be kept only once they are there.
     torch.empty(0, device=strategy.device)
     first, second = _Director(trainer.fast_dev_run, acts=True), _Director(1, acts=False)
@@ -90,7 +97,7 @@ def rehearse(trainer: Trainer, run: Run, *, resume: Path | None, was_there: bool
                 with _copies(trainer, folder, second):
                     run(folder / checkpoint_name(first.saved_step))
     finally:
-        _clear(trainer, folder, output_dir, was_there=was_there)
+        _clear(trainer, folder, output_dir, found=found)
     # Whoever goes on finds nothing of it.
     strategy.barrier()
     if strategy.is_main:
@@ -224,16 +231,16 @@ def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, _PLAIN)
 
 
-def _clear(trainer: Trainer, folder: Path, output_dir: Path, *, was_there: bool) -> None:
+def _clear(trainer: Trainer, folder: Path, output_dir: Path, *, found: Path) -> None:
     """Delete what was written; the process that wrote it does."""
     on_each_node = trainer.args.save_on_each_node
     if not (trainer.strategy.is_local_main if on_each_node else trainer.strategy.is_main):
         return
     shutil.rmtree(folder, ignore_errors=True)
-    if not was_there:
-        # Made to see whether it can be written to; not removed if somebody else has put something there.
-        with contextlib.suppress(OSError):
-            output_dir.rmdir()
+    # Made to see whether it can be written to; not removed if somebody else has put something there.
+    with contextlib.suppress(OSError):
+        for made in takewhile(found.__ne__, (output_dir, *output_dir.parents)):
+            made.rmdir()
 
 
 def _summary(trainer: Trainer, first: _Director, second: _Director, *, took_s: float) -> str:

@@ -344,6 +344,9 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
         )
     if resume is None and trainer.args.resume_from_checkpoint == AUTO:
         resume = AUTO
+    elif resume is None and trainer.args.resume_from_checkpoint and trainer.strategy.is_main:
+        unused = "The run starts anew: resume_from_checkpoint=%r is for the script to pass on to train()."
+        logger.warning(unused, trainer.args.resume_from_checkpoint)
     if resume is None or resume is False or not trainer.strategy.is_main:
         return None
     manager = make_manager(trainer)

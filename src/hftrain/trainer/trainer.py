@@ -117,7 +117,7 @@ from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.nodes import check_nodes
 from hftrain.trainer.numerics import check_training, prepare_model
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
-from hftrain.trainer.rehearsal import cut_short, number_of_batches, rehearse, without_trackers
+from hftrain.trainer.rehearsal import cut_short, existing_part, number_of_batches, rehearse, without_trackers
 from hftrain.trainer.remote import check_output, output_folder, prepare_output, publish, publish_together
 from hftrain.trainer.replicas import forget_devices, note_devices
 from hftrain.trainer.reports import (
@@ -585,7 +585,7 @@ class Trainer:
             with trying(self, trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
         self._check_data()
-        was_there = self.output_dir.exists()
+        found = existing_part(self.output_dir)
         if saves_at_all(self):
             prepare_output(self)
         self._check_optimizer()
@@ -611,7 +611,7 @@ class Trainer:
             return with_smaller_batches(self, resume, attempt) if is_retried else attempt()
 
         with self._running("train"):
-            return rehearse(self, run, resume=resume, was_there=was_there) if self.fast_dev_run else run(resume)
+            return rehearse(self, run, resume=resume, found=found) if self.fast_dev_run else run(resume)
 
     def estimate_memory(self) -> MemoryEstimate:
         """Return the most memory that a training step of this process holds on its device; collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -84,7 +85,8 @@ class CheckpointWrites:
         self._group: BoardGroup | None = None
         self._copies: HostCopies | None = None
         self._flight: BackgroundWrite | None = None
-        self._has_waited = False
+        self._has_waited = self._is_closed = False
+        self._is_written = threading.Event()
 
     def start(self, optimizer: torch.optim.Optimizer) -> None:
         """Get ready to write in the background, where the policy asks for it and it can be; the others are told why.
@@ -173,14 +175,21 @@ class CheckpointWrites:
                 settle(path, None)
             return
         wait = self._copies.fence()
+        self._is_written.clear()
 
         def work(group: Group) -> Path:
-            wait()
-            path = self._commit(save, group)
-            if not self.rotates_later:
-                self.manager.rotate(best=self.best())
-            publish_quietly(self.trainer)
-            return path
+            try:
+                wait()
+                path = self._commit(save, group)
+                if not self.rotates_later:
+                    self.manager.rotate(best=self.best())
+                publish_quietly(self.trainer)
+                return path
+            finally:
+                # In this order, as `close` has it the other way round: one of both lets the folder go.
+                self._is_written.set()
+                if self._is_closed:
+                    self.manager.lock.release()
 
         self._flight = BackgroundWrite(
             work, settle, group=self._group, read_step=lambda: self.progress.step, pending=self.pending
@@ -225,7 +234,9 @@ class CheckpointWrites:
         if self._copies is not None and (flight is None or flight.is_over):
             self._copies.close()
         self._group = self._copies = None
-        self.manager.lock.release()
+        self._is_closed = True
+        if flight is None or self._is_written.is_set():
+            self.manager.lock.release()
 
     def _reserve_later(self, copies: HostCopies, optimizer: torch.optim.Optimizer) -> None:
         """Take memory for the copies as soon as all that they are of is there."""

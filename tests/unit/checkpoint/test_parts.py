@@ -118,3 +118,10 @@ def test_a_checkpoint_of_the_model_only_explains_itself(make_manager, tmp_path):
     path = make_manager(only_model=True).save(3, main=[lambda folder: (folder / "x").write_text("")], facts={})
     with pytest.raises(CheckpointError, match="save_only_model=True"):
         parts.load_optimizer(path)
+
+
+def test_callback_whose_state_came_to_hold_a_tensor_is_named(tmp_path):
+    state = TrainerState(stateful_callbacks={"Fine": {"args": {}}, "Average": {"attributes": {"mean": torch.ones(2)}}})
+    with pytest.raises(CheckpointError, match=r"cannot hold the state of Average: .*Tensor"):
+        parts.save_trainer_state(state, tmp_path)
+    assert not any(tmp_path.iterdir())

@@ -9,7 +9,19 @@ import pytest
 from hftrain import ConfigError, SavePolicy
 
 
-@pytest.mark.parametrize("wrong", [{"every_s": 0}, {"every_s": -1.0}, {"keep_best": 0}, {"on_full_disk": "ignore"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"every_s": 0},
+        {"every_s": -1.0},
+        {"every_s": "30m"},
+        {"every_s": True},
+        {"keep_best": 0},
+        {"keep_best": True},
+        {"keep_best": 1.5},
+        {"on_full_disk": "ignore"},
+    ],
+)
 def test_policy_refuses_what_has_no_meaning(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         SavePolicy(**wrong)

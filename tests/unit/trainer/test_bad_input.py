@@ -200,6 +200,12 @@ def test_output_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         ).train()
 
 
+def test_name_too_long_for_a_folder_is_refused(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path / ("x" * 300), max_steps=1, save_strategy="steps")
+    with pytest.raises(ConfigError, match="Give a folder in which this user may create files"):
+        Trainer(Net(), arguments, train_dataset=make_rows()).train()
+
+
 class Outside(TaskModule):
     """Has a trainable parameter that no strategy would synchronise."""
 

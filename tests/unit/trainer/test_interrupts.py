@@ -272,3 +272,11 @@ def test_auto_resumes_what_is_valid_and_else_starts_anew(tmp_path: Path, caplog:
     assert len([entry for entry in resumed.state.log_history if "loss" in entry]) == 6
     anew = make_trainer(tmp_path, max_steps=2, resume_from_checkpoint="auto")
     assert anew.train(resume_from_checkpoint=False).global_step == 2
+
+
+def test_path_that_the_script_does_not_pass_on_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_trainer(tmp_path, max_steps=2, resume_from_checkpoint="somewhere").train()
+    assert "The run starts anew: resume_from_checkpoint='somewhere' is for the script to pass on" in caplog.text
+    caplog.clear()
+    make_trainer(tmp_path, max_steps=2, resume_from_checkpoint="somewhere").train(resume_from_checkpoint=False)
+    assert "starts anew" not in caplog.text

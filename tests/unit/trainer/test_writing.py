@@ -15,7 +15,7 @@ from support.resuming import StopAt, assert_same, outcome
 from support.tiny import Net
 from support.writes import At, Gate, make_trainer, same_files
 
-from hftrain import CheckpointError, SavePolicy, Trainer
+from hftrain import CheckpointError, ConfigError, SavePolicy, Trainer
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.snapshot import HostCopies
@@ -221,8 +221,13 @@ def test_an_interrupt_does_not_wait_for_the_write(tmp_path: Path, monkeypatch: p
         make_trainer(tmp_path, At(2, do={4: interrupt}), policy=ASYNC).train()
     assert gate.threads[0].is_alive()
     assert list_checkpoints(tmp_path) == []
+    # A run that began now would take the half-written checkpoint for one that a kill has left, and delete it.
+    with pytest.raises(ConfigError, match="Another run is saving there"):
+        make_trainer(tmp_path).train()
     gate.opened.set()
     gate.threads[0].join()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
+    make_trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
 def test_async_save_rotates_after_each_commit(tmp_path: Path) -> None:
