@@ -17,12 +17,14 @@ SAMPLES, ROUNDS = 200_000, 3
 def results() -> dict[str, dict[str, Any]]:
     """Return what each contender needed at least, of rounds in turn."""
     pytest.importorskip("transformers")
-    names = ("hftrain-streaming", "hftrain-argmax", "transformers-argmax", "transformers-logits")
+    names = ("hftrain-streaming", "hftrain-argmax", "transformers-argmax")
     run = runpy.run_path(str(ROOT / "benchmarks/evaluation.py"))["run"]
     rounds = [{name: run(name, SAMPLES) for name in names} for _ in range(ROUNDS)]
-    assert len({found["accuracy"] for each in rounds for found in each.values()}) == 1, rounds
+    all_kept = run("transformers-logits", SAMPLES)  # takes minutes
+    found = {name: [each[name] for each in rounds] for name in names} | {"transformers-logits": [all_kept]}
+    assert len({each["accuracy"] for several in found.values() for each in several}) == 1, found
     fields = ("seconds", "peak_bytes")
-    return {field: {name: min(each[name][field] for each in rounds) for name in names} for field in fields}
+    return {field: {name: min(each[field] for each in several) for name, several in found.items()} for field in fields}
 
 
 def test_evaluation_takes_no_longer_than_transformers(results: dict[str, dict[str, Any]]) -> None:
