@@ -323,7 +323,6 @@ REFUSED = {
     "data_seed=7": {"data_seed": 7},
     "samples=24": {"data": Counted(24)},
     "drop_last=True": {"dataloader_drop_last": True},
-    "precision='bf16'": {"bf16": True},
 }
 
 
@@ -333,6 +332,12 @@ def test_a_run_whose_position_would_be_lost_is_refused(tmp_path: Path, name: str
     make(tmp_path, 2, 1, StopAt(3)).train()
     with pytest.raises(CheckpointError, match=name):
         make(tmp_path, batch, **REFUSED[name]).train(resume_from_checkpoint=True)
+
+
+def test_a_run_in_another_precision_does_as_many_steps_as_planned(tmp_path: Path) -> None:
+    make(tmp_path, 2, 1, StopAt(3)).train()
+    resumed, whole = make(tmp_path, 2, bf16=True), make(tmp_path / "whole", 2)
+    assert resumed.train(resume_from_checkpoint=True).global_step == whole.train().global_step
 
 
 def test_another_order_by_length_is_refused(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_resume_takes_the_newer_run_though_an_older_one_got_further(
 @pytest.mark.parametrize(
     ("change", "name"),
     [({"data_seed": 7}, "data_seed"), ({"dataloader_drop_last": True}, "drop_last"), ({"rows": 30}, "samples"),
-     ({"precision": "bf16"}, "precision"), ({"optim": "sgd"}, "optimizer")],
+     ({"precision": "bf16_true"}, "precision"), ({"optim": "sgd"}, "optimizer")],
 )  # fmt: skip
 def test_resume_with_other_data_or_numerics_is_refused(tmp_path: Path, change: dict[str, Any], name: str) -> None:
     def make(rows: int = 22, precision: Any = None, **options: Any) -> Trainer:
