@@ -104,7 +104,9 @@ class Job:
         return torch.optim.AdamW(groups, lr=LEARNING_RATE, **options)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / self.max_steps))
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: max(0.0, (self.max_steps - step) / self.max_steps)
+        )
 
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

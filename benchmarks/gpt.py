@@ -155,9 +155,10 @@ def run_plain(run: Run) -> None:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.allow_tf32 = True
     net = job.net.to(device).train()
-    parameters = list(net.parameters())
     model: Any = torch.compile(net) if run.compiles else net
     optimizer = job.optimizer(fused=True)
+    # In the optimizer's order: another one rounds the norm of the gradients otherwise.
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     schedule = job.schedule(optimizer)
     scales = run.precision == "fp16"
     scaler = torch.amp.GradScaler(device.type, enabled=scales)
