@@ -1,4 +1,4 @@
-"""The model that every contender of `overhead.py` trains, and how each one trains it."""
+"""The model that every contender of `overhead.py` trains, and how each one trains it; other scripts take parts."""
 
 from __future__ import annotations
 
@@ -87,24 +87,26 @@ class Task(TaskModule):
 class Job:
     """What each contender trains: one epoch of `max_steps` full batches."""
 
-    net: Net
+    net: nn.Module
     samples: list[dict[str, torch.Tensor]]
     batch_size: int
     max_steps: int
 
-    def loader(self) -> torch.utils.data.DataLoader[Any]:
-        return torch.utils.data.DataLoader(self.samples, batch_size=self.batch_size, collate_fn=collate)  # type: ignore[arg-type]
+    def loader(self, **options: Any) -> torch.utils.data.DataLoader[Any]:
+        return torch.utils.data.DataLoader(self.samples, batch_size=self.batch_size, collate_fn=collate, **options)  # type: ignore[arg-type]
 
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self, **options: Any) -> torch.optim.Optimizer:
         parameters = list(self.net.parameters())
         groups = [
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=LEARNING_RATE)
+        return torch.optim.AdamW(groups, lr=LEARNING_RATE, **options)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / self.max_steps))
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: max(0.0, (self.max_steps - step) / self.max_steps)
+        )
 
 
 def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
