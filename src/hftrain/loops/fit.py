@@ -147,8 +147,6 @@ class FitLoop:
         self.events = events
         self.losses = losses
         self.pending = slots.pending
-        self._grad_norm: torch.Tensor | float | None = None
-        self._learning_rate: Any = None
         self._batches_per_epoch = 1
         self._is_resumed = progress.step > 0
         self._act = self.act if slots.act is None else self._act_through_slot
@@ -217,14 +215,14 @@ class FitLoop:
                     events.fire("on_substep_end")
             self.losses.add(loss)
             num_samples += batch_size_of(batch) or 0
-        self._grad_norm = self.stepper.clip()
+        self.losses.grad_norm = self.stepper.clip()
         if "on_pre_optimizer_step" in heard:
             events.fire("on_pre_optimizer_step")
         is_updated = self.stepper.step()
         if "on_optimizer_step" in heard:
             events.fire("on_optimizer_step")
         # The rate this step used: the schedule moves it right after.
-        self._learning_rate = self.optimizer.param_groups[0]["lr"]
+        self.losses.learning_rate = self.optimizer.param_groups[0]["lr"]
         if is_updated and self.schedule is not None:
             self.schedule.step()
         self.stepper.zero_grad()
@@ -250,7 +248,7 @@ class FitLoop:
 
     def _act_through_slot(self) -> None:
         assert self.slots.act is not None
-        self.slots.act(self.act, self._grad_norm, self._learning_rate)
+        self.slots.act(self.act, self.losses.grad_norm, self.losses.learning_rate)
 
     def act(self) -> None:
         """Do what callbacks asked for; the one place where a step may synchronise, log, evaluate or save."""
@@ -272,7 +270,9 @@ class FitLoop:
 
     def _read_logs(self) -> dict[str, Any]:
         logs: dict[str, Any] = dict(self.losses.read())
-        if self._grad_norm is not None:
-            logs["grad_norm"] = as_number(self._grad_norm)
-        logs["learning_rate"] = float(self._learning_rate)
+        if self.losses.grad_norm is not None:
+            logs["grad_norm"] = as_number(self.losses.grad_norm)
+        rate = self.losses.learning_rate
+        # Older checkpoints do not tell what the last step used.
+        logs["learning_rate"] = float(self.optimizer.param_groups[0]["lr"] if rate is None else rate)
         return logs
