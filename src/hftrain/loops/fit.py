@@ -148,6 +148,8 @@ class FitLoop:
         self.losses = losses
         self.pending = slots.pending
         self._batches_per_epoch = 1
+        # From an epoch's begin until what comes at its end begins.
+        self.is_within_epoch = False
         self._is_resumed = progress.step > 0
         self._act = self.act if slots.act is None else self._act_through_slot
 
@@ -161,6 +163,18 @@ class FitLoop:
             if self.progress.cut_epochs and num_epochs is not None and self.progress.epoch >= num_epochs:
                 break
 
+    def finish(self, *, ends_epoch: bool) -> None:
+        """Do what a run that is resumed when its steps are all done had left to do; its data stay closed.
+
+        Args:
+            ends_epoch: Whether that is the end of its last epoch.
+        """
+        if ends_epoch:
+            self.events.fire("on_epoch_begin")
+        self.slots.restore_rng()
+        if ends_epoch:
+            self._end_epoch()
+
     def _run_epoch(self) -> None:
         control, progress, accumulation = self.control, self.progress, self.config.accumulation
         num_skipped, offset = progress.micro_steps_in_epoch, progress.offset_in_epoch
@@ -169,6 +183,7 @@ class FitLoop:
         self.slots.before_epoch()
         batches = self.feed.open(progress.epoch, skip=num_skipped, offset=offset)
         control.should_epoch_stop = False
+        self.is_within_epoch = True
         self.events.fire("on_epoch_begin")
         is_over = self.slots.restore_rng()
         num_steps = 0
@@ -190,6 +205,12 @@ class FitLoop:
                     "Give a dataset that is not empty and can be iterated once per epoch (a generator cannot).",
                 )
             )
+        self._end_epoch(is_exhausted=is_exhausted)
+
+    def _end_epoch(self, *, is_exhausted: bool = False) -> None:
+        control, progress = self.control, self.progress
+        num_batches = self.config.num_batches_first if progress.offset_in_epoch else self.config.num_batches
+        self.is_within_epoch = False
         progress.cut_epochs += control.should_epoch_stop
         # Counted before the event, so that a checkpoint taken here resumes with the next epoch.
         if is_exhausted or control.should_epoch_stop or progress.micro_steps_in_epoch == num_batches:

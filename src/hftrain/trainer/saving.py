@@ -128,7 +128,7 @@ class RunCheckpoints:
         each += shard_writers(trainer, optimizer, keep)
         facts = self.plan.facts(self.progress)
         facts["geometry"] = {**facts["geometry"], "optimizer": type(optimizer).__name__}
-        facts["left"] = to_do(trainer.control, self.progress)
+        facts["left"] = to_do(trainer, self.progress)
         facts["metric"] = self.metric.get(state.global_step)
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
         self.writes.write(save, lambda save, path: self._after(save, path, former_best=former_best))
