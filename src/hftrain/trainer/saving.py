@@ -350,14 +350,14 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
     if resume is None or resume is False or not trainer.strategy.is_main:
         return None
     manager = make_manager(trainer)
-    if resume == AUTO:
+    if resume is True or resume == AUTO:
         latest = manager.latest()
-        found = "nothing valid to resume; the run starts anew" if latest is None else f"{latest.name} to resume"
-        logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, trainer.args.output_dir)
-        return latest
-    if resume is True:
-        latest = manager.latest()
-        if latest is None:
+        if resume == AUTO:
+            if trainer.args.save_only_model:
+                logger.warning("save_only_model=True: what this run saves, another start with 'auto' cannot resume.")
+            found = "nothing valid to resume; the run starts anew" if latest is None else f"{latest.name} to resume"
+            logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, trainer.args.output_dir)
+        elif latest is None:
             raise CheckpointError(
                 explain(
                     "resume_from_checkpoint=True was asked for.",
