@@ -153,8 +153,15 @@ class FitLoop:
         self._is_resumed = progress.step > 0
         self._act = self.act if slots.act is None else self._act_through_slot
 
-    def run(self) -> None:
-        """Train until `max_steps` or until a callback stops the run."""
+    def run(self, *, has_left: bool = False, ends_epoch: bool = False) -> None:
+        """Train until `max_steps` or until a callback stops the run.
+
+        Args:
+            has_left: Whether `restore_rng` has something to do that the checkpoint's run had left to do.
+            ends_epoch: Whether that run, if its steps are all done, has not come to the end of its last epoch yet.
+        """
+        if has_left and self.progress.step >= self.config.max_steps:
+            self._finish(ends_epoch=ends_epoch)
         if self.config.evaluates_on_start and not self._is_resumed:
             self.slots.evaluate()
         num_epochs = self.config.num_epochs
@@ -163,12 +170,8 @@ class FitLoop:
             if self.progress.cut_epochs and num_epochs is not None and self.progress.epoch >= num_epochs:
                 break
 
-    def finish(self, *, ends_epoch: bool) -> None:
-        """Do what a run that is resumed when its steps are all done had left to do; its data stay closed.
-
-        Args:
-            ends_epoch: Whether that is the end of its last epoch.
-        """
+    def _finish(self, *, ends_epoch: bool) -> None:
+        """Do what was left after the last step; the data stay closed, for a stream would be read to its end."""
         if ends_epoch:
             self.events.fire("on_epoch_begin")
         self.slots.restore_rng()

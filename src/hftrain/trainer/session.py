@@ -150,9 +150,7 @@ class TrainSession:
         with Interrupts(self, save=self._save) as self.interrupts:
             with training_weights(self.optimizer), Salvage(self, save=self._save) as self.salvage:
                 self.loop = self._loop(config, loader, self.salvage.watch(stepper))
-                if self._left and self.progress.step >= max_steps:
-                    self.loop.finish(ends_epoch=END_RUN in self._left)
-                self.loop.run()
+                self.loop.run(has_left=bool(self._left), ends_epoch=END_RUN in self._left)
             self.checkpoints.settle()
             self._save_end(first)
             output = self._finish(start_s=start_s, first=first)
