@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import assert_same, outcome
+from support.resuming import assert_same, comparable, outcome
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import SavePolicy, Trainer, TrainerCallback, set_seed
@@ -22,7 +22,12 @@ def make(
 ) -> Trainer:
     """Return a trainer of three epochs of 7 steps."""
     set_seed(1)
-    defaults: dict[str, Any] = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 7, "eval_strategy": "epoch"}
+    defaults: dict[str, Any] = {
+        "num_train_epochs": 3,
+        "save_strategy": "steps",
+        "save_steps": 7,
+        "eval_strategy": "epoch",
+    }
     arguments = make_arguments(folder, **{**defaults, **options})
     return kind(
         Net(dropout=0.2),
@@ -142,3 +147,40 @@ def test_an_error_in_the_last_evaluation_leaves_it_and_its_save_to_the_resumed_r
     again = make(tmp_path, Events(), **options)
     again.train(resume_from_checkpoint=True)
     assert again.callback_handler.callbacks[-1].seen == []
+
+
+class Hooked(Trainer):
+    """Sees the end of each step and pass."""
+
+    num_seen = 0
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.num_seen += 1
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+
+def test_a_subclass_sees_the_end_that_is_made_up_for(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"logging_strategy": "epoch", "kind": Hooked, "save_policy": SavePolicy(save_async=True)}
+    whole, resumed = make(tmp_path, **options), make(tmp_path, **options)
+    whole.train()
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(outcome(resumed), outcome(whole))
+    assert isinstance(whole, Hooked)
+    assert isinstance(resumed, Hooked)
+    assert (whole.num_seen, resumed.num_seen) == (21 + 3, 1)
+
+
+def resume_from_the_last_step(folder: str) -> tuple[Any, Any, list[tuple[str, int]]]:
+    """Train, and resume from the last step; answer with both histories, and the resumed run's events."""
+    whole, events = make(Path(folder), num_train_epochs=2), Events()
+    whole.train()
+    resumed = make(Path(folder), events, num_train_epochs=2)
+    resumed.train(resume_from_checkpoint=True)
+    return comparable(whole.state.log_history), comparable(resumed.state.log_history), events.seen
+
+
+@pytest.mark.distributed
+def test_two_ranks_make_the_last_evaluation(run_distributed: Any, tmp_path: Path) -> None:
+    for whole, resumed, seen in run_distributed(resume_from_the_last_step, folder=str(tmp_path)):
+        assert resumed == whole
+        assert [event for event, _ in seen] == ["epoch_begin", "epoch_end", "evaluate"]
