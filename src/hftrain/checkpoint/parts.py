@@ -125,16 +125,22 @@ def load_arguments(folder: Path) -> dict[str, Any]:
     return _load(folder, ARGUMENTS)
 
 
-def _load(folder: Path, name: str, *, with_numpy: bool = False) -> dict[str, Any]:
-    path = folder / name
-    if not path.exists() and (folder / MANIFEST).exists() and read_manifest(folder).only_model:
+def check_complete(folder: Path, name: str) -> None:
+    """Raise `CheckpointError` where a checkpoint lacks a file because it was saved for its model only."""
+    if not (folder / name).exists() and (folder / MANIFEST).exists() and read_manifest(folder).only_model:
         raise CheckpointError(
             explain(
                 f"Resuming from {folder} was asked for.",
                 f"It was saved with save_only_model=True, so it has no {name}.",
-                "Start a new run from its weights, or save without save_only_model.",
+                "Name an older checkpoint that is complete, start a new run from its weights, or save without "
+                "save_only_model.",
             )
         )
+
+
+def _load(folder: Path, name: str, *, with_numpy: bool = False) -> dict[str, Any]:
+    check_complete(folder, name)
+    path = folder / name
     content = load_containers(path, with_numpy=with_numpy)
     if not isinstance(content, dict):
         raise _unusable(path, f"It holds a {type(content).__name__} instead of a dictionary")

@@ -147,14 +147,21 @@ class FitLoop:
         self.events = events
         self.losses = losses
         self.pending = slots.pending
-        self._grad_norm: torch.Tensor | float | None = None
-        self._learning_rate: Any = None
         self._batches_per_epoch = 1
+        # From an epoch's begin until what comes at its end begins.
+        self.is_within_epoch = False
         self._is_resumed = progress.step > 0
         self._act = self.act if slots.act is None else self._act_through_slot
 
-    def run(self) -> None:
-        """Train until `max_steps` or until a callback stops the run."""
+    def run(self, *, has_left: bool = False, ends_epoch: bool = False) -> None:
+        """Train until `max_steps` or until a callback stops the run.
+
+        Args:
+            has_left: Whether `restore_rng` has something to do that the checkpoint's run had left to do.
+            ends_epoch: Whether that run, if its steps are all done, has not come to the end of its last epoch yet.
+        """
+        if has_left and self.progress.step >= self.config.max_steps:
+            self._finish(ends_epoch=ends_epoch)
         if self.config.evaluates_on_start and not self._is_resumed:
             self.slots.evaluate()
         num_epochs = self.config.num_epochs
@@ -162,6 +169,14 @@ class FitLoop:
             self._run_epoch()
             if self.progress.cut_epochs and num_epochs is not None and self.progress.epoch >= num_epochs:
                 break
+
+    def _finish(self, *, ends_epoch: bool) -> None:
+        """Do what was left after the last step; the data stay closed, for a stream would be read to its end."""
+        if ends_epoch:
+            self.events.fire("on_epoch_begin")
+        self.slots.restore_rng()
+        if ends_epoch:
+            self._end_epoch()
 
     def _run_epoch(self) -> None:
         control, progress, accumulation = self.control, self.progress, self.config.accumulation
@@ -171,6 +186,7 @@ class FitLoop:
         self.slots.before_epoch()
         batches = self.feed.open(progress.epoch, skip=num_skipped, offset=offset)
         control.should_epoch_stop = False
+        self.is_within_epoch = True
         self.events.fire("on_epoch_begin")
         is_over = self.slots.restore_rng()
         num_steps = 0
@@ -192,6 +208,12 @@ class FitLoop:
                     "Give a dataset that is not empty and can be iterated once per epoch (a generator cannot).",
                 )
             )
+        self._end_epoch(is_exhausted=is_exhausted)
+
+    def _end_epoch(self, *, is_exhausted: bool = False) -> None:
+        control, progress = self.control, self.progress
+        num_batches = self.config.num_batches_first if progress.offset_in_epoch else self.config.num_batches
+        self.is_within_epoch = False
         progress.cut_epochs += control.should_epoch_stop
         # Counted before the event, so that a checkpoint taken here resumes with the next epoch.
         if is_exhausted or control.should_epoch_stop or progress.micro_steps_in_epoch == num_batches:
@@ -217,14 +239,14 @@ class FitLoop:
                     events.fire("on_substep_end")
             self.losses.add(loss)
             num_samples += batch_size_of(batch) or 0
-        self._grad_norm = self.stepper.clip()
+        self.losses.grad_norm = self.stepper.clip()
         if "on_pre_optimizer_step" in heard:
             events.fire("on_pre_optimizer_step")
         is_updated = self.stepper.step()
         if "on_optimizer_step" in heard:
             events.fire("on_optimizer_step")
         # The rate this step used: the schedule moves it right after.
-        self._learning_rate = self.optimizer.param_groups[0]["lr"]
+        self.losses.learning_rate = self.optimizer.param_groups[0]["lr"]
         if is_updated and self.schedule is not None:
             self.schedule.step()
         self.stepper.zero_grad()
@@ -250,7 +272,7 @@ class FitLoop:
 
     def _act_through_slot(self) -> None:
         assert self.slots.act is not None
-        self.slots.act(self.act, self._grad_norm, self._learning_rate)
+        self.slots.act(self.act, self.losses.grad_norm, self.losses.learning_rate)
 
     def act(self) -> None:
         """Do what callbacks asked for; the one place where a step may synchronise, log, evaluate or save."""
@@ -272,7 +294,9 @@ class FitLoop:
 
     def _read_logs(self) -> dict[str, Any]:
         logs: dict[str, Any] = dict(self.losses.read())
-        if self._grad_norm is not None:
-            logs["grad_norm"] = as_number(self._grad_norm)
-        logs["learning_rate"] = float(self._learning_rate)
+        if self.losses.grad_norm is not None:
+            logs["grad_norm"] = as_number(self.losses.grad_norm)
+        rate = self.losses.learning_rate
+        # Older checkpoints do not tell what the last step used.
+        logs["learning_rate"] = float(self.optimizer.param_groups[0]["lr"] if rate is None else rate)
         return logs

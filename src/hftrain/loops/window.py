@@ -23,11 +23,14 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "pending": (list,),
     "num_finite": (torch.Tensor, int),
     "run_total": (float, int),
+    **dict.fromkeys(("grad_norm", "learning_rate"), (torch.Tensor, float, int, type(None))),
 }
 
 
 class LossWindow:
     """Sum step losses on the device; reading them is the only synchronisation.
+
+    Beside them it holds the last step's `grad_norm` and `learning_rate`, which are logged with them.
 
     Args:
         filters_nonfinite: Put the window's running mean in place of a NaN or infinite loss in what is logged (the
@@ -48,6 +51,8 @@ class LossWindow:
         self.num_steps = 0
         self.run_total = 0.0
         self.run_steps = 0
+        self.grad_norm: torch.Tensor | float | None = None
+        self.learning_rate: Any = None
 
     def add(self, loss: torch.Tensor) -> None:
         """Add one micro-step's share of its step's loss: a detached 0-d tensor."""
@@ -106,8 +111,9 @@ class LossWindow:
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything summed so far, as tensors and plain numbers."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        """Return everything summed so far, as tensors and plain numbers; collective if the norm is sharded."""
+        own = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {**own, "grad_norm": _whole(self.grad_norm)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, device: torch.device) -> None:
         """Go on from what `state_dict` returned; mutates the object.
@@ -192,7 +198,11 @@ def _is_sum(value: Any) -> bool:
 
 def as_number(value: Any) -> float:
     """Return a number, a 0-d tensor or a sharded one (`DTensor`) as a float; synchronises, collective if sharded."""
-    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+    return float(_whole(value))
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def merge_reports(*reports: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import torch
 from hftrain.adapter.data import eval_loader_config, train_loader_config
 from hftrain.adapter.optim import schedule_config
 from hftrain.callbacks import EarlyStoppingCallback
-from hftrain.checkpoint.layout import WEIGHTS
+from hftrain.checkpoint.layout import OPTIMIZER, WEIGHTS
+from hftrain.checkpoint.parts import check_complete
 from hftrain.checkpoint.weights import check_saveable
 from hftrain.core.errors import CheckpointError, ConfigError, TaskError, explain
 from hftrain.core.seed import preserved_rng
@@ -65,8 +66,10 @@ def check_fits(trainer: Trainer, folder: Path | None) -> None:
     """Raise where a checkpoint plainly holds another model; whether it holds all of this one is seen when it is loaded.
 
     Raises:
-        CheckpointError: Weights of the same name have other shapes, or no name is the same.
+        CheckpointError: Weights of the same name have other shapes, or no name is the same; or it holds only weights.
     """
+    if folder is not None:
+        check_complete(folder, OPTIMIZER)
     if folder is None or not (folder / WEIGHTS).is_file() or trainer._is_overridden("_load_from_checkpoint"):
         return
     found = tensor_shapes(folder / WEIGHTS)

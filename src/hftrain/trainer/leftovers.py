@@ -1,26 +1,35 @@
 """What a step boundary had left to do when its checkpoint was taken, for the resumed run to do first.
 
-A checkpoint that a signal asks for does not wait for an evaluation that is due at the same boundary.
+A checkpoint that a signal asks for does not wait for an evaluation that is due at the same boundary. One that is due at
+a run's last step comes before what is due at the end of the last epoch, and no further step would lead there.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hftrain.checkpoint.layout import MANIFEST
 from hftrain.checkpoint.manifest import read_manifest
-from hftrain.core.progress import Progress, TrainerControl
+from hftrain.core.progress import Progress
 
-EVALUATE, SAVE, END_EPOCH = _KNOWN = ("evaluate", "save", "end_epoch")
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+EVALUATE, SAVE, END_EPOCH, END_RUN = _KNOWN = ("evaluate", "save", "end_epoch", "end_run")
 
 
-def to_do(control: TrainerControl, progress: Progress) -> list[str]:
-    """Return what callbacks have asked for at this boundary and is not done yet."""
+def to_do(trainer: Trainer, progress: Progress) -> list[str]:
+    """Return what callbacks have asked for at this boundary, or the end of the run brings, and is not done yet."""
+    control = trainer.control
+    # There is none yet where a callback saves before the first step.
+    loop = getattr(trainer._session, "loop", None)
     is_due = {
         EVALUATE: control.should_evaluate,
         # Alone it is what this very checkpoint does.
         SAVE: control.should_evaluate and control.should_save,
         END_EPOCH: control.should_epoch_stop and progress.micro_steps_in_epoch > 0,
+        END_RUN: loop is not None and loop.is_within_epoch and progress.step >= trainer.state.max_steps,
     }
     return [name for name in _KNOWN if is_due[name]]
 

@@ -128,7 +128,7 @@ class RunCheckpoints:
         each += shard_writers(trainer, optimizer, keep)
         facts = self.plan.facts(self.progress)
         facts["geometry"] = {**facts["geometry"], "optimizer": type(optimizer).__name__}
-        facts["left"] = to_do(trainer.control, self.progress)
+        facts["left"] = to_do(trainer, self.progress)
         facts["metric"] = self.metric.get(state.global_step)
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
         self.writes.write(save, lambda save, path: self._after(save, path, former_best=former_best))
@@ -350,14 +350,14 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
     if resume is None or resume is False or not trainer.strategy.is_main:
         return None
     manager = make_manager(trainer)
-    if resume == AUTO:
+    if resume is True or resume == AUTO:
         latest = manager.latest()
-        found = "nothing valid to resume; the run starts anew" if latest is None else f"{latest.name} to resume"
-        logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, trainer.args.output_dir)
-        return latest
-    if resume is True:
-        latest = manager.latest()
-        if latest is None:
+        if resume == AUTO:
+            if trainer.args.save_only_model:
+                logger.warning("save_only_model=True: what this run saves, another start with 'auto' cannot resume.")
+            found = "nothing valid to resume; the run starts anew" if latest is None else f"{latest.name} to resume"
+            logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, trainer.args.output_dir)
+        elif latest is None:
             raise CheckpointError(
                 explain(
                     "resume_from_checkpoint=True was asked for.",

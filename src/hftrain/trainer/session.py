@@ -38,7 +38,7 @@ from hftrain.trainer.eval_sets import check_cadences, is_left_out
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
 from hftrain.trainer.interrupts import Interrupts, saves_at_all
-from hftrain.trainer.leftovers import END_EPOCH, EVALUATE, SAVE, left_in
+from hftrain.trainer.leftovers import END_EPOCH, END_RUN, EVALUATE, SAVE, left_in
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.remote import meet_at_mirror, own_copy, publish_quietly
@@ -150,7 +150,7 @@ class TrainSession:
         with Interrupts(self, save=self._save) as self.interrupts:
             with training_weights(self.optimizer), Salvage(self, save=self._save) as self.salvage:
                 self.loop = self._loop(config, loader, self.salvage.watch(stepper))
-                self.loop.run()
+                self.loop.run(has_left=bool(self._left), ends_epoch=END_RUN in self._left)
             self.checkpoints.settle()
             self._save_end(first)
             output = self._finish(start_s=start_s, first=first)

@@ -287,6 +287,22 @@ def test_save_only_model_cannot_be_resumed(tmp_path: Path) -> None:
         Trainer(Net(), arguments, train_dataset=make_rows()).train(resume_from_checkpoint=True)
 
 
+def test_start_that_looks_for_checkpoints_warns_if_it_saves_none_to_resume(tmp_path: Path, caplog: Any) -> None:
+    options = {"save_strategy": "epoch", "resume_from_checkpoint": "auto"}
+    Trainer(Net(), make_arguments(tmp_path, num_train_epochs=1, **options), train_dataset=make_rows()).train()
+    assert "save_only_model" not in caplog.text
+    arguments = make_arguments(tmp_path, save_only_model=True, **options)
+    Trainer(Net(), arguments, train_dataset=make_rows()).train()
+    assert "save_only_model=True: what this run saves, another start with 'auto' cannot resume." in caplog.text
+    caplog.clear()
+    with pytest.raises(CheckpointError, match="Name an older checkpoint that is complete"):
+        Trainer(Net(), arguments, train_dataset=make_rows()).train()
+    assert "no step is left" not in caplog.text
+    # It is whole: the older one can be named.
+    (older, _) = sorted(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    Trainer(Net(), arguments, train_dataset=make_rows()).train(resume_from_checkpoint=str(older))
+
+
 def test_save_strategy_best_saves_on_a_new_best_only(tmp_path: Path) -> None:
     values = iter([0.0, 0.5, 0.9, 0.3, 0.95])
     arguments = make_arguments(
