@@ -10,6 +10,7 @@ import pytest
 from support.tiny import Net, Task, make_arguments, make_rows
 
 from hftrain import CheckpointError, ConfigError, Trainer, set_seed
+from hftrain.storage.locks import FolderLock
 
 pytestmark = pytest.mark.distributed
 
@@ -66,17 +67,21 @@ def test_each_machine_keeps_whole_checkpoints_and_resumes_from_its_own(tmp_path:
     assert "Another machine lacks it" in answers[0]["refusal"]
 
 
-def shared_storage(root: str) -> str:
+def shared_storage(root: str, locks: bool) -> str:
     pretend(root)
-    try:
-        train(Path(root) / "shared")
-    except CheckpointError as error:
-        return str(error)
+    with pytest.MonkeyPatch.context() as patch:
+        if not locks:
+            patch.setattr(FolderLock, "take", lambda self: True)  # as on storage that locks nothing
+        try:
+            train(Path(root) / "shared")
+        except (CheckpointError, ConfigError) as error:
+            return str(error)
     return ""
 
 
-def test_storage_that_machines_share_is_noticed(tmp_path: Path, run_distributed: Any) -> None:
-    answers = run_distributed(shared_storage, root=str(tmp_path))
+@pytest.mark.parametrize("locks", [True, False])
+def test_storage_that_machines_share_is_noticed(tmp_path: Path, run_distributed: Any, locks: bool) -> None:
+    answers = run_distributed(shared_storage, root=str(tmp_path), locks=locks)
     assert all(answers)
     assert any("leave save_on_each_node out" in answer for answer in answers)
     assert not (tmp_path / "shared" / "checkpoint-2").exists()

@@ -102,13 +102,12 @@ def check_room(trainer: Trainer, manager: CheckpointManager, optimizer: torch.op
         ConfigError: Another run saves to the folder, or there is not the room for a checkpoint.
     """
     if not trainer.strategy.all_true(not manager.is_committer or manager.lock.take()):
-        raise ConfigError(
-            explain(
-                f"Checkpoints should be saved to {manager.config.output_dir}.",
-                "Another run is saving there; each would delete what the other is writing.",
-                "Give each run an output_dir of its own, or wait until the other has ended.",
-            )
-        )
+        who, remedy = "Another run", "Give each run an output_dir of its own, or wait until the other has ended."
+        if manager.config.on_each_node:
+            who += ", or another machine of this one,"
+            remedy += " On storage that machines share leave save_on_each_node out."
+        reason = f"{who} is saving there; each would delete what the other is writing."
+        raise ConfigError(explain(f"Checkpoints should be saved to {manager.config.output_dir}.", reason, remedy))
     needed = checkpoint_bytes(trainer, optimizer, is_first=True)
     is_enough, free = True, 0
     if manager.is_committer:
