@@ -113,7 +113,9 @@ class LossWindow:
     def state_dict(self) -> dict[str, Any]:
         """Return everything summed so far, as tensors and plain numbers; collective if the norm is sharded."""
         own = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return {**own, "grad_norm": _whole(self.grad_norm)}
+        norm = _whole(self.grad_norm)
+        # An engine may hand out something that reads its norm when it is asked for.
+        return {**own, "grad_norm": norm if norm is None or isinstance(norm, torch.Tensor) else float(norm)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, device: torch.device) -> None:
         """Go on from what `state_dict` returned; mutates the object.

@@ -284,3 +284,13 @@ def test_number_of_a_sharded_tensor_is_the_whole(tmp_path: Path, monkeypatch: py
         assert as_number(norm) == 4.0
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_norm_that_an_engine_tells_when_asked_is_saved_as_a_number() -> None:
+    class Lazy:
+        def __float__(self) -> float:
+            return 0.5
+
+    window = make_window()
+    window.grad_norm = Lazy()  # type: ignore[assignment]
+    assert window.state_dict()["grad_norm"] == 0.5
