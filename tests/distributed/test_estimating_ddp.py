@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.memory import StepMemory
 from support.tiny import make_arguments
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
-from hftrain import Trainer, TrainerCallback
+from hftrain import Trainer
 
 pytestmark = pytest.mark.distributed
 
@@ -32,29 +32,9 @@ class Wide(nn.Module):
         return (nn.functional.cross_entropy(self.layers(x), labels),)
 
 
-class Measure(TrainerCallback):
-    """The most memory that each step takes beyond what was there before it."""
-
-    def __init__(self) -> None:
-        self.peaks: list[int] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self.profile.start()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.profile.stop()
-        events = [event for event in self.profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-        now = peak = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            now += event.nbytes()
-            peak = max(peak, now)
-        self.peaks.append(peak)
-
-
 def estimate(folder: str) -> list[int]:
     rows = [{"x": torch.randn(WIDTH), "labels": torch.tensor(index % 3)} for index in range(64)]
-    measure, trainers = Measure(), []
+    measure, trainers = StepMemory(), []
     for callbacks in ([], [measure]):
         args = make_arguments(Path(folder), max_steps=4)
         trainers.append(Trainer(Wide(), args, train_dataset=rows, callbacks=callbacks, strategy="ddp"))

@@ -297,6 +297,6 @@ class FitLoop:
         if self.losses.grad_norm is not None:
             logs["grad_norm"] = as_number(self.losses.grad_norm)
         rate = self.losses.learning_rate
-        # Older checkpoints do not tell what the last step used.
+        # A checkpoint of transformers' Trainer does not tell what the last step used.
         logs["learning_rate"] = float(self.optimizer.param_groups[0]["lr"] if rate is None else rate)
         return logs
