@@ -1,13 +1,11 @@
 """hftrain: modular PyTorch training that speaks the Hugging Face Trainer's language."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-# These two share their names with rooms, whose import would hide them.
-from hftrain.loggers.registry import loggers
-from hftrain.strategies.registry import strategies
+from hftrain.core.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from hftrain import loggers, strategies
     from hftrain.arguments import (
         HubStrategy,
         IntervalStrategy,
@@ -164,8 +162,6 @@ _HOMES = {
     ),
     "hftrain.trainer.eval_sets": ("EvalSet",),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-
 __version__ = "0.1.0"
 
 __all__ = [
@@ -238,13 +234,6 @@ __all__ = [
     "strategies",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# `loggers` and `strategies` are packages, and their functions are those of the registries: a name that hid its package
+# would make `import hftrain.strategies.ddp as ddp` fail.
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, subpackages=("loggers", "strategies"))

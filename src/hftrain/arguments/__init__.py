@@ -13,7 +13,6 @@ from hftrain.arguments.enums import (
     ShardedDDPOption,
 )
 from hftrain.arguments.seq2seq import Seq2SeqTrainingArguments
-from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
 
 __all__ = [
@@ -29,5 +28,4 @@ __all__ = [
     "Seq2SeqTrainingArguments",
     "ShardedDDPOption",
     "TrainingArguments",
-    "settle",
 ]

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from hftrain.arguments import TrainingArguments, settle
+from hftrain.arguments import TrainingArguments
+from hftrain.arguments.settle import settle
 
 STEPS = {"eval_strategy": "steps"}
 

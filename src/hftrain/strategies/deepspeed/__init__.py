@@ -1,1 +1,7 @@
 """DeepSpeed: its engine runs backward, clipping, scaling and the update; the config says how much is split."""
+
+from __future__ import annotations
+
+from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
+
+__all__ = ["DeepSpeedStrategy"]

@@ -1,1 +1,8 @@
 """Parameters, gradients and optimizer state split among processes, with torch's composable `fully_shard`."""
+
+from __future__ import annotations
+
+from hftrain.strategies.fsdp.strategy import FSDPStrategy
+from hftrain.strategies.fsdp.wrapper import FSDP1Strategy
+
+__all__ = ["FSDP1Strategy", "FSDPStrategy"]
