@@ -9,7 +9,8 @@ from importlib.metadata import entry_points
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, MissingDependencyError, explain, suggest
+from hftrain.core.log import warn_once
 
 T = TypeVar("T")
 
@@ -19,6 +20,8 @@ class _Entry:
     target: str | Callable[..., Any]
     preset: dict[str, Any] = field(default_factory=dict)
     summary: str = ""
+    # The entry point that it came from, as messages call it.
+    point: str = ""
 
 
 class Registry(Generic[T]):
@@ -48,10 +51,19 @@ class Registry(Generic[T]):
         """Add or replace a name; mutates the registry."""
         self._entries[name] = _Entry(target=target, preset=preset, summary=summary)
 
-    def names(self) -> list[str]:
-        """List all known names, those of installed entry points included."""
-        self._load_entry_points()
-        return sorted(self._entries)
+    def names(self, *, with_entry_points: bool = True) -> list[str]:
+        """List all known names.
+
+        Args:
+            with_entry_points: Include those of installed packages.
+        """
+        if with_entry_points:
+            self._load_entry_points()
+        return sorted(name for name, entry in self._entries.items() if with_entry_points or not entry.point)
+
+    def usable_names(self) -> list[str]:
+        """List all known names but those whose entry point cannot be imported, which a warning names."""
+        return [name for name in self.names() if self._is_usable(name)]
 
     def summary(self, name: str) -> str:
         """Return the one line that describes a name."""
@@ -62,12 +74,24 @@ class Registry(Generic[T]):
 
         Raises:
             ConfigError: No such name; close matches are listed.
+            MissingDependencyError: It comes from an entry point that cannot be imported.
         """
         entry = self._entry(name)
         target = entry.target
         if isinstance(target, str):
             module, _, attribute = target.partition(":")
-            target = attrgetter(attribute)(importlib.import_module(module))
+            try:
+                target = attrgetter(attribute)(importlib.import_module(module))
+            except Exception as error:
+                if not entry.point:
+                    raise
+                raise MissingDependencyError(
+                    explain(
+                        f"Cannot use {self.kind}={name!r}:",
+                        f"its entry point {entry.point} cannot be imported ({type(error).__name__}: {error}).",
+                        "Repair or uninstall that package, or choose another name.",
+                    )
+                ) from error
         return target, dict(entry.preset)
 
     def create(self, name: str, /, **kwargs: Any) -> T:
@@ -98,6 +122,21 @@ class Registry(Generic[T]):
             return
         self._has_entry_points = True
         for point in entry_points(group=self.group):
-            # Not its value, which may end in extras.
-            target = f"{point.module}:{point.attr}"
-            self._entries.setdefault(point.name, _Entry(target=target, summary=f"from {target}"))
+            dist = point.dist
+            origin = f"'{point.name} = {point.value}'" + (f" of {dist.name} {dist.version}" if dist else "")
+            if point.pattern.match(point.value) is None:
+                warn_once(f"Entry point {origin} is skipped: it is not of the form 'package.module:Name'.")
+            elif point.name in self._entries:
+                warn_once(f"Entry point {origin} is skipped: the name is taken.")
+            else:
+                # Not its value, which may end in extras.
+                target = f"{point.module}:{point.attr}"
+                self._entries[point.name] = _Entry(target=target, summary=f"from {target}", point=origin)
+
+    def _is_usable(self, name: str) -> bool:
+        try:
+            self.resolve(name)
+        except MissingDependencyError as error:
+            warn_once(f"{error} It is skipped.")
+            return False
+        return True

@@ -25,8 +25,11 @@ loggers.register("wandb", "hftrain.loggers.wandb:WandbLogger", summary="Weights 
 
 
 def available_loggers() -> list[str]:
-    """List the trackers that ``report_to="all"`` means here: installed, switched on, and of use; imports no tracker."""
-    kinds: dict[str, Any] = {name: loggers.resolve(name)[0] for name in loggers.names()}
+    """List the trackers that ``report_to="all"`` means here: installed, switched on, and of use; imports no tracker.
+
+    Those that other packages add report only where they are named.
+    """
+    kinds: dict[str, Any] = {name: loggers.resolve(name)[0] for name in loggers.names(with_entry_points=False)}
     found = {
         name: kind
         for name, kind in kinds.items()

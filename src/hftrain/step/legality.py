@@ -93,8 +93,8 @@ def legality_table() -> list[LegalityRow]:
     """List every registered strategy with every registered precision on each kind of device, for the documentation."""
     return [
         LegalityRow(strategy, precision, _label(kind, capability), reason)
-        for strategy in strategies.names()
-        for precision in precisions.names()
+        for strategy in strategies.usable_names()
+        for precision in precisions.usable_names()
         for kind, capability in _DEVICES
         for reason in [_find_refusal(strategy, precisions.create(precision).policy, kind, capability)]
     ]

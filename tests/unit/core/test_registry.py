@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 from support.tiny import Net, make_arguments, make_rows
 
-from hftrain import ConfigError, Trainer
+from hftrain import ConfigError, MissingDependencyError, Trainer
 from hftrain.core.registry import Registry
+from hftrain.loggers.registry import available_loggers, loggers
 from hftrain.precision.registry import precisions
 from hftrain.step.legality import legality_table
 from hftrain.strategies.registry import strategies
@@ -81,7 +83,7 @@ def test_unknown_name_is_refused_with_close_matches(registry: Registry[Any], ask
 # -- another package's entry points ----------------------------------------------------------------------------------
 
 PACKAGE = """
-from hftrain import Precision
+from hftrain import Logger, Precision
 from hftrain.precision.full import FullPrecision
 from hftrain.strategies.single import SingleDeviceStrategy
 
@@ -109,32 +111,62 @@ class Outer:
 
 class Rival(SingleDeviceStrategy):
     name = "rival"
+
+
+class Tracker(Logger):
+    name = "toy_tracker"
+    seen = []
+
+    def log(self, metrics, step):
+        self.seen.append(step)
 """
 ENTRY_POINTS = """
 [hftrain.strategies]
 toy_cluster = toy_cluster_package:Cluster
-ddp = toy_cluster_package:Rival
 
 [hftrain.precisions]
 toy_careful = toy_cluster_package:Outer.Careful [extra]
 toy_broken = toy_package_that_is_not_there:Gone
+
+[hftrain.loggers]
+toy_tracker = toy_cluster_package:Tracker
+toy_broken_tracker = toy_package_that_is_not_there:Gone
 """
+ODD_ENTRY_POINTS = """
+[hftrain.strategies]
+ddp = toy_cluster_package:Rival
+
+[hftrain.precisions]
+toy_malformed = not a module!
+"""
+BROKEN = "'toy_broken_tracker = toy_package_that_is_not_there:Gone' of toy-cluster-package 1.0"
+
+
+def install(site: Path, name: str, entry_points: str) -> None:
+    """Leave a package's metadata the way pip does: a dist-info folder on the import path."""
+    info = site / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
 
 
 @pytest.fixture
-def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Install a package the way pip leaves it: a module and a dist-info folder on the import path."""
-    site = tmp_path / "site-packages"
-    info = site / "toy_cluster_package-1.0.dist-info"
-    info.mkdir(parents=True)
-    (site / "toy_cluster_package.py").write_text(PACKAGE)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-cluster-package\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(ENTRY_POINTS)
-    monkeypatch.syspath_prepend(site)
-    for names in (strategies, precisions):
-        # As in a process that starts now; put back afterwards.
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an import path's folder, in what looks like a process that starts now."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    for names in (strategies, precisions, loggers):
         monkeypatch.setattr(names, "_entries", dict(names._entries))
         monkeypatch.setattr(names, "_has_entry_points", False)
+    return folder
+
+
+@pytest.fixture
+def other_package(site: Path) -> Any:
+    """Install a package with entry points, one of which names a module that is not there."""
+    install(site, "toy-cluster-package", ENTRY_POINTS)
+    (site / "toy_cluster_package.py").write_text(PACKAGE)
     yield lambda: importlib.import_module("toy_cluster_package")
     sys.modules.pop("toy_cluster_package", None)
 
@@ -146,8 +178,10 @@ def test_installed_package_adds_names_without_being_imported(other_package: Any)
     assert "toy_cluster_package" not in sys.modules
 
 
-def test_installed_package_cannot_replace_a_name(other_package: Any) -> None:
-    assert "toy_cluster" in strategies.names()
+def test_installed_package_cannot_replace_a_name(site: Path) -> None:
+    install(site, "toy-odd", ODD_ENTRY_POINTS)
+    with pytest.warns(UserWarning, match=r"'ddp = toy_cluster_package:Rival' of toy-odd 1.0 .* is taken"):
+        strategies.names()
     assert strategies.resolve("ddp")[0].__name__ == "DDPStrategy"
 
 
@@ -156,9 +190,35 @@ def test_misspelt_name_of_an_installed_package_is_suggested(other_package: Any) 
         strategies.resolve("toy_clustr")
 
 
-def test_package_that_cannot_be_imported_says_so(other_package: Any) -> None:
-    with pytest.raises(ModuleNotFoundError, match="toy_package_that_is_not_there"):
+def test_entry_point_that_cannot_be_imported_is_named_by_who_asks_for_it(other_package: Any) -> None:
+    with pytest.raises(MissingDependencyError, match=r"'toy_broken = .*' of toy-cluster-package 1.0 .*ModuleNotFound"):
         precisions.create("toy_broken")
+
+
+def test_entry_point_that_cannot_be_read_is_skipped_with_its_name(site: Path) -> None:
+    install(site, "toy-odd", ODD_ENTRY_POINTS)
+    with pytest.warns(UserWarning, match=r"'toy_malformed = not a module!' of toy-odd 1.0"):
+        assert "toy_malformed" not in precisions.names()
+
+
+def test_installed_tracker_reports_only_where_it_is_named(other_package: Any, tmp_path: Path) -> None:
+    assert not {"toy_tracker", "toy_broken_tracker"} & {*available_loggers()}
+    for asked in (None, "all", "none"):
+        trainer = Trainer(Net(), make_arguments(tmp_path, report_to=asked), train_dataset=make_rows())
+        assert "toy_tracker" not in trainer.args.report_to
+        assert "toy_cluster_package" not in sys.modules
+    trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=2, report_to="toy_tracker"), train_dataset=make_rows())
+    trainer.train()
+    assert other_package().Tracker.seen[:2] == [1, 2]
+
+
+def test_tracker_that_cannot_be_imported_ends_the_run_of_who_asks_for_it_alone(
+    other_package: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(MissingDependencyError, match=re.escape(BROKEN)):
+        Trainer(Net(), make_arguments(tmp_path, report_to="toy_broken_tracker"))
+    with pytest.raises(MissingDependencyError, match=re.escape(BROKEN)):
+        Trainer(Net(), make_arguments(tmp_path), loggers="toy_broken_tracker")
 
 
 def test_trainer_uses_the_parts_of_an_installed_package_by_name(other_package: Any, tmp_path: Path) -> None:
@@ -181,10 +241,8 @@ def test_settings_that_a_third_partys_precision_cannot_heed_are_refused(other_pa
         Trainer(Net(), make_arguments(tmp_path, tf32=False), precision="toy_careful")
 
 
-def test_installed_strategy_has_its_rows_in_the_legality_table(
-    other_package: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    precisions.names()
-    del precisions._entries["toy_broken"]
-    rows = [row for row in legality_table() if row.strategy == "toy_cluster" and row.device == "cpu"]
+def test_installed_strategy_has_its_rows_in_the_legality_table(other_package: Any) -> None:
+    with pytest.warns(UserWarning, match="'toy_broken = .* is skipped"):
+        table = legality_table()
+    rows = [row for row in table if row.strategy == "toy_cluster" and row.device == "cpu"]
     assert {row.precision: row.reason is None for row in rows}["toy_careful"]
