@@ -15,7 +15,7 @@ def training_weights(optimizer: Any) -> Iterator[None]:
 
     Source: Defazio et al., 2024, arXiv 2405.15682.
     """
-    if not _keeps_two(optimizer):
+    if not keeps_two(optimizer):
         yield
         return
     optimizer.train()
@@ -28,7 +28,7 @@ def training_weights(optimizer: Any) -> Iterator[None]:
 @contextmanager
 def evaluation_weights(optimizer: Any) -> Iterator[None]:
     """Let the model hold the weights to evaluate and save, and the former ones afterwards. Mutates the parameters."""
-    if not (_keeps_two(optimizer) and optimizer.param_groups[0].get("train_mode", False)):
+    if not (keeps_two(optimizer) and optimizer.param_groups[0].get("train_mode", False)):
         yield
         return
     optimizer.eval()
@@ -38,5 +38,6 @@ def evaluation_weights(optimizer: Any) -> Iterator[None]:
         optimizer.train()
 
 
-def _keeps_two(optimizer: Any) -> bool:
+def keeps_two(optimizer: Any) -> bool:
+    """Tell whether an optimizer trains other weights than those to evaluate and save."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))

@@ -166,6 +166,9 @@ class TrainSession:
         self.changes.undo()
         trainer.task.model = trainer.model
         trainer._backward, trainer._autocast = trainer.precision.backward, trainer.precision.autocast
+        if trainer._training_mode is not None:
+            trainer._training_mode.close()
+            trainer._training_mode = None
         trainer.is_in_train = False
         # Workers that persist live as long as their loader, which torch's optimizers keep the frame of.
         end_workers(self._loader)

@@ -14,6 +14,7 @@ from hftrain.loops.window import LossWindow
 from hftrain.step.assemble import assemble_stepper
 from hftrain.step.stepper import Stepper
 from hftrain.strategies.base import Strategy
+from hftrain.task.modes import TrainingMode
 from hftrain.task.module import TaskModule
 from hftrain.trainer.checks import check_optimizer
 from hftrain.trainer.engines import forget_taken
@@ -63,6 +64,7 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
     trainer.optimizer = session.optimizer = optimizer
     trainer.task.model = trainer.model_wrapped = wrapped
     trainer._shares = LossShares(trainer)
+    trainer._training_mode = TrainingMode(trainer.task, optimizer)
     stepper = assemble_stepper(
         strategy=strategy,
         precision=precision,

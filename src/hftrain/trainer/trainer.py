@@ -66,6 +66,7 @@ from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import is_recomputing
 from hftrain.task.loss import LabelSmoother
 from hftrain.task.model_task import ModelTask
+from hftrain.task.modes import TrainingMode, is_on
 from hftrain.task.module import TaskModule, as_step_output
 from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.acceleration import has_engine, make_accelerator
@@ -445,6 +446,8 @@ class Trainer:
         # Replaced for as long as a run lasts by what its stepper says.
         self._backward: Callable[[torch.Tensor], None] = self.precision.backward
         self._autocast: Callable[[], AbstractContextManager[Any]] = self.precision.autocast
+        # There for as long as a run lasts.
+        self._training_mode: TrainingMode | None = None
         self._schedule_is_own = self._optimizer_is_the_tasks = False
 
     @property
@@ -1114,6 +1117,13 @@ class Trainer:
 
         Source: the documented `Trainer.training_step`.
         """
+        mode = self._training_mode
+        if mode is None:
+            model.train()
+        elif model is not mode.model or not all(map(is_on, mode.flags)):
+            mode.enter(model)
+        if mode is not None and mode.train_weights is not None:
+            mode.train_weights()
         inputs = self._prepare_inputs(inputs)
         # Before compute_loss, whose overrides may pop the labels.
         share = self._shares.of(inputs, num_items_in_batch) if self._shares.is_on else None
