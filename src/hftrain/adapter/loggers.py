@@ -7,16 +7,18 @@ from typing import Any
 
 from hftrain.callbacks.trackers import TrackerCallback, tracker_callback
 from hftrain.core.errors import ConfigError, explain
-from hftrain.core.log import warn_once
+from hftrain.core.log import get_logger, warn_once
 from hftrain.loggers.base import Logger
 from hftrain.loggers.registry import available_loggers
 from hftrain.loggers.registry import loggers as known_loggers
+
+logger = get_logger(__name__)
 
 
 def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
     """Return the names (or loggers) of the trackers that a run reports to.
 
-    None means all that are installed, as documented, and a warning says which those are.
+    None means all that are installed, as documented; the log names them.
 
     Args:
         args: The training arguments.
@@ -29,9 +31,10 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
     if asked is None:
         names = available_loggers()
         if names and args.process_index == 0:
-            warn_once(
-                f"report_to was not given: this run reports to {', '.join(names)}, which is every tracker installed "
-                "here, as documented. Say report_to='none' for none, report_to='all' for all, or name them."
+            logger.info(
+                "report_to was not given: this run reports to %s, all that are installed. Set report_to='none' for "
+                "none, or name those you want.",
+                ", ".join(names),
             )
         return list(names)
     asked = [asked] if isinstance(asked, (str, Logger)) else list(asked)

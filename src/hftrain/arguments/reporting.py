@@ -36,7 +36,7 @@ class ReportingArguments:
     )
     report_to: list[str] | str | None = field(
         default=None,
-        metadata={"help": "Experiment trackers to report to, 'all' or 'none'; not given: all, with a warning."},
+        metadata={"help": "Experiment trackers to report to, 'all' or 'none'; not given: all."},
     )
     disable_tqdm: bool | None = field(
         default=None, metadata={"help": "Show no progress bars; None follows the log level."}

@@ -134,6 +134,8 @@ class CheckpointManager:
         """
         target = self.config.output_dir / checkpoint_name(step)
         group = group or self.group
+        if self.is_committer:
+            logger.info("Saving model checkpoint to %s", target)
         # In this order, for what all write together: no process may wait for one that has failed at its own part.
         writers = [*each, *main] if self.is_committer else each
         self._together(target, self._begin, group, is_for_main=self.parcels is None)

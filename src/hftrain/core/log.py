@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 ROOT = "hftrain"
 
@@ -22,6 +24,30 @@ def set_verbosity(level: int) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(levelname)s|%(name)s] %(message)s"))
         root.addHandler(handler)
+
+
+@contextmanager
+def sharing_verbosity(library: str = "transformers") -> Iterator[None]:
+    """Log as much as another library was told to, where nobody said how much this package logs.
+
+    A script that asks transformers for its messages (`set_verbosity_info`) means those of the run too. What it asked
+    for counts if it is more than warnings; the library's handlers show the messages if nothing else would.
+    """
+    ours, theirs = logging.getLogger(ROOT), logging.getLogger(library)
+    is_asked = logging.NOTSET < theirs.level < logging.WARNING
+    if not is_asked or ours.level != logging.NOTSET or ours.getEffectiveLevel() <= theirs.level:
+        yield
+        return
+    handlers = [] if ours.hasHandlers() else list(theirs.handlers)
+    ours.setLevel(theirs.level)
+    for handler in handlers:
+        ours.addHandler(handler)
+    try:
+        yield
+    finally:
+        ours.setLevel(logging.NOTSET)
+        for handler in handlers:
+            ours.removeHandler(handler)
 
 
 def get_verbosity() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -61,9 +60,7 @@ def removable_columns(dataset: Any) -> list[str] | None:
     return names
 
 
-def prune_columns(
-    dataset: Any, *, keep: Iterable[str], model_name: str, description: str, log_level: int = logging.INFO
-) -> Any:
+def prune_columns(dataset: Any, *, keep: Iterable[str], model_name: str, description: str) -> Any:
     """Remove the columns of a `datasets` dataset that are not in `keep`.
 
     Args:
@@ -71,7 +68,6 @@ def prune_columns(
         keep: What `signature_columns` gave.
         model_name: The model, for messages.
         description: The set's role, for messages (``"training"``).
-        log_level: How loudly to name the columns: a warning where the user brought an own collator.
 
     Returns:
         A dataset with the remaining columns; the given one is not changed.
@@ -88,7 +84,7 @@ def prune_columns(
         return dataset
     if len(dropped) == len(names):
         raise _nothing_left(names, keep, model_name=model_name, description=description)
-    _report(_message(dropped, model_name=model_name, description=description), log_level)
+    _report(_message(dropped, model_name=model_name, description=description))
     return dataset.remove_columns(dropped)
 
 
@@ -100,7 +96,6 @@ class ColumnPruner:
         keep: What `signature_columns` gave.
         model_name: The model, for messages.
         description: The set's role, for messages (``"training"``).
-        log_level: How loudly to name the dropped keys, which happens once, all workers taken together.
 
     Example:
         >>> ColumnPruner(list, keep=["x"], model_name="Net", description="training")([{"x": 1, "text": "a"}])
@@ -114,13 +109,11 @@ class ColumnPruner:
         keep: Iterable[str],
         model_name: str,
         description: str,
-        log_level: int = logging.INFO,
     ) -> None:
         self.collator = collator
         self._keep = frozenset(keep)
         self._model_name = model_name
         self._description = description
-        self._log_level = log_level
         # Shared memory, because each worker has its own copy of this object.
         self._has_reported = torch.tensor(False, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
@@ -155,7 +148,7 @@ class ColumnPruner:
         if not self._has_reported:
             self._has_reported.fill_(True)
             dropped = [name for name in feature if name not in kept]
-            _report(_message(dropped, model_name=self._model_name, description=self._description), self._log_level)
+            _report(_message(dropped, model_name=self._model_name, description=self._description))
         return kept
 
 
@@ -167,8 +160,8 @@ def _message(dropped: Iterable[str], *, model_name: str, description: str) -> st
 
 
 @cache
-def _report(message: str, level: int) -> None:
-    _logger.log(level, message)
+def _report(message: str) -> None:
+    _logger.info("%s", message)
 
 
 def _nothing_left(found: Iterable[str], keep: Iterable[str], *, model_name: str, description: str) -> ConfigError:

@@ -33,6 +33,8 @@ def announce_training(trainer: Trainer, plan: tuple[Any, ...], *, batch_size: in
     logger.info("***** Running training *****")
     logger.info("  Num examples = %s", f"{num_examples:,}")
     logger.info("  Num Epochs = %s", "as many as the steps need" if num_epochs == sys.maxsize else f"{num_epochs:,}")
+    if plan[5] is not None:
+        logger.info("  Num update steps per epoch = %s", f"{plan[1]:,}")
     logger.info("  Instantaneous batch size per device = %s", f"{args.per_device_train_batch_size:,}")
     logger.info("  Total train batch size (w. parallel, distributed & accumulation) = %s", f"{batch_size:,}")
     logger.info("  Gradient Accumulation steps = %d", args.gradient_accumulation_steps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackRunner, TrainerCallback, default_callbacks
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
-from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
+from hftrain.core.log import get_logger, get_verbosity, set_verbosity, sharing_verbosity, warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
 from hftrain.core.state import TrainerState
@@ -233,7 +232,7 @@ class Trainer:
         self._take_model(model)
         check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
         self._check_evaluating()
-        self.data_collator, self._has_own_collator = data_collator or self._default_collator(), bool(data_collator)
+        self.data_collator = data_collator or self._default_collator()
         self._resolve_hooks(given)
         self._make_callbacks([*debug_callbacks(self), *callbacks])
 
@@ -438,7 +437,6 @@ class Trainer:
         self._depth = 0
         self._stage = "train"
         self._eval_logs: Mapping[str, Any] = {}
-        self._preparation_s: float | None = None
         self.current_flos: float = 0
         # What a recurrent model hands from step to step (`past_index`).
         self._past: Any = None
@@ -824,6 +822,8 @@ class Trainer:
             weights = {} if is_split else self.strategy.model_state(self.model_wrapped)
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
+                if not _internal_call:
+                    logger.info("Saving model checkpoint to %s", folder)
                 self._save(str(folder), state_dict=weights)
         if not (_internal_call and output_dir):
             publish_together(self, output_dir)
@@ -1440,14 +1440,7 @@ class Trainer:
         keep = self._columns_to_keep()
         if keep is None:
             return None
-        # Loudly where the user's own collator might have wanted a column.
-        level = logging.WARNING if self._has_own_collator else logging.INFO
-        return {
-            "keep": keep,
-            "model_name": type(self.model).__name__,
-            "description": description,
-            "log_level": level,
-        }
+        return {"keep": keep, "model_name": type(self.model).__name__, "description": description}
 
     def _check_columns(self, dataset: Any) -> None:
         """Refuse, before anything is launched, data of which the model takes no column."""
@@ -1774,7 +1767,8 @@ class Trainer:
                 self.compiler.open()
                 if self.strategy.watch is not None:
                     self.strategy.watch.where = partial(whereabouts, self)
-            yield
+            with sharing_verbosity():
+                yield
         except RuntimeError as error:
             report_late_ranks(self, error)
             raise
@@ -1790,16 +1784,13 @@ class Trainer:
     def _evaluating(self, stage: str, *, casts: bool = True) -> Iterator[None]:
         """Evaluate the unwrapped model in evaluation mode, and leave weights, modes and random numbers as they were."""
         with self._running(stage), preserved_rng(), evaluation_weights(self.optimizer), ExitStack() as stack:
-            self._preparation_s = None
             dtype = full_eval_dtype(self.args) if casts and self._input_dtype is None else None
             if self._session is None:
-                start_s = time.perf_counter()
                 self.model = self.task.model = self.precision.convert(self.model)
                 # Cast before it is placed: the exact weights wait in host memory, and the device holds half of them.
                 stack.enter_context(cast_weights(self.model, dtype, keep_on=torch.device("cpu")))
                 place_task(self.task, self.strategy)
                 self.compiler.compile(self.model)
-                self._preparation_s = round(time.perf_counter() - start_s, 4)
             else:
                 stack.enter_context(cast_weights(self.model, dtype))
             wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
@@ -1830,10 +1821,7 @@ class Trainer:
             num_steps = math.ceil(num_samples / (self.args.eval_batch_size * self.strategy.world_size))
         # Tracing happens once and says nothing about the speed.
         start_s += output.metrics.get(f"{prefix}_jit_compilation_time", 0.0)
-        rates = speed_metrics(prefix, start_s, num_samples=num_samples, num_steps=num_steps)
-        if self._preparation_s is not None:
-            rates[f"{prefix}_model_preparation_time"] = self._preparation_s
-        return rates
+        return speed_metrics(prefix, start_s, num_samples=num_samples, num_steps=num_steps)
 
     def _report_memory(self, metrics: dict[str, Any]) -> None:
         """Add what the running verb took, unless it is part of another one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,14 @@ def test_report_to_means_these(tmp_path: Path, report_to: Any, names: list[str])
     assert trackers_asked(make_arguments(tmp_path, report_to=report_to)) == names
 
 
-def test_report_to_not_given_means_all_and_says_which_once(tmp_path: Path) -> None:
+def test_report_to_not_given_means_all_and_names_them_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     args = make_arguments(tmp_path, report_to=None)
-    with pytest.warns(UserWarning, match="not given: this run reports to tensorboard, wandb, .*'none'"):
-        trainer = Trainer(Net(), args)
-    Trainer(Net(), make_arguments(tmp_path, report_to=None))  # a second warning would be an error
+    with caplog.at_level(logging.INFO, logger="hftrain"):
+        trainer = Trainer(Net(), args)  # a warning would be an error
+    said = [record for record in caplog.records if "this run reports to tensorboard, wandb" in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.INFO]
     assert args.report_to == ["tensorboard", "wandb"]
     kinds = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
     assert kinds == ["DefaultFlowCallback", "PrinterCallback", "TensorBoardCallback", "WandbCallback"]

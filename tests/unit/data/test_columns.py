@@ -97,11 +97,11 @@ def test_prune_columns_with_nothing_left_raises():
 
 
 def test_pruner_drops_keys_of_mappings_only(caplog):
-    pruner = ColumnPruner(list, keep=["x"], model_name="Net", description="mixed", log_level=logging.WARNING)
-    with caplog.at_level(logging.WARNING, logger="hftrain"):
+    pruner = ColumnPruner(list, keep=["x"], model_name="Net", description="mixed")
+    with caplog.at_level(logging.INFO, logger="hftrain"):
         assert pruner([{"x": 1, "text": "a"}, (1, 2)]) == [{"x": 1}, (1, 2)]
         assert pruner([{"x": 1, "text": "a"}]) == [{"x": 1}]
-    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+    assert [r.levelno for r in caplog.records] == [logging.INFO]
     assert pickle.loads(pickle.dumps(pruner))([{"x": 2, "y": 3}]) == [{"x": 2}]
 
 
@@ -115,12 +115,14 @@ def test_pruner_reports_once_for_all_workers(capfd):
     handler = logging.StreamHandler()
     logger = logging.getLogger("hftrain")
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
-        pruner = ColumnPruner(list, keep=["x"], model_name="Net", description="shared", log_level=logging.WARNING)
+        pruner = ColumnPruner(list, keep=["x"], model_name="Net", description="shared")
         data = [{"x": i, "text": "a"} for i in range(4)]
         for _ in range(2):
             batches = list(DataLoader(data, batch_size=1, num_workers=1, collate_fn=pruner))
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
     assert batches == [[{"x": i}] for i in range(4)]
     assert capfd.readouterr().err.count("shared set") == 1

@@ -31,10 +31,11 @@ def test_run_says_what_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     make_trainer(tmp_path, gradient_accumulation_steps=2).train()
     said = lines(caplog)
     begin = said.index("***** Running training *****")
-    assert said[begin : begin + 8] == [
+    assert said[begin : begin + 9] == [
         "***** Running training *****",
         "Num examples = 22",
         "Num Epochs = 2",
+        "Num update steps per epoch = 3",
         "Instantaneous batch size per device = 4",
         "Total train batch size (w. parallel, distributed & accumulation) = 8",
         "Gradient Accumulation steps = 2",
