@@ -198,3 +198,13 @@ def test_quantized_model_trains_with_adapters_and_not_without(tmp_path: Path) ->
     trainer.train()
     with pytest.raises(ConfigError, match=r"quantized.*cannot be compiled"):
         make_trainer(tmp_path, model, torch_compile_backend="eager").train()
+
+
+@pytest.mark.parametrize("options", [None, {"use_reentrant": True}, {"layer_classes": ["LlamaDecoderLayer"]}])
+def test_adapters_above_frozen_layers_train_the_same_recomputed(tmp_path: Path, options: Any) -> None:
+    plain, again = make_adapted("llama"), make_adapted("llama")
+    make_trainer(tmp_path, plain, "llama").train()
+    settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options}
+    make_trainer(tmp_path, again, "llama", **settings).train()
+    assert same_weights(again, plain)
+    assert not same_weights(again, make_adapted("llama"))

@@ -62,6 +62,8 @@ def strategy_request(
             fsdp.check_engine(args, name)
         wanted.update(fsdp.fsdp_options(args, is_named=chosen is not None, has_wrapper="fsdp1" in engines))
         wanted.update(sizes)
+    elif args.fsdp_config and not args.fsdp:
+        logger.warning("fsdp_config has no effect with strategy=%r: set fsdp too, or strategy='fsdp'.", name)
     if "deepspeed" in engines:
         wanted.update(deepspeed.deepspeed_options(args))
     if "xla" in engines:

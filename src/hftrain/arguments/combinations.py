@@ -149,8 +149,6 @@ def _check_deepspeed(args: ArgumentFields) -> None:
 
 
 def _check_fsdp_config(args: ArgumentFields) -> None:
-    if args.fsdp_config and not args.fsdp:
-        warn_once("fsdp_config has no effect without fsdp, or strategy='fsdp'.")
     config = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
     if config.get("min_num_params") and config.get("transformer_layer_cls_to_wrap"):
         reason = "min_num_params and transformer_layer_cls_to_wrap are two ways to choose what is wrapped."

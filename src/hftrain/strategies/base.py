@@ -46,6 +46,7 @@ class Strategy:
         watch: What tells the other processes of an error in this one, between `launch` and `close`; None where nothing
             does.
         shards_model: Whether each process holds a part of the model, in parameters that `setup` makes.
+        recomputes: Whether `setup` lets parts of the model compute their activations again in the backward pass.
         rank: This process among all; as the launcher said until `launch`, then as the process group says.
         local_rank: This process among those of its machine, likewise.
         world_size: The number of processes, likewise.
@@ -61,6 +62,7 @@ class Strategy:
     owns = Owns.NOTHING
     saves_in_background = True
     shards_model = False
+    recomputes = False
     makes: frozenset[str] = frozenset()
     schedule: Any = None
     watch: RankWatch | None = None

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import warn_once
 
 Undo = Callable[[], None]
+
+# What of torch's checkpoint a reentrant one takes besides.
+_CHECKPOINT_OPTIONS = ("preserve_rng_state",)
 
 
 def recompute_activations(model: nn.Module, options: Mapping[str, Any] | None) -> Undo:
@@ -19,9 +25,10 @@ def recompute_activations(model: nn.Module, options: Mapping[str, Any] | None) -
 
     Args:
         model: Mutated. A model with `gradient_checkpointing_enable` (or its newer name) does it itself.
-        options: What that method receives. With the key ``"layer_classes"``, a list of classes or of their names, every
-            layer of those classes of any model is recomputed, and the other options are torch's own
-            (`torch.utils.checkpoint.checkpoint`), of which ``use_reentrant`` is False here by default.
+        options: What that method receives; ``use_reentrant`` is False by default if parameters are frozen. With the key
+            ``"layer_classes"``, a list of classes or of their names, every layer of those classes of any model is
+            recomputed, and the other options are torch's own (`torch.utils.checkpoint.checkpoint`), of which
+            ``use_reentrant`` is False here by default.
 
     Raises:
         ConfigError: The model has no such method and no classes are given, or it has no layer of a class.
@@ -43,8 +50,34 @@ def recompute_activations(model: nn.Module, options: Mapping[str, Any] | None) -
                 'Name the layers to recompute: gradient_checkpointing_kwargs={"layer_classes": ["Block"]}.',
             )
         )
-    enable(**{f"{kind}_checkpointing_kwargs": options}) if options else enable()
-    return _nothing
+    keyword = f"{kind}_checkpointing_kwargs"
+    is_partly_frozen = not all(parameter.requires_grad for parameter in model.parameters())
+    if is_partly_frozen and keyword in inspect.signature(enable).parameters:
+        options.setdefault("use_reentrant", False)
+    enable(**{keyword: options}) if options else enable()
+    may_be_reentrant = options.get("use_reentrant", True)
+    return _require_input_gradients(model) if is_partly_frozen and may_be_reentrant else _nothing
+
+
+def _require_input_gradients(model: nn.Module) -> Undo:
+    """Let the embeddings' outputs require gradients: a reentrant checkpoint trains nothing where no input does."""
+    try:
+        embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        embeddings = None
+    if not isinstance(embeddings, nn.Module):
+        warn_once(
+            "Recomputed layers whose inputs require no gradient may not train: the model has frozen parameters, the "
+            "checkpoint is reentrant, and get_input_embeddings() names no layer. Set use_reentrant=False in "
+            "gradient_checkpointing_kwargs."
+        )
+        return _nothing
+
+    def require(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and isinstance(output, torch.Tensor):
+            output.requires_grad_()
+
+    return embeddings.register_forward_hook(require).remove
 
 
 def _recompute_layers(model: nn.Module, classes: Sequence[Any] | str | type, options: dict[str, Any]) -> Undo:
@@ -62,7 +95,8 @@ def _recompute_layers(model: nn.Module, classes: Sequence[Any] | str | type, opt
         )
     for layer in layers:
         # On the instance and not by a wrapping module, so that parameters keep their names.
-        layer.forward = partial(checkpoint, layer.forward, **{"use_reentrant": False, **options})
+        run = _run_reentrant if options.get("use_reentrant") else checkpoint
+        layer.forward = partial(run, layer.forward, **{"use_reentrant": False, **options})
 
     def undo() -> None:
         for layer in layers:
@@ -71,17 +105,44 @@ def _recompute_layers(model: nn.Module, classes: Sequence[Any] | str | type, opt
     return undo
 
 
-def switch_cache_off(model: nn.Module) -> Undo:
-    """Set a transformers configuration's `use_cache` to False and return what sets it back; mutates the configuration.
+def _run_reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call torch's reentrant checkpoint, which takes no keyword arguments for the function.
 
-    Keys and values that are kept for generation are of no use to a pass that is computed twice.
+    It computes no gradients unless an input requires one, so one is made to.
     """
-    config: Any = getattr(model, "config", None)
-    before = getattr(config, "use_cache", None)
-    if not before:
+    options = {name: kwargs.pop(name) for name in ("use_reentrant", *_CHECKPOINT_OPTIONS) if name in kwargs}
+    names, values = list(kwargs), [*args, *kwargs.values()]
+    tensors = {place: value for place, value in enumerate(values) if isinstance(value, torch.Tensor)}
+    if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors.values()):
+        place = next((place for place, tensor in tensors.items() if tensor.is_floating_point()), None)
+        if place is not None:
+            values[place] = tensors[place].detach().requires_grad_()
+
+    def call(*values: Any) -> Any:
+        return forward(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+
+    return checkpoint(call, *values, **options)
+
+
+def switch_cache_off(model: nn.Module) -> Undo:
+    """Set `use_cache` to False in a transformers model's configurations and return what sets it back.
+
+    Mutates the configurations, of which a model made of several has several. Keys and values that are kept for
+    generation are of no use to a pass that is computed twice, and a second pass would add to them.
+    """
+    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    configs = [config for config in found.values() if getattr(config, "use_cache", None)]
+    if not configs:
         return _nothing
-    config.use_cache = False
-    return partial(setattr, config, "use_cache", before)
+    before = [config.use_cache for config in configs]
+    for config in configs:
+        config.use_cache = False
+
+    def undo() -> None:
+        for config, value in zip(configs, before, strict=True):
+            config.use_cache = value
+
+    return undo
 
 
 def _nothing() -> None:

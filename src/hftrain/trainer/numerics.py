@@ -53,6 +53,7 @@ class ModelChanges:
         if args.gradient_checkpointing:
             options = args.gradient_checkpointing_kwargs
             self._undo.callback(recompute_activations(model, options if isinstance(options, dict) else None))
+        if args.gradient_checkpointing or trainer.strategy.recomputes:
             self._switch_cache_off(model)
         if trainer.neftune_noise_alpha is not None:
             trainer._activate_neftune(model)

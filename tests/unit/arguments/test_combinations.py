@@ -89,7 +89,6 @@ def test_consistent_settings_pass(given):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"fsdp_config": {"min_num_params": 5}}, "no effect without fsdp"),
         ({"deepspeed": {}}, "does not choose DeepSpeed"),
         ({**FSDP, "fsdp_config": {"xla_fsdp_v2": True}}, "no effect without the key xla"),
         ({**FSDP, "gradient_checkpointing": True}, "activation_checkpointing"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.tiny import make_arguments, make_rows
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hftrain import ConfigError, Trainer, set_seed
 from hftrain.task.recompute import recompute_activations, switch_cache_off
@@ -52,7 +53,7 @@ def train(folder: Path, **options: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("classes", [["Block"], [Block], "Block"])
-@pytest.mark.parametrize("more", [{}, {"use_reentrant": False, "preserve_rng_state": True}])
+@pytest.mark.parametrize("more", [{}, {"use_reentrant": False, "preserve_rng_state": True}, {"use_reentrant": True}])
 def test_layers_of_a_class_are_computed_twice_and_learn_the_same(tmp_path: Path, classes: Any, more: Any) -> None:
     plain = train(tmp_path)
     options = {"layer_classes": classes, **more}
@@ -129,3 +130,102 @@ def test_cache_that_is_off_stays_so(value: Any) -> None:
     switch_cache_off(model)()
     assert model.config.use_cache is value
     switch_cache_off(nn.Module())()
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp1"])
+def test_cache_is_off_while_fsdp_recomputes(tmp_path: Path, name: str) -> None:
+    config = {"activation_checkpointing": True, "transformer_layer_cls_to_wrap": "Block"}
+    model = Deep()
+    arguments = make_arguments(tmp_path, fsdp_config=config)
+    trainer = Trainer(model, arguments, train_dataset=make_rows(8), strategy=name)
+    trainer.train()
+    trainer.strategy.close()
+    assert set(model.caches) == {False}
+    assert model.config.use_cache is True
+
+
+def test_cache_is_off_in_every_configuration_of_a_composed_model(tmp_path: Path) -> None:
+    model = Deep()
+    model.blocks.config = SimpleNamespace(use_cache=True)
+    put_back = switch_cache_off(model)
+    assert not model.config.use_cache
+    assert not model.blocks.config.use_cache
+    put_back()
+    assert model.blocks.config.use_cache is True
+
+
+class Adapted(Deep):
+    """Frozen embeddings under layers that train, and a method such as transformers' models have."""
+
+    def __init__(self, *, has_embeddings: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.embed.requires_grad_(False)
+        self.has_embeddings = has_embeddings
+        self.options: dict[str, Any] = {}
+
+    def get_input_embeddings(self) -> nn.Module:
+        if not self.has_embeddings:
+            raise NotImplementedError
+        return self.embed
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
+        self.options = gradient_checkpointing_kwargs or {"use_reentrant": True}  # as transformers 4 has it
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> Any:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, **self.options) if self.options else block(hidden)
+        loss = nn.functional.cross_entropy(self.head(hidden), labels)
+        return loss, hidden
+
+
+class Plain(Adapted):
+    """The same, with a method that takes no options."""
+
+    def gradient_checkpointing_enable(self) -> None:  # type: ignore[override]
+        super().gradient_checkpointing_enable()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(Adapted, None), (Adapted, {"use_reentrant": True}), (Adapted, {"use_reentrant": False}), (Plain, None)],
+)
+def test_layers_above_frozen_embeddings_train(tmp_path: Path, kind: type[Adapted], options: Any) -> None:
+    models = []
+    for settings in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options}):
+        set_seed(3)
+        models.append(kind())
+        Trainer(models[-1], make_arguments(tmp_path, **settings), train_dataset=make_rows(8)).train()
+    plain, again = models
+    assert again.blocks[0].num_calls == 2 * plain.blocks[0].num_calls
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=0)
+    assert not again.embed._forward_hooks
+
+
+def test_reentrant_checkpoint_of_a_model_without_known_embeddings_is_warned_about() -> None:
+    with pytest.warns(UserWarning, match="Set use_reentrant=False"):
+        recompute_activations(Adapted(has_embeddings=False), {"use_reentrant": True})
+
+
+class Keyword(Deep):
+    """A model that hands its layers their input by name."""
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> Any:
+        for block in self.blocks:
+            x = block(x=x)
+        return nn.functional.cross_entropy(self.head(x), labels), x
+
+
+def test_reentrant_layers_take_their_inputs_by_name(tmp_path: Path) -> None:
+    models = []
+    options = {"layer_classes": ["Block"], "use_reentrant": True}
+    for settings in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": options}):
+        set_seed(3)
+        models.append(Keyword())
+        Trainer(models[-1], make_arguments(tmp_path, **settings), train_dataset=make_rows(8)).train()
+    plain, again = models
+    assert again.blocks[0].num_calls == 2 * plain.blocks[0].num_calls
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=0)

@@ -101,7 +101,7 @@ class FSDPStrategy(SplittingStrategy):
         self.reshard_after_forward = gathers_twice if reshard_after_forward is None else reshard_after_forward
         self.forward_prefetch = forward_prefetch
         self.sync_module_states, self.cpu_ram_efficient_loading = sync_module_states, cpu_ram_efficient_loading
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing = self.recomputes = activation_checkpointing
         self.state_dict_type = state_dict_type
         self._policy: PrecisionPolicy | None = None
         self._plugin: Any = None
