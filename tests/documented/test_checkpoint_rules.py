@@ -47,7 +47,7 @@ def make(folder: Path, *callbacks: Any, kind: type[Trainer] = Trainer, **options
 
 def scored(folder: Path, scores: list[float], **options: Any) -> Trainer:
     """Return a trainer whose evaluations, one a step, give these scores: the highest is the best."""
-    given = iter([0.0, *scores])  # the first one is asked for in the rehearsal, before the first step
+    given = iter(scores)
     return make(
         folder, eval_strategy="steps", eval_steps=1, metric_for_best_model="score", greater_is_better=True,
         max_steps=len(scores), compute_metrics=lambda prediction: {"score": next(given)}, **options,

@@ -278,13 +278,23 @@ def test_forked_workers_inherit_everything() -> None:
     check_sendable({"data": threading.Lock()}, num_workers=1)
 
 
-def test_metric_that_compute_metrics_does_not_report_is_refused_after_one_batch(tmp_path: Path) -> None:
-    trainer = make(tmp_path / "out", compute_metrics=one, strategy=None, metric_for_best_model="f1", **BEST)
+def test_metric_that_compute_metrics_does_not_report_is_found_by_a_rehearsal(tmp_path: Path) -> None:
+    options = {**BEST, "compute_metrics": one, "strategy": None, "metric_for_best_model": "f1"}
     with pytest.raises(HFTrainError, match=r"reported no 'eval_f1'.*eval_one"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-    assert Watched.calls == 1
-    assert not list((tmp_path / "out").iterdir())
+        make(tmp_path / "out", fast_dev_run=1, **options).train()
+    assert not (tmp_path / "out").exists()
+
+
+def test_compute_metrics_is_called_once_per_evaluation_with_the_whole_set(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    def count(prediction: Any) -> dict[str, float]:
+        sizes.append(len(prediction.label_ids))
+        return {"f1": float(len(sizes))}
+
+    trainer = make(tmp_path / "out", compute_metrics=count, strategy=None, metric_for_best_model="f1", **BEST)
+    trainer.train()
+    assert sizes == [9] * sum("eval_f1" in entry for entry in trainer.state.log_history)
 
 
 def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

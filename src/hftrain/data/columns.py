@@ -60,6 +60,18 @@ def removable_columns(dataset: Any) -> list[str] | None:
     return names
 
 
+def known_columns(dataset: Any) -> list[str] | None:
+    """List the columns of a dataset where that calls none of the user's code: its own list, or a plain list of samples.
+
+    Example:
+        >>> known_columns([{"x": 1, "labels": 0}])
+        ['x', 'labels']
+    """
+    if type(dataset) in (list, tuple):
+        return list(dataset[0]) if dataset and isinstance(dataset[0], Mapping) else None
+    return removable_columns(dataset)
+
+
 def prune_columns(dataset: Any, *, keep: Iterable[str], model_name: str, description: str) -> Any:
     """Remove the columns of a `datasets` dataset that are not in `keep`.
 

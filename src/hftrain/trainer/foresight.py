@@ -18,6 +18,7 @@ from hftrain.checkpoint.weights import check_saveable
 from hftrain.core.errors import CheckpointError, ConfigError, TaskError, explain
 from hftrain.core.seed import preserved_rng
 from hftrain.data.collators import default_data_collator
+from hftrain.data.columns import known_columns
 from hftrain.data.loaders import build_eval_loader, build_train_loader
 from hftrain.data.sending import check_sendable
 from hftrain.data.sizes import has_length
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def check_ahead(trainer: Trainer) -> None:
-    """Refuse a training that cannot come to a good end; reads one sample of each set and launches nothing.
+    """Refuse a training that cannot come to a good end; reads no data and launches nothing.
 
     Raises:
         HFTrainError: It names what would fail, and what to do.
@@ -125,14 +126,15 @@ def _eval_sets(trainer: Trainer) -> dict[str, Any]:
 
 
 def _columns(trainer: Trainer, dataset: Any) -> set[str] | None:
-    """Return the keys of a batch, where the default collator makes it of named columns; else None."""
-    is_sized = has_length(dataset) and len(dataset) and hasattr(dataset, "__getitem__")
-    if not is_sized or trainer.data_collator is not default_data_collator or not isinstance(trainer.task, ModelTask):
+    """Return the keys of a batch, where the default collator makes it of columns that are known unread; else None."""
+    if trainer.data_collator is not default_data_collator or not isinstance(trainer.task, ModelTask):
         return None
-    sample = dataset[0]
-    if not isinstance(sample, Mapping):
+    columns = known_columns(dataset)
+    if columns is None:
         return None
-    names = {name for name, value in sample.items() if value is not None and not isinstance(value, str)}
+    names = set(columns)
+    if type(dataset) in (list, tuple):
+        names = {name for name, value in dataset[0].items() if value is not None and not isinstance(value, str)}
     return names | ({"labels"} if names & {"label", "label_ids"} else set())
 
 

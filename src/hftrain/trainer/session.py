@@ -31,7 +31,7 @@ from hftrain.loops.window import LogWindow, merge_reports
 from hftrain.optim.weight_modes import training_weights
 from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer.announce import announce_training
-from hftrain.trainer.best import read_metric, rehearse_best_metric
+from hftrain.trainer.best import read_metric
 from hftrain.trainer.counting import RunCounts
 from hftrain.trainer.debugging import watch_overflow
 from hftrain.trainer.eval_sets import check_cadences, is_left_out
@@ -132,7 +132,6 @@ class TrainSession:
         if saves_at_all(trainer):
             check_room(trainer, self.checkpoints.manager, self.optimizer)
         self.checkpoints.writes.start(self.optimizer)
-        rehearse_best_metric(trainer, ignore_keys=self.ignore_keys)
         announce_training(trainer, plan, batch_size=batch_size, progress=self.progress)
         self.counts.begin()
         start_s, first = time.perf_counter(), replace(self.progress)

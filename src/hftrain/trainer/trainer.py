@@ -39,7 +39,7 @@ from hftrain.core.state import TrainerState
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput, TrainOutput
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
-from hftrain.data.columns import ColumnPruner, prune_columns, removable_columns, signature_columns
+from hftrain.data.columns import ColumnPruner, known_columns, prune_columns, signature_columns
 from hftrain.data.dispatch import takes_turns
 from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler, reading_order
 from hftrain.data.loaders import build_eval_loader, build_train_loader, default_train_sampler
@@ -1446,15 +1446,11 @@ class Trainer:
         """Refuse, before anything is launched, data of which the model takes no column."""
         check_one_set(dataset)
         keep = self._columns_to_keep()
-        if keep is None or not has_length(dataset) or not len(dataset) or not hasattr(dataset, "__getitem__"):
+        names = None if keep is None or not has_length(dataset) or not len(dataset) else known_columns(dataset)
+        if keep is None or names is None:
             return
-        names = removable_columns(dataset)
-        if names is None:
-            with preserved_rng():
-                sample = dataset[0]
-            names = list(sample) if isinstance(sample, Mapping) else None
         inputs = [name for name in keep if name not in (*self.label_names, "label", "label_ids")]
-        if names is not None and not set(names) & set(inputs):
+        if not set(names) & set(inputs):
             raise TaskError(
                 explain(
                     "A dataset was given.",
