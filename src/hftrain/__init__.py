@@ -7,6 +7,7 @@ from hftrain.core.lazy import lazy_names
 if TYPE_CHECKING:
     from hftrain import loggers, strategies
     from hftrain.arguments import (
+        AcceleratorConfig,
         HubStrategy,
         IntervalStrategy,
         OptimizerNames,
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
         TrainingArguments,
     )
     from hftrain.callbacks import (
+        CallbackHandler,
         DefaultFlowCallback,
         EarlyStoppingCallback,
+        ExportableState,
         NotebookProgressCallback,
         PredictionWriter,
         PrinterCallback,
@@ -75,6 +78,7 @@ if TYPE_CHECKING:
 # Imported when first asked for: `import hftrain` is to cost little more than `import torch`.
 _HOMES = {
     "hftrain.arguments": (
+        "AcceleratorConfig",
         "HubStrategy",
         "IntervalStrategy",
         "OptimizerNames",
@@ -84,8 +88,10 @@ _HOMES = {
         "TrainingArguments",
     ),
     "hftrain.callbacks": (
+        "CallbackHandler",
         "DefaultFlowCallback",
         "EarlyStoppingCallback",
+        "ExportableState",
         "NotebookProgressCallback",
         "PredictionWriter",
         "PrinterCallback",
@@ -165,8 +171,10 @@ _HOMES = {
 __version__ = "0.1.0"
 
 __all__ = [
+    "AcceleratorConfig",
     "AzureMLCallback",
     "BestRun",
+    "CallbackHandler",
     "CheckpointError",
     "ClearMLCallback",
     "CodeCarbonCallback",
@@ -186,6 +194,7 @@ __all__ = [
     "EvalLoopOutput",
     "EvalPrediction",
     "EvalSet",
+    "ExportableState",
     "FlyteCallback",
     "HFTrainError",
     "HPSearchBackend",
@@ -227,8 +236,8 @@ __all__ = [
     "WandbCallback",
     "default_data_collator",
     "enable_full_determinism",
-    "loggers",
     "launch",
+    "loggers",
     "precisions",
     "set_seed",
     "strategies",

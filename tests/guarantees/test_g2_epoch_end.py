@@ -146,7 +146,7 @@ def test_an_error_in_the_last_evaluation_leaves_it_and_its_save_to_the_resumed_r
     assert_same(outcome(resumed), outcome(whole))
     again = make(tmp_path, Events(), **options)
     again.train(resume_from_checkpoint=True)
-    assert again.callback_handler.callbacks[-1].seen == []
+    assert again.callback_handler.callbacks[-2].seen == []
 
 
 class Hooked(Trainer):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hftrain.arguments.accelerator import AcceleratorConfig
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.data.grouping import LengthConfig
@@ -89,29 +89,17 @@ def data_seed(args: Any) -> int:
 
 
 def read_accelerator_config(args: Any) -> Mapping[str, Any]:
-    """Return `accelerator_config` as a mapping, wherever it stands: a dict, a JSON file, or an object with fields.
+    """Return what `accelerator_config` says other than the defaults.
 
     Raises:
-        ConfigError: The file cannot be read.
+        ConfigError: The JSON file that it names cannot be read.
     """
     config = args.accelerator_config
-    if config is None:
-        return {}
-    if isinstance(config, Mapping):
-        return config
     if isinstance(config, (str, Path)):
-        try:
-            loaded = dict(json.loads(Path(config).read_text(encoding="utf-8")))
-        except (OSError, TypeError, ValueError) as error:
-            raise ConfigError(
-                explain(
-                    f"accelerator_config={str(config)!r} was given.",
-                    f"It cannot be read as a JSON file that holds settings: {error}",
-                    "Give the path of a JSON file, or a dict.",
-                )
-            ) from error
-        return loaded
-    return dict(vars(config))
+        config = AcceleratorConfig.from_json_file(config)
+    defaults = AcceleratorConfig().to_dict()
+    settings = AcceleratorConfig.from_settings(config).to_dict()
+    return {name: value for name, value in settings.items() if value != defaults[name]}
 
 
 def _worker_options(args: Any, has_accelerator: bool) -> dict[str, Any]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hftrain.adapter.data import read_accelerator_config
+from hftrain.arguments.accelerator import AcceleratorConfig
 from hftrain.core.errors import ConfigError, explain, suggest
 
 _SWITCHES = ("split_batches", "even_batches", "use_seedable_sampler", "non_blocking", "use_configured_state")
-_KEYS = (*_SWITCHES, "dispatch_batches", "gradient_accumulation_kwargs")
 # Values that say what hftrain does anyway; why it cannot do otherwise.
 _FIXED = {
     "adjust_scheduler": "The schedule counts optimizer updates, so it is always adjusted to the accumulation.",
@@ -21,16 +22,15 @@ _ACCUMULATION = ("num_steps", "sync_each_batch", *_FIXED)
 
 
 def settle_sharing(args: Any) -> None:
-    """Check `accelerator_config`, and let its `num_steps` be `gradient_accumulation_steps`; mutates the arguments.
+    """Read and check `accelerator_config`, and let its `num_steps` be `gradient_accumulation_steps`; mutates `args`.
 
     Raises:
         ConfigError: A key is unknown, a value is of the wrong kind or cannot be, or `num_steps` contradicts
             `gradient_accumulation_steps`.
     """
+    if isinstance(args.accelerator_config, (str, Path)):
+        args.accelerator_config = AcceleratorConfig.from_json_file(args.accelerator_config)
     config = read_accelerator_config(args)
-    for key in config:
-        if key not in _KEYS:
-            raise _refused(key, config[key], "accelerator_config has no such key.", suggest(str(key), _KEYS))
     for key in _SWITCHES:
         if not isinstance(config.get(key, False), bool):
             raise _refused(key, config[key], "It is neither true nor false.", "Use True or False.")

@@ -1,5 +1,6 @@
 """The documented settings: plain data, grouped by concern, checked when built. Imports no torch."""
 
+from hftrain.arguments.accelerator import AcceleratorConfig
 from hftrain.arguments.enums import (
     DebugOption,
     EvaluationStrategy,
@@ -16,6 +17,7 @@ from hftrain.arguments.seq2seq import Seq2SeqTrainingArguments
 from hftrain.arguments.training import TrainingArguments
 
 __all__ = [
+    "AcceleratorConfig",
     "DebugOption",
     "EvaluationStrategy",
     "FSDPOption",

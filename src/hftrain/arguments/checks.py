@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
@@ -55,15 +54,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "include_num_input_tokens_seen": (True, False, None, "all", "non_padding"),
 }
 _INTERVALS = {"logging_steps": "logging_strategy", "eval_steps": "eval_strategy", "save_steps": "save_strategy"}
-_ACCELERATOR_KEYS = (
-    "split_batches",
-    "dispatch_batches",
-    "even_batches",
-    "use_seedable_sampler",
-    "non_blocking",
-    "gradient_accumulation_kwargs",
-    "use_configured_state",
-)
 
 
 def check_values(args: ArgumentFields) -> None:
@@ -84,7 +74,6 @@ def check_values(args: ArgumentFields) -> None:
     for name, strategy in _INTERVALS.items():
         _check_interval(args, name, strategy)
     _check_duration(args)
-    _check_accelerator_config(args)
 
 
 def _check_number(args: ArgumentFields, name: str, low: float, high: float, *, kind: Any) -> None:
@@ -155,20 +144,3 @@ def _check_duration(args: ArgumentFields) -> None:
                 max_steps=args.max_steps,
             )
         )
-
-
-def _check_accelerator_config(args: ArgumentFields) -> None:
-    config: Any = args.accelerator_config
-    if isinstance(config, type):
-        raise ConfigError(
-            explain(
-                f"accelerator_config={config.__name__} was given.",
-                "It is a class, and its settings are those of an instance.",
-                f"Give {config.__name__}(), or a dict.",
-            )
-        )
-    for key in config if isinstance(config, Mapping) else ():
-        if key not in _ACCELERATOR_KEYS:
-            reason = "accelerator_config has no such key."
-            remedy = suggest(key, _ACCELERATOR_KEYS)
-            raise ConfigError(explain(f"accelerator_config={{{key!r}: ...}} was given.", reason, remedy))

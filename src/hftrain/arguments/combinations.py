@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from hftrain.arguments.enums import FSDPOption, HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
@@ -119,9 +118,7 @@ def _check_workers(args: ArgumentFields) -> None:
 
 def _check_accumulation(args: ArgumentFields) -> None:
     config: Any = args.accelerator_config
-    nested = config.get("gradient_accumulation_kwargs") if isinstance(config, Mapping) else None
-    if nested is None and config is not None:
-        nested = getattr(config, "gradient_accumulation_kwargs", None)
+    nested = getattr(config, "gradient_accumulation_kwargs", None)
     steps = args.gradient_accumulation_steps
     # Equal where a Trainer has let num_steps be the setting.
     if steps > 1 and (nested or {}).get("num_steps", steps) != steps:

@@ -63,7 +63,8 @@ class DistributionArguments:
     accelerator_config: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "How loaders are shared between processes: a dict, an object, JSON text or a JSON file's path."
+            "help": "How loaders are shared between processes: a dict, JSON text, an AcceleratorConfig, which the "
+            "attribute then is, or a JSON file's path, which the Trainer reads."
         },
     )
     parallelism_config: Any = field(default=None, metadata={"help": "accelerate's ParallelismConfig."})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hftrain.arguments.batches import BatchArguments
 from hftrain.arguments.data import DataArguments
@@ -32,3 +33,13 @@ class ArgumentFields(
     DirectoryArguments,
 ):
     """Every documented setting, grouped by concern in the bases."""
+
+    # Settings that may be given as JSON text; a subclass's list adds its own to these.
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        "accelerator_config",
+        "fsdp_config",
+        "deepspeed",
+        "gradient_checkpointing_kwargs",
+        "lr_scheduler_kwargs",
+        "liger_kernel_config",
+    ]

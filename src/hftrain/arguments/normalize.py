@@ -7,6 +7,7 @@ import os
 from enum import Enum
 from typing import Any
 
+from hftrain.arguments.accelerator import AcceleratorConfig
 from hftrain.arguments.enums import (
     DebugOption,
     FSDPOption,
@@ -117,8 +118,17 @@ def _normalize_json(args: ArgumentFields) -> None:
         value = getattr(args, name)
         if isinstance(value, str) and value.lstrip().startswith("{"):
             setattr(args, name, _parse(name, value))
+    for name in type(args)._VALID_DICT_FIELDS:
+        value = getattr(args, name)
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            setattr(args, name, convert_texts(_parse(name, value)))
     if args.lr_scheduler_kwargs is None:
         args.lr_scheduler_kwargs = {}
+    # A path stays one until a Trainer reads it: building arguments reads no file.
+    sharing: Any = args.accelerator_config
+    if not isinstance(sharing, (str, os.PathLike)):
+        sharing = AcceleratorConfig.from_settings(sharing)
+    args.accelerator_config = sharing
     if isinstance(args.fsdp_config, dict):
         args.fsdp_config = strip_fsdp(args.fsdp_config)
 
@@ -141,6 +151,26 @@ def strip_fsdp(config: dict[str, Any]) -> dict[str, Any]:
                 )
             )
     return found
+
+
+def convert_texts(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with booleans and numbers that are written as text read as such, at any depth.
+
+    Example:
+        >>> convert_texts({"a": "True", "b": {"c": "5"}, "d": "0.5", "e": "1-b"})
+        {'a': True, 'b': {'c': 5}, 'd': 0.5, 'e': '1-b'}
+    """
+    return {name: _converted(value) for name, value in settings.items()}
+
+
+def _converted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return convert_texts(value)
+    if not isinstance(value, str):
+        return value
+    if value.isdecimal():
+        return int(value)
+    return float(value) if value.replace(".", "", 1).isdecimal() else _flag(value)
 
 
 def _parse(name: str, text: str) -> dict[str, Any]:

@@ -40,6 +40,11 @@ class ArgumentProcesses(ArgumentFields):
     @property
     def device(self) -> torch.device:
         """The device of this process, where each has one; imports torch, puts nothing on the device."""
+        return self._setup_devices
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        """The device: code that was written for transformers reads it under this name, or overrides it."""
         import torch
 
         if not self.use_cpu:

@@ -9,10 +9,10 @@ from hftrain.callbacks.notebook import NotebookProgressCallback, in_notebook
 from hftrain.callbacks.prediction_writer import PredictionWriter
 from hftrain.callbacks.printer import PrinterCallback
 from hftrain.callbacks.progress import ProgressCallback
-from hftrain.callbacks.runner import CallbackRunner
+from hftrain.callbacks.runner import CallbackHandler
 
 __all__ = [
-    "CallbackRunner",
+    "CallbackHandler",
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
     "ExportableState",
@@ -21,19 +21,17 @@ __all__ = [
     "PrinterCallback",
     "ProgressCallback",
     "TrainerCallback",
-    "default_callbacks",
     "in_notebook",
+    "progress_callback",
 ]
 
 
-def default_callbacks(*, disable_tqdm: bool) -> list[TrainerCallback]:
-    """Return what every run starts with: the default flow, then a display of progress.
+def progress_callback(*, disable_tqdm: bool) -> TrainerCallback:
+    """Return what shows a run's progress, the last of its callbacks.
 
     Args:
         disable_tqdm: Print logs instead of showing bars or a notebook's table.
     """
     if disable_tqdm:
-        display: TrainerCallback = PrinterCallback()
-    else:
-        display = NotebookProgressCallback() if in_notebook() else ProgressCallback()
-    return [DefaultFlowCallback(), display]
+        return PrinterCallback()
+    return NotebookProgressCallback() if in_notebook() else ProgressCallback()

@@ -77,11 +77,18 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         value = self._read_metric(args, metrics or {})
         if value is None:
             return None
-        is_better = _is_better(value, state.best_metric, self.early_stopping_threshold, args.greater_is_better)
-        self.early_stopping_patience_counter = 0 if is_better else self.early_stopping_patience_counter + 1
+        self.check_metric_value(args, state, control, value)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
         return control
+
+    def check_metric_value(self, args: Any, state: TrainerState, control: TrainerControl, metric_value: float) -> None:
+        """Compare a value with the best one so far, and count it; an override decides what an improvement is.
+
+        Source: the documented `EarlyStoppingCallback.check_metric_value`.
+        """
+        is_better = _is_better(metric_value, state.best_metric, self.early_stopping_threshold, args.greater_is_better)
+        self.early_stopping_patience_counter = 0 if is_better else self.early_stopping_patience_counter + 1
 
     def state(self) -> dict[str, Any]:
         """Return the limits and the count."""

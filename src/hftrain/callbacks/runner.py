@@ -17,7 +17,7 @@ from hftrain.core.tree import is_alike
 Handler = Callable[..., Any]
 
 
-class CallbackRunner(HandlerSpellings):
+class CallbackHandler(HandlerSpellings):
     """Hold a run's callbacks and call the methods they override.
 
     Which methods those are is looked up when callbacks are added or removed and by `refresh`, never while training.
@@ -25,36 +25,53 @@ class CallbackRunner(HandlerSpellings):
     Args:
         callbacks: Classes (instantiated without arguments) or instances, in the order of their calls. Any object with
             a method named after an event will do.
-        args: The arguments handed to every callback.
-        state: The state handed to every callback; assign `runner.state` when another one takes over.
+        model: A keyword for every callback, as are the next three.
+        processing_class: Likewise; also as `tokenizer`.
+        optimizer: Likewise.
+        lr_scheduler: Likewise.
+        args: The arguments handed to every callback. A Trainer gives its own to a handler that is assigned to it.
+        state: The state handed to every callback; assign `handler.state` when another one takes over.
         control: The one control object; it is changed but never replaced.
-        **context: Keywords for every callback; see `refresh`.
+        **context: Further keywords for every callback; see `refresh`.
 
     Raises:
         TaskError: A callback has no method named after an event.
+
+    Source: the documented `CallbackHandler`.
 
     Example:
         >>> class Stop(TrainerCallback):
         ...     def on_step_end(self, args, state, control, **kwargs):
         ...         return {"should_training_stop": True}
-        >>> runner = CallbackRunner([Stop], args=None, state=TrainerState(), control=TrainerControl())
-        >>> runner.fire("on_step_end").should_training_stop, sorted(runner.heard)
+        >>> handler = CallbackHandler([Stop])
+        >>> handler.fire("on_step_end").should_training_stop, sorted(handler.heard)
         (True, ['on_step_end'])
     """
 
     heard: frozenset[str]
 
     def __init__(
-        self, callbacks: Iterable[Any], *, args: Any, state: TrainerState, control: TrainerControl, **context: Any
+        self,
+        callbacks: Iterable[Any],
+        model: Any = None,
+        processing_class: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        *,
+        args: Any = None,
+        state: TrainerState | None = None,
+        control: TrainerControl | None = None,
+        **context: Any,
     ) -> None:
         self.args = args
-        self.state = state
-        self.control = control
+        self.state = TrainerState() if state is None else state
+        self.control = TrainerControl() if control is None else control
         self.callbacks: list[Any] = []
         self._context: dict[str, Any] = dict.fromkeys(CONTEXT)
         for callback in callbacks:
             self._append(callback)
-        self.refresh(**context)
+        parts = {"processing_class": processing_class} if processing_class is not None else {}
+        self.refresh(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, **{**parts, **context})
 
     def add(self, callback: Any) -> None:
         """Append a callback, a class or an instance; a second one of the same class warns.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hftrain.core.events import EVENTS
@@ -20,8 +19,15 @@ CONTEXT = (
 
 _REPORTS = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
 
-# What an event answers, as overrides that fire it by hand expect.
-_ANSWERED = {"on_log": "should_log", "on_evaluate": "should_evaluate", "on_save": "should_save"}
+# The flags that an event answers, or begins anew, as code that fires it by hand expects.
+_ANSWERED: dict[str, tuple[str, ...]] = {
+    "on_train_begin": ("should_training_stop",),
+    "on_epoch_begin": ("should_epoch_stop",),
+    "on_step_begin": ("should_log", "should_evaluate", "should_save"),
+    "on_log": ("should_log",),
+    "on_evaluate": ("should_evaluate",),
+    "on_save": ("should_save",),
+}
 
 
 class HandlerSpellings:
@@ -45,9 +51,13 @@ class HandlerSpellings:
         def refresh(self, **context: Any) -> None:
             """Replace keywords that callbacks receive."""
 
-    def call_event(
-        self, event: str, args: Any, state: Any, control: Any, report: Any = None, **extra: Any
-    ) -> TrainerControl:
+        def add(self, callback: Any) -> None:
+            """Append a callback."""
+
+        def pop(self, callback: Any) -> Any:
+            """Remove and return a callback."""
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **extra: Any) -> TrainerControl:
         """Call every callback that overrides `event`, with these in place of the runner's own; return the control.
 
         Args:
@@ -55,19 +65,26 @@ class HandlerSpellings:
             args: What callbacks receive as the arguments.
             state: Likewise.
             control: Likewise; mutated.
-            report: The logs of ``on_log``, the metrics of ``on_evaluate`` and ``on_predict``.
-            **extra: Keywords for this call only.
+            **extra: Keywords for this call only: the `logs` of ``on_log``, the `metrics` of ``on_evaluate``.
         """
-        if report is not None:
-            extra[_REPORTS.get(event, "report")] = report
         own = self.args, self.state, self.control
         self.args, self.state, self.control = args, state, control
         try:
-            if event in _ANSWERED:
-                setattr(control, _ANSWERED[event], False)
             return self.fire(event, **extra)
         finally:
             self.args, self.state, self.control = own
+
+    def add_callback(self, callback: Any) -> None:
+        """Append a callback, a class or an instance. Source: the documented `CallbackHandler.add_callback`."""
+        self.add(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove and return a callback. Source: the documented `CallbackHandler.pop_callback`."""
+        return self.pop(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback. Source: the documented `CallbackHandler.remove_callback`."""
+        self.pop(callback)
 
     @property
     def callback_list(self) -> str:
@@ -75,8 +92,6 @@ class HandlerSpellings:
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def __getattr__(self, name: str) -> Any:
-        if name in EVENTS:
-            return partial(self.call_event, name)
         if name in CONTEXT:
             return self._context[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
@@ -86,3 +101,22 @@ class HandlerSpellings:
             self.refresh(**{name: value})
         else:
             super().__setattr__(name, value)
+
+
+def _firing(event: str) -> Any:
+    def fire(
+        self: HandlerSpellings, args: Any, state: Any, control: Any, report: Any = None, **extra: Any
+    ) -> TrainerControl:
+        for flag in _ANSWERED.get(event, ()):
+            setattr(control, flag, False)
+        if report is not None:
+            extra[_REPORTS.get(event, "report")] = report
+        return self.call_event(event, args, state, control, **extra)
+
+    fire.__name__, fire.__doc__ = event, f"Call every callback that overrides `{event}`; return the control."
+    return fire
+
+
+# On the class, so that subclasses can call them through `super()`.
+for _event in EVENTS:
+    setattr(HandlerSpellings, _event, _firing(_event))

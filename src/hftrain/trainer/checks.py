@@ -20,6 +20,10 @@ from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 
 
+class NoModelError(ConfigError, RuntimeError):
+    """A Trainer was made without a model; the documented error is a `RuntimeError`."""
+
+
 def check_arguments(args: Any) -> None:
     """Raise unless the arguments are hftrain's: another library's have other fields and defaults."""
     if not isinstance(args, TrainingArguments):
@@ -63,10 +67,10 @@ def check_tensor_parallel(size: int, strategy: Strategy, *, is_handled: bool) ->
 def check_model(model: Any, model_init: Any) -> None:
     """Raise unless there is a way to get a model; warn if there are two."""
     if model is None and model_init is None:
-        raise ConfigError(
+        raise NoModelError(
             explain(
-                "A Trainer was asked for without model and without model_init.",
-                "There is nothing to train.",
+                "Cannot make a Trainer without model and without model_init:",
+                "`Trainer` requires either a `model` or `model_init` argument.",
                 "Pass a TaskModule or an nn.Module as model, or a function that builds one as model_init.",
             )
         )

@@ -68,7 +68,7 @@ DOCUMENTED: dict[str, str] = {
 }
 
 # Private by name, but downstream classes set them.
-_SETTABLE = frozenset({"_signature_columns"})
+_SETTABLE = frozenset({"_signature_columns", "_eval_dataloaders"})
 
 
 def check_hooks(trainer: Any, base: type, *, given: Mapping[str, Any]) -> None:

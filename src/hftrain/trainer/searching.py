@@ -186,14 +186,18 @@ def search(
     attempt = partial(
         run_attempt, trainer, num_objectives=len(config.directions), compute=compute_objective, hp_name=hp_name
     )
-    if chosen is HPSearchBackend.OPTUNA:
-        trainer.strategy.launch()
-        return search_with_optuna(config, attempt, group=trainer.strategy)
-    _check_one_process(trainer, chosen)
-    if chosen is HPSearchBackend.WANDB:
-        return search_with_wandb(config, attempt)
-    with _portable(trainer):
-        return search_with_ray(config, attempt, evaluates=trainer.args.eval_strategy != "no")
+    trainer.hp_search_backend = chosen
+    try:
+        if chosen is HPSearchBackend.OPTUNA:
+            trainer.strategy.launch()
+            return search_with_optuna(config, attempt, group=trainer.strategy)
+        _check_one_process(trainer, chosen)
+        if chosen is HPSearchBackend.WANDB:
+            return search_with_wandb(config, attempt)
+        with _portable(trainer):
+            return search_with_ray(config, attempt, evaluates=trainer.args.eval_strategy != "no")
+    finally:
+        trainer.hp_search_backend = None
 
 
 def run_attempt(

@@ -29,7 +29,7 @@ from hftrain.adapter.sharing import check_configured_state, non_blocking_copies,
 from hftrain.adapter.strategy import strategy_request
 from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
-from hftrain.callbacks import CallbackRunner, TrainerCallback, default_callbacks
+from hftrain.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback, progress_callback
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
 from hftrain.core.log import get_logger, get_verbosity, set_verbosity, sharing_verbosity, warn_once
@@ -390,18 +390,15 @@ class Trainer:
         disables = get_verbosity() > 30 if disables is None else disables
         self.control = TrainerControl()
         self.state = self._new_state()
-        self.callback_handler = CallbackRunner(
-            [*default_callbacks(disable_tqdm=disables), *callbacks],
+        self.callback_handler = CallbackHandler(
+            [DefaultFlowCallback(), *callbacks, progress_callback(disable_tqdm=disables)],
+            self.model,
+            self.processing_class,
+            self.optimizer,
+            self.lr_scheduler,
             args=self.args,
             state=self.state,
             control=self.control,
-            model=self.model,
-            processing_class=self.processing_class,
-            tokenizer=self.processing_class,
-            optimizer=self.optimizer,
-            lr_scheduler=self.lr_scheduler,
-            train_dataloader=None,
-            eval_dataloader=None,
         )
         self.callback_handler.fire("on_init_end")
 
@@ -421,6 +418,10 @@ class Trainer:
         self._origins: dict[Path, str] = {}
         self._hub = TrainerHub(self)
         self.is_in_train = False
+        # The backend of a search, while one goes on.
+        self.hp_search_backend: HPSearchBackend | None = None
+        # Evaluation loaders whose workers persist, by the name of their set.
+        self._eval_dataloaders: dict[str, Any] = getattr(self, "_eval_dataloaders", {})
         self._found: dict[str, Any] = {}
         self._accelerator: Any = None
         self.label_names: list[str]
@@ -466,6 +467,50 @@ class Trainer:
         For a remote `args.output_dir` it is the local mirror, from which they are uploaded.
         """
         return output_folder(self, str(self.args.output_dir))
+
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        """What calls the callbacks; one that is assigned gets this Trainer's arguments, state and control."""
+        return self._callback_handler
+
+    @callback_handler.setter
+    def callback_handler(self, handler: CallbackHandler) -> None:
+        if not isinstance(handler, CallbackHandler):
+            raise ConfigError(
+                explain(
+                    f"Cannot use a {type(handler).__name__} as callback_handler:",
+                    "The loops call the callbacks through hftrain's CallbackHandler.",
+                    "Derive it from hftrain.CallbackHandler.",
+                )
+            )
+        handler.args, handler.state, handler.control = self.args, self.state, self.control
+        self._callback_handler = handler
+
+    @property
+    def deepspeed(self) -> Any:
+        """DeepSpeed's engine while a run has one, else None."""
+        return self.model_wrapped if self.is_deepspeed_enabled and self.model_wrapped is not self.model else None
+
+    @deepspeed.setter
+    def deepspeed(self, value: Any) -> None:
+        if value is not None and value is not self.model_wrapped:
+            raise ConfigError(
+                explain(
+                    "Cannot take an assigned trainer.deepspeed:",
+                    "The strategy makes the engine and trains with it.",
+                    "Pass strategy=DeepSpeedStrategy(...), or set args.deepspeed.",
+                )
+            )
+
+    @property
+    def _train_batch_size(self) -> int:
+        """Training samples per process and micro-step; set, it changes `args.per_device_train_batch_size`."""
+        return self.args.train_batch_size
+
+    @_train_batch_size.setter
+    def _train_batch_size(self, value: int) -> None:
+        replicas = max(self.args.train_batch_size // self.args.per_device_train_batch_size, 1)
+        self.args.per_device_train_batch_size = value // replicas
 
     @property
     def place_model_on_device(self) -> bool:
@@ -607,6 +652,7 @@ class Trainer:
                 finally:
                     session.close()
                     self._session = None
+                    self._eval_dataloaders.clear()
 
             is_retried = self.args.auto_find_batch_size == SMALLER_BATCH
             return with_smaller_batches(self, resume, attempt) if is_retried else attempt()
@@ -1333,6 +1379,7 @@ class Trainer:
 
         Source: the documented `Trainer.get_eval_dataloader`.
         """
+        name = eval_dataset if isinstance(eval_dataset, str) else "eval"
         if eval_dataset is None:
             eval_dataset = self.eval_dataset
         elif isinstance(eval_dataset, str):
@@ -1352,7 +1399,10 @@ class Trainer:
                     "An evaluation was asked for.", "There is no eval_dataset.", "Pass one to evaluate() or Trainer."
                 )
             )
-        return self._eval_loader(eval_dataset, description="evaluation")
+        loader = self._eval_loader(eval_dataset, description="evaluation")
+        if self.args.dataloader_persistent_workers:
+            self._eval_dataloaders[name] = loader
+        return loader
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Return this rank's test batches. Source: the documented `Trainer.get_test_dataloader`."""

@@ -51,7 +51,7 @@ def test_report_to_not_given_means_all_and_names_them_in_the_log(
     assert [record.levelno for record in said] == [logging.INFO]
     assert args.report_to == ["tensorboard", "wandb"]
     kinds = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
-    assert kinds == ["DefaultFlowCallback", "PrinterCallback", "TensorBoardCallback", "WandbCallback"]
+    assert kinds == ["DefaultFlowCallback", "TensorBoardCallback", "WandbCallback", "PrinterCallback"]
     trainer.remove_callback(TensorBoardCallback)
     assert isinstance(trainer.pop_callback(hftrain.WandbCallback), WandbCallback)
     assert len(trainer.callback_handler.callbacks) == 2
@@ -101,12 +101,12 @@ class Mine(Logger):
 def test_loggers_win_over_report_to(tmp_path: Path) -> None:
     own = Mine()
     trainer = Trainer(Net(), make_arguments(tmp_path, report_to="wandb"), loggers=[own, "tensorboard"])
-    callbacks = trainer.callback_handler.callbacks[2:]
+    callbacks = trainer.callback_handler.callbacks[1:-1]
     assert [type(callback).__name__ for callback in callbacks] == ["MyTrackerCallback", "TensorBoardCallback"]
     assert callbacks[0].logger is own
     assert len(Trainer(Net(), make_arguments(tmp_path, report_to="wandb"), loggers=[]).callback_handler.callbacks) == 2
     one = Trainer(Net(), make_arguments(tmp_path), loggers="tensorboard").callback_handler.callbacks
-    assert isinstance(one[2], TensorBoardCallback)
+    assert isinstance(one[1], TensorBoardCallback)
 
 
 @pytest.mark.parametrize("wrong", [Mine, 3, {}])
@@ -121,7 +121,7 @@ def test_callback_of_the_user_takes_the_place_of_the_tracker(tmp_path: Path) -> 
 
     args = make_arguments(tmp_path, report_to="all")
     callbacks = Trainer(Net(), args, callbacks=[TensorBoardCallback(), Named]).callback_handler.callbacks
-    assert [type(callback).__name__ for callback in callbacks[2:]] == ["TensorBoardCallback", "Named"]
+    assert [type(callback).__name__ for callback in callbacks[1:-1]] == ["TensorBoardCallback", "Named"]
     assert tracker_callbacks(["wandb"], besides=[Named]) == []
 
 

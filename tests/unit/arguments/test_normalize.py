@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hftrain.arguments import FSDPOption, IntervalStrategy, OptimizerNames, TrainingArguments
+from hftrain.arguments import AcceleratorConfig, FSDPOption, IntervalStrategy, OptimizerNames, TrainingArguments
 from hftrain.core.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ from hftrain.core.errors import ConfigError
         ("liger_kernel_config", '{"rope": true}', {"rope": True}),
         ("deepspeed", '{"zero_optimization": {"stage": 2}}', {"zero_optimization": {"stage": 2}}),
         ("deepspeed", "ds.json", "ds.json"),
-        ("accelerator_config", ' {"split_batches": true}', {"split_batches": True}),
+        ("accelerator_config", ' {"split_batches": true}', AcceleratorConfig(split_batches=True)),
         ("accelerator_config", "acc.json", "acc.json"),
         ("eval_delay", None, 0),
         ("include_num_input_tokens_seen", "no", False),

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hftrain.callbacks import CallbackRunner, DefaultFlowCallback, TrainerCallback
+from hftrain.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 
@@ -23,7 +23,7 @@ def run(*, max_steps=10, steps_per_epoch=4, callbacks=(), intervals=(3, 3, 3), *
     state.logging_steps, state.eval_steps, state.save_steps = intervals
     control = TrainerControl()
     args = SimpleNamespace(**{**OFF, **settings})
-    runner = CallbackRunner([DefaultFlowCallback, *callbacks], args=args, state=state, control=control)
+    runner = CallbackHandler([DefaultFlowCallback, *callbacks], args=args, state=state, control=control)
     asked: dict[str, list] = {"log": [], "evaluate": [], "save": []}
 
     def act() -> None:

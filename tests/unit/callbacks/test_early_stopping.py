@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hftrain.callbacks import CallbackRunner, EarlyStoppingCallback
+from hftrain.callbacks import CallbackHandler, EarlyStoppingCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
@@ -25,7 +25,7 @@ def make_args(**settings) -> SimpleNamespace:
 def evaluations_until_stop(values, callback, *, key="eval_loss", state=None, **settings) -> int:
     """Play the Trainer's part: the best metric is updated after the event."""
     args, state = make_args(**settings), state or TrainerState()
-    runner = CallbackRunner([callback], args=args, state=state, control=TrainerControl())
+    runner = CallbackHandler([callback], args=args, state=state, control=TrainerControl())
     runner.fire("on_train_begin")
     for count, value in enumerate(values, start=1):
         state.global_step += 1

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hftrain.callbacks import CallbackRunner, NotebookProgressCallback, in_notebook
+from hftrain.callbacks import CallbackHandler, NotebookProgressCallback, in_notebook
 from hftrain.callbacks.notebook import Bar, render_html, show_in_ipython
 from hftrain.core.errors import MissingDependencyError
 from hftrain.core.optional import is_available
@@ -36,8 +36,8 @@ class Page:
         self.blocks[display_id] = block
 
 
-def make_runner(page, eval_strategy, **state) -> CallbackRunner:
-    return CallbackRunner(
+def make_runner(page, eval_strategy, **state) -> CallbackHandler:
+    return CallbackHandler(
         [NotebookProgressCallback(show=page)],
         args=SimpleNamespace(eval_strategy=eval_strategy),
         state=TrainerState(max_steps=20, **state),

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hftrain.callbacks import CallbackRunner, ProgressCallback
+from hftrain.callbacks import CallbackHandler, ProgressCallback
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 
@@ -22,7 +22,7 @@ class Player:
     def __init__(self, file=None, *, max_steps=100, callback=None, **state):
         self.callback = callback or ProgressCallback(file=file)
         self.state = TrainerState(max_steps=max_steps, **state)
-        self.runner = CallbackRunner([self.callback], args=None, state=self.state, control=TrainerControl())
+        self.runner = CallbackHandler([self.callback], args=None, state=self.state, control=TrainerControl())
 
     def train(self, num_steps, *, is_ended=True):
         self.runner.fire("on_train_begin")

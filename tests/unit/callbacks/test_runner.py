@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from hftrain.callbacks import CallbackRunner, EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
+from hftrain.callbacks import CallbackHandler, EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
 from hftrain.core.errors import CheckpointError, TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 
 
-def make_runner(*callbacks, args=None, **context) -> CallbackRunner:
-    return CallbackRunner(callbacks, args=args, state=TrainerState(), control=TrainerControl(), **context)
+def make_runner(*callbacks, args=None, **context) -> CallbackHandler:
+    return CallbackHandler(callbacks, args=args, state=TrainerState(), control=TrainerControl(), **context)
 
 
 class Recorder(TrainerCallback):
@@ -218,7 +218,7 @@ def patient(patience: int, counter: int) -> EarlyStoppingCallback:
     return callback
 
 
-def counters(runner: CallbackRunner) -> list[tuple[int, int]]:
+def counters(runner: CallbackHandler) -> list[tuple[int, int]]:
     found = [callback for callback in runner.callbacks if isinstance(callback, EarlyStoppingCallback)]
     return [(callback.early_stopping_patience, callback.early_stopping_patience_counter) for callback in found]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hftrain import TrainerCallback, TrainerState
-from hftrain.callbacks.runner import CallbackRunner
+from hftrain.callbacks.runner import CallbackHandler
 from hftrain.core.progress import TrainerControl
 
 
@@ -23,9 +23,9 @@ class Hears(TrainerCallback):
         self.heard.append((args, state, control))
 
 
-def make_runner() -> tuple[CallbackRunner, Hears]:
+def make_runner() -> tuple[CallbackHandler, Hears]:
     callback = Hears()
-    return CallbackRunner([callback], args="own", state=TrainerState(), control=TrainerControl(), model="net"), callback
+    return CallbackHandler([callback], "net", args="own", state=TrainerState(), control=TrainerControl()), callback
 
 
 def test_event_by_its_name_reaches_the_callbacks() -> None:

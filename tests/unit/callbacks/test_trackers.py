@@ -229,7 +229,7 @@ def test_interrupt_from_a_tracker_is_not_swallowed(tmp_path: Path) -> None:
 def test_two_loggers_of_one_class_keep_apart_by_name(tmp_path: Path) -> None:
     other = type("Other", (Recorder,), {"name": "other"})()
     trainer = make_trainer(tmp_path, [Recorder(), other])
-    names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks[2:]]
+    names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks[1:-1]]
     assert names == ["RecorderCallback", "OtherCallback"]
 
 

@@ -86,7 +86,7 @@ from support.tiny import Net, make_arguments, make_rows
 with mlflow.start_run(run_name="parent"):
     trainer = Trainer(Net(), make_arguments("out", report_to="mlflow"), train_dataset=make_rows(8))
     trainer.train()
-    for callback in trainer.callback_handler.callbacks[2:]: callback.close()
+    for callback in trainer.callback_handler.callbacks[1:-1]: callback.close()
     assert mlflow.active_run().info.run_name == "parent"
 os.environ["MLFLOW_NESTED_RUN"] = "false"
 os.environ["MLFLOW_RUN_ID"] = callback.run_id

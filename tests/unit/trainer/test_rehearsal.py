@@ -124,7 +124,7 @@ def test_nothing_stays(tmp_path: Path, precision: str) -> None:
     assert trainer.state.to_json() == state
     assert not any(vars(trainer.control).values())
     assert (diary.steps, diary.count, stopping.early_stopping_patience_counter) == ([], 0, 0)
-    assert trainer.callback_handler.callbacks[-2:] == [diary, stopping]
+    assert trainer.callback_handler.callbacks[-3:-1] == [diary, stopping]
     after = capture_rng()
     assert torch.equal(after["cpu"], generators["cpu"])
     assert after["numpy"] == generators["numpy"]
