@@ -142,6 +142,9 @@ ZIPPED: dict[str, Callable[[Path], Any]] = {
     "module": lambda path: torch.save(torch.nn.Linear(1, 1), path),
     "script": lambda path: torch.jit.script(torch.nn.Linear(1, 1)).save(str(path)),
     "memory": lambda path: with_structure(path, b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x10\x85R."),
+    "memory by the older name": lambda path: with_structure(
+        path, b"\x80\x02c__builtin__\nbytearray\n\x8a\x05\x00\x00\x00\x00\x10\x85R."
+    ),
     "compressed": _zip_bomb,
     "overlapping": _overlapping,
     "laughs": _laughs,

@@ -21,7 +21,14 @@ from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng
 from hftrain.storage.files import read_json
 from hftrain.storage.shards import find_shards, load_shards
-from hftrain.storage.tensors import load_containers, load_tensors, save_containers, save_tensors, tensor_identity
+from hftrain.storage.tensors import (
+    load_containers,
+    load_tensors,
+    plain_containers,
+    save_containers,
+    save_tensors,
+    tensor_identity,
+)
 
 _SHARD = re.compile(r"(model|pytorch_model)[\w.-]*\.(safetensors|bin)")
 
@@ -59,8 +66,12 @@ def save_weights(
         save_tensors(state, folder / WEIGHTS)
 
 
-def check_saveable(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` where a model's state cannot be a safetensors file."""
+def check_saveable(model: torch.nn.Module, state: Mapping[str, Any], *, safe: bool = True) -> None:
+    """Raise `CheckpointError` where a model's state cannot be a safetensors file, or without `safe` torch's zip."""
+    if not safe:
+        if not saves_adapters(model) and not _saves_itself(model):
+            plain_containers(dict(state), type(model).__name__)
+        return
     foreign = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if foreign and not saves_adapters(model) and not _saves_itself(model):
         raise CheckpointError(

@@ -114,6 +114,12 @@ class _Reader:
         self._expanded_bytes = 0
         self._callables: dict[str, Callable[..., Any]] = {
             "collections OrderedDict": lambda: _Ordered(),
+            "collections Counter": lambda counts: _expect(counts, dict),
+            "__builtin__ set": _members,
+            "__builtin__ complex": lambda real, imaginary: _opaque("number", real, imaginary),
+            "__builtin__ bytearray": lambda data=b"": _opaque("bytes", _expect(data, bytes)),
+            "_codecs encode": _encoded,
+            "torch device": lambda kind, index=0: _opaque("device", _expect(kind, str), index),
             "torch._utils _rebuild_tensor_v2": self._tensor,
             "torch._utils _rebuild_tensor_v3": self._tensor,
             "torch._utils _rebuild_qtensor": self._tensor,
@@ -124,7 +130,7 @@ class _Reader:
         }
         if with_numpy:
             self._callables |= dict.fromkeys(_NUMPY, _empty_array)
-            self._callables |= {"numpy dtype": _array_dtype, "_codecs encode": _encoded}
+            self._callables["numpy dtype"] = _array_dtype
 
     def read(self, structure: bytes) -> Any:
         """Return what stands for the whole."""
@@ -176,11 +182,7 @@ class _Reader:
     def _put(self, items: list[Any]) -> None:
         target = _expect(self._stack[-1], dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
-            parts = key if isinstance(key, tuple) else (key,)
-            # Long numbers may all have one and the same hash, and that of nested tuples ends in the stack's overflow.
-            if not all(isinstance(part, _KEYS) and _is_short(part) for part in parts):
-                raise ValueError("a key is no text or short number")
-            target[key] = value
+            target[_checked_key(key)] = value
 
     def _call(self, _: Any) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
@@ -244,8 +246,33 @@ def _expect(value: Any, kind: Any) -> Any:
     return value
 
 
+def is_key(value: Any) -> bool:
+    """Tell whether a value may be a key, or a member of a set: None, text, a short number, or a tuple of them.
+
+    Long numbers may all have one and the same hash, and that of nested tuples ends in the stack's overflow.
+    """
+    parts = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(part, _KEYS) and _is_short(part) for part in parts)
+
+
 def _is_short(part: Any) -> bool:
     return not isinstance(part, int) or -(1 << 63) <= part < 1 << 64
+
+
+def _checked_key(key: Any) -> Any:
+    if not is_key(key):
+        raise ValueError("a key is no text or short number")
+    return key
+
+
+def _members(items: Any) -> tuple[Any, ...]:
+    return tuple(map(_checked_key, _expect(items, list)))
+
+
+def _opaque(kind: str, *values: Any) -> _Opaque:
+    if not all(isinstance(value, (float, int, str, bytes)) for value in values):
+        raise ValueError(f"a {kind} is not described as Python does")
+    return _Opaque(kind)
 
 
 def _counts(values: Any) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hftrain.core.errors import CheckpointError, explain
-from hftrain.storage.archives import check_archive
+from hftrain.storage.archives import check_archive, is_key
 
 _ALIASES = "hftrain.aliases"
 _MAX_HEADER_BYTES = 1 << 25
-_PLAIN = (type(None), bool, int, float, str)
+_PLAIN = (type(None), bool, int, float, str, complex, bytes, torch.device, torch.dtype, torch.layout)
+# NumPy's numbers that a Python number stands for in any computation, to the last bit.
+_NUMBERS = (numpy.bool_, numpy.float64, numpy.int64)
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
@@ -93,15 +95,31 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def save_containers(tree: Any, path: Path) -> None:
-    """Write tensors, numbers and text in nested dictionaries, lists and tuples: all that safe loading accepts.
+    """Write tensors, numbers and text in nested dictionaries, lists, tuples and sets: all that safe loading accepts.
 
     Raises:
         CheckpointError: Something else is inside; the message says where.
     """
-    plain = _plain(tree, "state")
+    plain = plain_containers(tree)
     # Given a path, torch forgets why a write failed; a full disk must be told from other errors.
     with open(path, "wb") as file:
         torch.save(plain, file)
+
+
+def plain_containers(tree: Any, where: str = "state") -> Any:
+    """Return what `save_containers` writes of a nested structure; nothing is copied.
+
+    Args:
+        tree: What is to be saved.
+        where: What an error calls it.
+
+    Raises:
+        CheckpointError: Something else is inside; the message says where.
+    """
+    try:
+        return _plain(tree, where)
+    except RecursionError:
+        raise _not_plain(where, "It holds itself, or is nested too deep") from None
 
 
 def load_containers(path: Path, *, with_numpy: bool = False) -> Any:
@@ -152,20 +170,36 @@ def _check_regular(path: Path) -> None:
 def _plain(tree: Any, where: str) -> Any:
     kind = type(tree)
     if kind in _PLAIN:
+        if tree == b"":
+            raise _not_plain(where, "It is an empty bytes object, which torch's safe loader refuses")
         return tree
     if kind in (torch.Tensor, torch.nn.Parameter):
         return tree.detach()  # drops Python attributes, which would be pickled along
-    if kind in (dict, OrderedDict):
-        return {_plain(key, f"{where} key"): _plain(value, f"{where}[{key!r}]") for key, value in tree.items()}
-    if kind in (list, tuple):
+    if kind in (dict, OrderedDict, Counter):
+        items = {_key(key, where): _plain(value, f"{where}[{key!r}]") for key, value in tree.items()}
+        return items if kind is dict else kind(items)
+    if kind in (list, tuple, torch.Size):
         return kind(_plain(value, f"{where}[{index}]") for index, value in enumerate(tree))
-    raise CheckpointError(
-        explain(
-            f"{where} should be saved.",
-            f"It is a {kind.__module__}.{kind.__qualname__}, which could not be loaded without running code.",
-            "Put only tensors, numbers, text, dictionaries, lists and tuples into a state.",
-        )
-    )
+    if kind is set:
+        return {_key(value, where) for value in tree}
+    if kind is bytearray:
+        return bytearray(tree)
+    if kind in _NUMBERS:
+        return tree.item()
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    raise _not_plain(where, f"It is a {name}, which could not be loaded without running code")
+
+
+def _key(key: Any, where: str) -> Any:
+    plain = _plain(key, f"{where} key")
+    if not is_key(plain):
+        raise _not_plain(f"{where} key {key!r:.80}", "A key is None, a number, text or a tuple of them")
+    return plain
+
+
+def _not_plain(where: str, reason: str) -> CheckpointError:
+    remedy = "Put only tensors, numbers, text, dictionaries, lists, tuples and sets into a state."
+    return CheckpointError(explain(f"{where} should be saved.", f"{reason}.", remedy))
 
 
 def _numpy_accepted() -> contextlib.AbstractContextManager[Any]:

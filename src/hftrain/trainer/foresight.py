@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,13 @@ import torch
 from hftrain.adapter.data import eval_loader_config, train_loader_config
 from hftrain.adapter.optim import schedule_config
 from hftrain.callbacks import EarlyStoppingCallback
+from hftrain.checkpoint.fitting import group_settings
 from hftrain.checkpoint.layout import OPTIMIZER, WEIGHTS
 from hftrain.checkpoint.parts import check_complete
 from hftrain.checkpoint.weights import check_saveable
 from hftrain.core.errors import CheckpointError, ConfigError, TaskError, explain
 from hftrain.core.seed import preserved_rng
+from hftrain.core.tree import map_tensors
 from hftrain.data.collators import default_data_collator
 from hftrain.data.columns import known_columns
 from hftrain.data.loaders import build_eval_loader, build_train_loader
@@ -24,7 +27,7 @@ from hftrain.data.sending import check_sendable
 from hftrain.data.sizes import has_length
 from hftrain.optim.schedules import build_schedule
 from hftrain.storage.files import check_writable
-from hftrain.storage.tensors import tensor_shapes
+from hftrain.storage.tensors import plain_containers, tensor_shapes
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
@@ -257,11 +260,67 @@ def _check_plan(trainer: Trainer) -> None:
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
+def watch_states(
+    trainer: Trainer,
+    optimizer: torch.optim.Optimizer,
+    *,
+    own: Callable[[], Any],
+    pending: list[Callable[[], None]],
+) -> None:
+    """Refuse a run whose optimizer, schedule or data has a state that no checkpoint can hold.
+
+    Checks now, before the first step, and once after it, when the optimizer has made its state.
+
+    Args:
+        trainer: About to train.
+        optimizer: Its optimizer.
+        own: Returns what else each process saves.
+        pending: What the loop calls at each step's end, see `FitSlots`; mutated.
+
+    Raises:
+        ConfigError: It names the value and its type.
+    """
+
+    def check_again() -> None:
+        pending.remove(check_again)
+        _check_states(trainer, optimizer, own=own)
+
+    if not trainer.args.save_only_model:
+        _check_states(trainer, optimizer, own=own)
+        pending.append(check_again)
+
+
+def _check_states(trainer: Trainer, optimizer: torch.optim.Optimizer, *, own: Callable[[], Any]) -> None:
+    states: dict[str, Callable[[], Any]] = {"The state of the training data": own}
+    if not _overrides(trainer, "_save_optimizer_and_scheduler"):
+        # Where processes hold parts, their state is put together for a save.
+        whole = optimizer.state_dict if not trainer.strategy.shards_model else partial(group_settings, optimizer)
+        states[f"The state of {type(optimizer).__name__}"] = whole
+        if trainer.lr_scheduler is not None:
+            states[f"The state of {type(trainer.lr_scheduler).__name__}"] = trainer.lr_scheduler.state_dict
+    for name, read in states.items():
+        try:
+            state = read()
+        except Exception:
+            # Some have no state before they are used.
+            continue
+        try:
+            plain_containers(map_tensors(state, lambda _: None))
+        except CheckpointError as error:
+            raise ConfigError(
+                explain(
+                    f"{name} should be saved in each checkpoint.",
+                    str(error),
+                    "Or set save_only_model=True, with which no run can be resumed.",
+                )
+            ) from error
+
+
 def _check_saves(trainer: Trainer) -> None:
     """Raise where the model's or a callback's state cannot be written."""
     is_own = _overrides(trainer, "save_model", "_save", "_save_checkpoint")
-    if trainer.args.save_safetensors and not is_own and not trainer.strategy.shards_model:
-        check_saveable(trainer.model, trainer.model.state_dict())
+    if not is_own and not trainer.strategy.shards_model:
+        check_saveable(trainer.model, trainer.model.state_dict(), safe=bool(trainer.args.save_safetensors))
     for callback in trainer.callback_handler.callbacks:
         if callable(getattr(callback, "state", None)) and callable(getattr(callback, "from_state", None)):
             try:

@@ -37,14 +37,13 @@ from hftrain.trainer.debugging import watch_overflow
 from hftrain.trainer.eval_sets import check_cadences, is_left_out
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.hooks import call_with
-from hftrain.trainer.interrupts import Interrupts, saves_at_all
+from hftrain.trainer.interrupts import Interrupts
 from hftrain.trainer.leftovers import END_EPOCH, END_RUN, EVALUATE, SAVE, left_in
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.remote import meet_at_mirror, own_copy, publish_quietly
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.resuming import plan_run
-from hftrain.trainer.room import check_room
 from hftrain.trainer.salvage import Salvage
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.setup import empty_cache, loss_window, set_up
@@ -129,9 +128,7 @@ class TrainSession:
             lr_scheduler=trainer.lr_scheduler,
             train_dataloader=loader,
         )
-        if saves_at_all(trainer):
-            check_room(trainer, self.checkpoints.manager, self.optimizer)
-        self.checkpoints.writes.start(self.optimizer)
+        self.checkpoints.writes.start(self.optimizer, own=self.checkpoints.own_state)
         announce_training(trainer, plan, batch_size=batch_size, progress=self.progress)
         self.counts.begin()
         start_s, first = time.perf_counter(), replace(self.progress)

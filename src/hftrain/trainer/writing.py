@@ -23,9 +23,10 @@ from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
 from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.trainer.capture import Keep, model_writer
+from hftrain.trainer.foresight import watch_states
 from hftrain.trainer.interrupts import saves_at_all
 from hftrain.trainer.remote import publish_quietly
-from hftrain.trainer.room import expected_state_bytes
+from hftrain.trainer.room import check_room, expected_state_bytes
 from hftrain.trainer.sharding import shard_writers
 
 if TYPE_CHECKING:
@@ -88,11 +89,22 @@ class CheckpointWrites:
         self._has_waited = self._is_closed = False
         self._is_written = threading.Event()
 
-    def start(self, optimizer: torch.optim.Optimizer) -> None:
-        """Get ready to write in the background, where the policy asks for it and it can be; the others are told why.
+    def start(self, optimizer: torch.optim.Optimizer, *, own: Callable[[], Any]) -> None:
+        """Refuse a run that cannot save, and get ready to write in the background if the policy asks for it.
 
-        All processes must call it in the same order. Memory for the copies is taken once the optimizer has stepped.
+        A policy that cannot be followed is reported with the reason. Memory for the copies is taken once the optimizer
+        has stepped. Collective.
+
+        Args:
+            optimizer: The run's optimizer.
+            own: Returns what each process saves of its own.
+
+        Raises:
+            ConfigError: There is no room for a checkpoint, or a state that it cannot hold.
         """
+        if saves_at_all(self.trainer):
+            check_room(self.trainer, self.manager, optimizer)
+            watch_states(self.trainer, optimizer, own=own, pending=self.pending)
         if not self.trainer.save_policy.save_async:
             return
         reason = self._obstacle()

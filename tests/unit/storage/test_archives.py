@@ -22,6 +22,9 @@ PLAIN = {
     "modules": torch.nn.Linear(2, 2).state_dict(),
     "optimizer": torch.optim.AdamW([torch.ones(2)]).state_dict(),
     "shared": [[1, 2]] * 50,
+    "schedule": torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(2)]), [2, 2, 5]).state_dict(),
+    "other values": [{1, "a", (2, 3)}, set(), b"ab", bytearray(b"ab"), bytearray(), 1 + 2j, torch.Size([2])],
+    "torch's values": [torch.float32, torch.device("cpu"), torch.device("cuda", 1), torch.strided],
 }
 
 
@@ -51,6 +54,7 @@ REASONS = {
     "module": "NEWOBJ",
     "script": "compressed or encrypted",
     "memory": "bytearray",
+    "memory by the older name": "where torch.save would not write one",
     "compressed": "compressed or encrypted",
     "overlapping": "overlap",
     "laughs": "more than 10000000 values",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 
 import numpy
@@ -96,6 +96,37 @@ def test_containers_round_trip(tmp_path):
     assert loaded["ordered"] == {"a": 1}
 
 
+EXACT = {
+    "Counter": Counter({2: 1, 4: 2}),
+    "OrderedDict": OrderedDict(b=1, a=2),
+    "set": {1, "a", (2, None)},
+    "complex": 1 + 2j,
+    "bytes": b"a\xff",
+    "bytearray": bytearray(b"a\xff"),
+    "dtype": torch.bfloat16,
+    "device": torch.device("cuda", 1),
+    "layout": torch.strided,
+    "size": torch.Size([2, 3]),
+    "sparse": torch.eye(2).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_containers_keep_every_type_that_torch_reads_safely(tmp_path, name):
+    save_containers({"a": [EXACT[name]]}, tmp_path / "x.pt")
+    (loaded,) = load_containers(tmp_path / "x.pt")["a"]
+    assert type(loaded) is type(EXACT[name])
+    assert torch.equal(loaded.to_dense(), torch.eye(2)) if name == "sparse" else loaded == EXACT[name]
+
+
+@pytest.mark.parametrize("number", [numpy.float64(0.1), numpy.int64(3), numpy.bool_(True)], ids=repr)
+def test_containers_keep_the_value_of_a_number_of_numpy(tmp_path, number):
+    save_containers({"lr": number, "count": {number: 1}}, tmp_path / "x.pt")
+    loaded = load_containers(tmp_path / "x.pt")
+    assert loaded == {"lr": number.item(), "count": {number.item(): 1}}
+    assert type(loaded["lr"]) is type(number.item())
+
+
 def test_containers_drop_python_attributes_of_tensors(tmp_path):
     tensor = torch.nn.Parameter(torch.ones(2))
     tensor.owner = Bomb(tmp_path / "boom")
@@ -105,7 +136,7 @@ def test_containers_drop_python_attributes_of_tensors(tmp_path):
 
 @pytest.mark.parametrize(
     "foreign",
-    [Bomb(Path()), len, numpy.float64(1), numpy.ones(2), defaultdict(int), Pair(1, 2), {1}, torch.nn.Linear(1, 1)],
+    [Bomb(Path()), len, numpy.float32(1), numpy.ones(2), defaultdict(int), Pair(1, 2), b"", torch.nn.Linear(1, 1)],
     ids=lambda value: type(value).__name__,
 )
 def test_save_containers_refuses_anything_else_and_says_where(tmp_path, foreign):
@@ -114,9 +145,18 @@ def test_save_containers_refuses_anything_else_and_says_where(tmp_path, foreign)
     assert not (tmp_path / "x.pt").exists()
 
 
-def test_save_containers_refuses_foreign_keys(tmp_path):
-    with pytest.raises(CheckpointError, match="state key"):
-        save_containers({numpy.int64(1): 0}, tmp_path / "x.pt")
+@pytest.mark.parametrize("key", [numpy.float32(1), ((1, 2), 3), 1 << 64, b"a", torch.float32], ids=repr)
+def test_save_containers_refuses_keys_that_could_not_be_read(tmp_path, key):
+    for tree in ({key: 0}, {key}):
+        with pytest.raises(CheckpointError, match="state key"):
+            save_containers(tree, tmp_path / "x.pt")
+
+
+def test_save_containers_refuses_what_holds_itself(tmp_path):
+    tree = {}
+    tree["self"] = tree
+    with pytest.raises(CheckpointError, match="holds itself"):
+        save_containers(tree, tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("writer", ["torch", "legacy", "pickle"])
