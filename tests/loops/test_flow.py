@@ -51,6 +51,7 @@ def run(folder: Path, **options: Any) -> tuple[Trainer, Acts, list[int]]:
         ({"logging_strategy": "epoch"}, [6, 12]),
         ({"logging_strategy": "epoch", "logging_first_step": True}, [1, 6, 12]),
         ({"logging_strategy": "no", "logging_steps": 1}, []),
+        ({"logging_steps": -1}, [12]),
         # A quarter of 12 steps; a share that is no whole number of steps is rounded up.
         ({"logging_steps": 0.25}, [3, 6, 9, 12]),
         ({"logging_steps": 0.3}, [4, 8, 12]),
@@ -65,6 +66,7 @@ def test_losses_are_logged_when_asked_for(tmp_path: Path, options: dict[str, Any
     [
         ({"eval_strategy": "steps", "eval_steps": 4}, [4, 8, 12]),
         ({"eval_strategy": "steps", "eval_steps": 0.5}, [6, 12]),
+        ({"eval_strategy": "steps", "eval_steps": -1}, [12]),
         # The interval of the logs where there is no other.
         ({"eval_strategy": "steps", "logging_steps": 5}, [5, 10]),
         ({"eval_strategy": "steps", "eval_steps": 4, "eval_delay": 5}, [8, 12]),

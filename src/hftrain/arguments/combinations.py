@@ -58,6 +58,9 @@ def _refuse(args: ArgumentFields, reason: str, remedy: str, *names: str) -> Conf
 def _check_best_model(args: ArgumentFields) -> None:
     if not args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST:
         return
+    if args.save_steps == -1 and args.save_strategy == SaveStrategy.NO:
+        reason = "save_steps=-1 saves nothing, so there is nothing to load."
+        raise _refuse(args, reason, "Set save_steps.", "load_best_model_at_end", "save_steps")
     names = ("load_best_model_at_end", "eval_strategy", "save_strategy")
     if args.eval_strategy == IntervalStrategy.NO:
         reason = "Without evaluation no checkpoint is best."

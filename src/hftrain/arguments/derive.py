@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hftrain.arguments.enums import IntervalStrategy, SchedulerType
+from hftrain.arguments.enums import IntervalStrategy, SaveStrategy, SchedulerType
 from hftrain.arguments.fields import ArgumentFields
 
 
@@ -31,6 +31,8 @@ def _derive_intervals(args: ArgumentFields) -> None:
         args.eval_steps = args.logging_steps
     for name in ("logging_steps", "eval_steps", "save_steps"):
         setattr(args, name, _whole(getattr(args, name)))
+    if args.save_steps == -1 and args.save_strategy == SaveStrategy.STEPS:
+        args.save_strategy = SaveStrategy.NO
 
 
 def _derive_best_metric(args: ArgumentFields) -> None:

@@ -17,7 +17,8 @@ class EvaluationArguments:
     eval_steps: float | None = field(
         default=None,
         metadata={
-            "help": "Optimizer updates between two evaluations, or below 1 a share of all; logging_steps if not given."
+            "help": "Optimizer updates between two evaluations, or below 1 a share of all; -1: at the end only; not "
+            "given: logging_steps."
         },
     )
     eval_delay: float | None = field(

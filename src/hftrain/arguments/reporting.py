@@ -29,7 +29,8 @@ class ReportingArguments:
     )
     logging_first_step: bool = field(default=False, metadata={"help": "Also log after the first optimizer update."})
     logging_steps: float = field(
-        default=500, metadata={"help": "Optimizer updates between two logs, or below 1 a share of all."}
+        default=500,
+        metadata={"help": "Optimizer updates between two logs, or below 1 a share of all; -1: at the end only."},
     )
     logging_nan_inf_filter: bool = field(
         default=True, metadata={"help": "Log the window's mean loss in place of NaN and infinity."}

@@ -15,7 +15,8 @@ class SavingArguments:
         default="steps", metadata={"help": "When to save: 'no', 'steps', 'epoch' or 'best'."}
     )
     save_steps: float = field(
-        default=500, metadata={"help": "Optimizer updates between two checkpoints, or below 1 a share of all."}
+        default=500,
+        metadata={"help": "Optimizer updates between two checkpoints, or below 1 a share of all; -1: never save."},
     )
     save_total_limit: int | None = field(
         default=None,

@@ -65,11 +65,15 @@ class TrainerState:
         return cls.from_json(Path(json_path).read_text(encoding="utf-8"))
 
     def compute_steps(self, args: Any, max_steps: int) -> None:
-        """Turn the arguments' intervals into optimizer updates; ratios below 1 are shares of `max_steps`."""
+        """Turn the arguments' intervals into optimizer updates.
+
+        Ratios below 1 are shares of `max_steps`; -1 is the end of the run.
+        """
         for name in ("logging_steps", "eval_steps", "save_steps"):
             value = getattr(args, name)
             if value is not None:
-                setattr(self, name, math.ceil(max_steps * value) if value < 1 else int(value))
+                steps = max_steps if value == -1 else math.ceil(max_steps * value) if value < 1 else int(value)
+                setattr(self, name, steps)
 
 
 def find_misfit(content: Any) -> str | None:
@@ -84,7 +88,9 @@ def find_misfit(content: Any) -> str | None:
             continue
         value = content[name]
         kinds = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
-        if not any(_is_of(value, typing.get_origin(kind) or kind) for kind in kinds):
+        # transformers writes an interval of -1 as a negative number of steps.
+        is_interval = name in ("logging_steps", "eval_steps", "save_steps") and type(value) is int
+        if not is_interval and not any(_is_of(value, typing.get_origin(kind) or kind) for kind in kinds):
             return f"{name} is {value!r:.80}"
     entries = content.get("log_history", [])
     return None if all(isinstance(entry, dict) for entry in entries) else "log_history holds more than objects"

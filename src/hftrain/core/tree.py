@@ -38,22 +38,26 @@ def _rebuild_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
 
 
-def first_tensor(tree: Any) -> torch.Tensor | None:
-    """Return the first tensor of a nested structure that has a batch dimension, or None."""
-    if isinstance(tree, torch.Tensor):
-        return tree if tree.dim() > 0 else None
-    values = tree.values() if isinstance(tree, (dict, Mapping)) else tree if isinstance(tree, (list, tuple)) else ()
-    for value in values:
-        found = first_tensor(value)
-        if found is not None:
-            return found
-    return None
+def is_samples(batch: Any) -> bool:
+    """Tell whether a batch is a list of samples that no collator has joined: mappings, one for each."""
+    return isinstance(batch, list) and bool(batch) and isinstance(batch[0], (dict, Mapping))
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """Return the length of the batch dimension, read from the first tensor, or None without tensors."""
-    tensor = first_tensor(batch)
-    return None if tensor is None else int(tensor.shape[0])
+    """Return how many samples a batch holds, or None if nothing in it tells.
+
+    The first tensor with a batch dimension tells, or a list of mappings, which are samples.
+    """
+    if isinstance(batch, torch.Tensor):
+        return int(batch.shape[0]) if batch.dim() > 0 else None
+    if is_samples(batch):
+        return len(batch)
+    values = batch.values() if isinstance(batch, (dict, Mapping)) else batch if isinstance(batch, (list, tuple)) else ()
+    for value in values:
+        size = batch_size_of(value)
+        if size is not None:
+            return size
+    return None
 
 
 def detach(tree: Any) -> Any:

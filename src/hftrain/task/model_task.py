@@ -49,12 +49,16 @@ class ModelTask(TaskModule):
         super().__init__(model)
         self.label_names = list(find_label_names(model) or ["labels"] if label_names is None else label_names)
         self.label_smoothing = label_smoothing
-        self.compute_loss_func = compute_loss_func
-        self._function_takes_count = compute_loss_func is not None and takes_item_count(compute_loss_func)
+        self.use_loss(compute_loss_func)
         self.can_return_loss = can_return_loss(model)
         self.accepts_item_count = accepts_item_count(model)
         self.is_causal = is_causal(model)
         self.keys_to_ignore = keys_to_ignore(model)
+
+    def use_loss(self, function: LossFunction | None) -> None:
+        """Take a function in place of the model's own loss, None for the model's; mutates the task."""
+        self.compute_loss_func = function if callable(function) else None
+        self._function_takes_count = self.compute_loss_func is not None and takes_item_count(self.compute_loss_func)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, num_items_in_batch: int | torch.Tensor | None = None

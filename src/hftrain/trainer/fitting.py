@@ -20,7 +20,7 @@ from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.errors import ConfigError, TaskError, explain
 from hftrain.core.log import get_logger
 from hftrain.core.seed import preserved_rng
-from hftrain.core.tree import batch_size_of, map_tensors
+from hftrain.core.tree import batch_size_of, is_samples, map_tensors
 from hftrain.core.types import Owns
 
 if TYPE_CHECKING:
@@ -172,6 +172,8 @@ def split_batch(batch: Any, size: int) -> list[Any]:
         )
     if total <= size:
         return [batch]
+    if is_samples(batch):
+        return [batch[start : start + size] for start in range(0, total, size)]
 
     def part_from(start: int) -> Any:
         taken = slice(start, start + size)

@@ -99,10 +99,15 @@ def _check_functions(trainer: Trainer) -> None:
         **{f"the metrics of {name!r}": entry.metrics for name, entry in trainer._eval_sets.items()},
     }
     for name, function in functions.items():
-        if function is not None and not callable(function):
+        is_mark = name == "compute_loss_func" and trainer._is_overridden("compute_loss")
+        if function is not None and not callable(function) and not is_mark:
             raise ConfigError(
                 explain(
-                    f"{name} was given.", "It cannot be called.", f"Pass a function, not a {type(function).__name__}."
+                    f"Cannot use {name}={function!r}:",
+                    "it cannot be called.",
+                    "Pass a function."
+                    if name != "compute_loss_func"
+                    else "Pass a function, or override compute_loss to return a loss that is divided already.",
                 )
             )
         is_by_batch = trainer.args.batch_eval_metrics and "metrics" in name and not name.startswith("preprocess")

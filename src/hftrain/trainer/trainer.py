@@ -461,6 +461,17 @@ class Trainer:
         self.processing_class = value
 
     @property
+    def compute_loss_func(self) -> Any:
+        """The function that computes the loss in place of the model; it may be set at any time."""
+        return self._slot_loss_func
+
+    @compute_loss_func.setter
+    def compute_loss_func(self, function: Any) -> None:
+        self._slot_loss_func = function
+        if isinstance(vars(self).get("task"), ModelTask):
+            self.task.use_loss(function)
+
+    @property
     def output_dir(self) -> Path:
         """The folder that checkpoints and results go to; it stays where it is when the working directory changes.
 

@@ -34,7 +34,12 @@ class LossShares:
         args = trainer.args
         self.trainer = trainer
         self.num_ranks = trainer.strategy.world_size if args.average_tokens_across_devices else 1
-        function = trainer.compute_loss_func
+        function = trainer.compute_loss_func if callable(trainer.compute_loss_func) else None
+        # What an override of compute_loss returns is divided already if it says so, or leaves a mark in the place of
+        # the function, as other libraries do.
+        says = getattr(trainer, "loss_is_scaled_for_ga", None)
+        is_marked = trainer.compute_loss_func is not None and function is None
+        self.is_divided = bool(is_marked if says is None else says) and trainer._is_overridden("compute_loss")
         divides = (
             takes_item_count(function)
             if function is not None
@@ -67,10 +72,11 @@ class LossShares:
 
     def count(self, batches: list[Any], device: torch.device | None) -> Count | None:
         """Return the items of a step, over all ranks if asked for; None where nobody needs them. Collective."""
-        if not batches or not (self.is_on or self.may_divide):
+        if not batches or not (self.is_on or self.may_divide or self.is_divided):
             return None
         task = self.trainer.task
-        if self.may_divide and isinstance(task, ModelTask) and not all(map(task.label_key, batches)):
+        needs_labels = self.may_divide or self.is_divided
+        if needs_labels and isinstance(task, ModelTask) and not all(map(task.label_key, batches)):
             return None
         num_items: Any = sum(task.count_items(batch) for batch in batches)
         if self.num_ranks > 1:
@@ -89,6 +95,8 @@ class LossShares:
 
         DDP averages gradients over ranks: where the count is over all ranks, the fraction takes that back.
         """
+        if self.is_divided:
+            return 1, 1
         if num_items is None:
             return batch_size_of(inputs) or 1, self._window_samples
         if self.may_divide and self._divides(inputs, num_items):

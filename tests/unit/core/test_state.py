@@ -56,7 +56,7 @@ def test_states_share_no_history() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "steps"), [(5, 5), (1, 1), (1.0, 1), (0.1, 10), (0.101, 11), (0.999, 100), (1e-9, 1), (0, 0)]
+    ("value", "steps"), [(-1, 100), (5, 5), (1, 1), (1.0, 1), (0.1, 10), (0.101, 11), (0.999, 100), (1e-9, 1), (0, 0)]
 )
 def test_shares_of_the_run_become_steps(value: float, steps: int) -> None:
     state = TrainerState()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hftrain.core.tree import batch_size_of, detach, first_tensor, map_tensors
+from hftrain.core.tree import batch_size_of, detach, map_tensors
 
 
 class Pair(NamedTuple):
@@ -95,17 +95,17 @@ def test_other_leaves_are_given_back(tree: Any) -> None:
         ((None, [], {"text": "abc"}, [torch.zeros(4)]), 4),
         (UserDict(x=torch.zeros(6)), 6),
         (Pair("a", torch.zeros(7)), 7),
+        ([{"prompt": "a"}, {"prompt": "b"}], 2),
+        ([{"x": torch.zeros(5)}, UserDict(x=torch.zeros(5)), {"x": torch.zeros(4)}], 3),
+        ({"labels": [{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(0, 4)}], "pixels": torch.zeros(2, 3)}, 2),
+        (({"x": torch.zeros(8)}, {"x": torch.zeros(8)}), 8),
         ({}, None),
         ("abc", None),
         (None, None),
     ],
 )
-def test_batch_size_is_that_of_the_first_tensor_with_rows(tree: Any, size: int | None) -> None:
+def test_batch_size_is_that_of_the_first_tensor_with_rows_or_list_of_samples(tree: Any, size: int | None) -> None:
     assert batch_size_of(tree) == size
-
-
-def test_first_tensor_is_the_very_object() -> None:
-    assert first_tensor({"a": torch.tensor(0), "b": (1, one)}) is one
 
 
 def test_detach_cuts_the_graph_and_shares_memory() -> None:
