@@ -1,0 +1,132 @@
+"""`install` and `uninstall`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from hftrain.compat.names import is_telling, replacements
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.optional import require
+
+# Who may hold transformers' objects.
+_LIBRARY = ("transformers", "hftrain")
+
+_MISSING = object()
+
+
+class _Installed(NamedTuple):
+    """What was replaced: each name with transformers' and hftrain's object, and what each module held under a name."""
+
+    pairs: list[tuple[str, Any, Any]]
+    before: list[tuple[ModuleType, str, Any]]
+    facades: list[ModuleType]
+
+
+_installed: _Installed | None = None
+
+
+def install() -> None:
+    """Put hftrain's Trainer, arguments, callbacks and outputs in the place of transformers'.
+
+    Call it before the library that is to train with hftrain is imported: ``from transformers import Trainer``, and
+    ``class MyTrainer(transformers.Trainer)``, then mean hftrain's. Names that hftrain has no object of its own for stay
+    as they are. A second call does nothing.
+
+    Raises:
+        ConfigError: A module already holds transformers' objects, or classes that are derived from them.
+        MissingDependencyError: transformers is not installed.
+
+    Example:
+        >>> import hftrain.compat
+        >>> hftrain.compat.install()  # doctest: +SKIP
+        >>> from trl import SFTConfig, SFTTrainer  # doctest: +SKIP
+    """
+    global _installed
+    if _installed is not None:
+        return
+    require("transformers", feature="hftrain.compat", extra="transformers")
+    # The package's facade may be made a second time while its modules are imported; whoever had the first one keeps it.
+    facades = [importlib.import_module("transformers")]
+    pairs = [pair for pair in replacements() if pair[1] is not pair[2]]
+    facades = list({id(facade): facade for facade in (*facades, sys.modules["transformers"])}.values())
+    _refuse_holders({id(theirs) for name, theirs, _ in pairs if is_telling(name)})
+    ours_of = {id(theirs): ours for _, theirs, ours in pairs}
+    before = [(module, name, value) for module, name, value in _held(facades) if id(value) in ours_of]
+    # What a facade has not looked up yet it does not hold; its own `dir` tells what it would look up.
+    before += [
+        (facade, name, _MISSING)
+        for facade in facades
+        for name, _, _ in pairs
+        if name not in vars(facade) and name in dir(facade)
+    ]
+    by_name = {name: ours for name, _, ours in pairs}
+    for module, name, value in before:
+        setattr(module, name, by_name[name] if value is _MISSING else ours_of[id(value)])
+    _installed = _Installed(pairs, before, facades)
+
+
+def uninstall() -> None:
+    """Put transformers' own objects back, in every module of transformers.
+
+    Libraries that were imported in between keep hftrain's. Without `install`, it does nothing.
+    """
+    global _installed
+    if _installed is None:
+        return
+    for module, name, value in _installed.before:
+        if value is _MISSING:
+            vars(module).pop(name, None)
+        else:
+            setattr(module, name, value)
+    # Modules of transformers that were imported since then took hftrain's objects.
+    theirs_of = {id(ours): theirs for _, theirs, ours in _installed.pairs}
+    for module, name, value in _held(_installed.facades):
+        if id(value) in theirs_of:
+            setattr(module, name, theirs_of[id(value)])
+    _installed = None
+
+
+def _held(facades: list[ModuleType]) -> list[tuple[ModuleType, str, Any]]:
+    """Return what transformers' modules hold: the module, the name and the object."""
+    modules = [*facades, *(module for module in _modules() if _package(module) == "transformers")]
+    unique = {id(module): module for module in modules}.values()
+    return [(module, name, value) for module in unique for name, value in vars(module).items()]
+
+
+def _refuse_holders(theirs: set[int]) -> None:
+    """Raise where a module outside transformers holds its objects, or classes derived from them."""
+    found = {
+        module.__name__: names
+        for module in _modules()
+        if _package(module) not in _LIBRARY
+        and (names := [name for name, value in list(vars(module).items()) if _is_one_of(value, theirs)])
+    }
+    if found:
+        first, names = next(iter(found.items()))
+        held = f"transformers' ({', '.join(sorted(names))})"
+        others = f" So do {len(found) - 1} more modules." if len(found) > 1 else ""
+        raise ConfigError(
+            explain(
+                "Cannot put hftrain's objects in the place of transformers':",
+                f"the module {first!r} was imported before and holds {held}.{others}",
+                "Call hftrain.compat.install() at the start of the program, before such imports.",
+            )
+        )
+
+
+def _is_one_of(value: Any, theirs: set[int]) -> bool:
+    # `isinstance` would ask the value for its class, and what a module holds may answer with a warning.
+    is_class = issubclass(type(value), type)
+    return id(value) in theirs or (is_class and any(id(base) in theirs for base in value.__mro__))
+
+
+def _modules() -> list[ModuleType]:
+    """Return what is imported; `sys.modules` may hold other things too, and one module under two names."""
+    return list({id(module): module for module in sys.modules.values() if isinstance(module, ModuleType)}.values())
+
+
+def _package(module: ModuleType) -> str:
+    return str(vars(module).get("__name__", "")).split(".")[0]

@@ -1,0 +1,85 @@
+"""`hftrain.compat`: transformers' names mean hftrain's objects. Each test is a process, which imports transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.interop
+
+REACHED = """
+import hftrain, transformers, transformers.trainer_utils
+from transformers import Seq2SeqTrainingArguments, Trainer
+from transformers.integrations import WandbCallback
+from transformers.trainer import EvalPrediction, TrainerState
+from transformers.trainer_callback import TrainerCallback
+assert Trainer is transformers.Trainer is transformers.trainer.Trainer is hftrain.Trainer
+assert Seq2SeqTrainingArguments is hftrain.Seq2SeqTrainingArguments
+assert EvalPrediction is hftrain.EvalPrediction is transformers.trainer_utils.EvalPrediction
+assert (TrainerCallback, TrainerState) == (hftrain.TrainerCallback, hftrain.TrainerState)
+assert WandbCallback is hftrain.WandbCallback
+"""
+
+
+def run(code: str) -> str:
+    """Run code in a fresh interpreter and return what it prints."""
+    code = f"import sys\nimport hftrain.compat\n{textwrap.dedent(code)}"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_of_compat_leaves_transformers_alone() -> None:
+    assert run("hftrain.compat.uninstall()\nprint('transformers' in sys.modules)") == "False"
+
+
+def test_install_reaches_every_way_to_import_a_name() -> None:
+    assert run(f"hftrain.compat.install()\n{REACHED}\nprint('reached')") == "reached"
+
+
+def test_uninstall_puts_back_what_was_there() -> None:
+    code = f"""
+import transformers, transformers.trainer
+from transformers import AutoConfig, set_seed
+def held():
+    modules = {{id(m): m for m in [transformers, *sys.modules.values()] if getattr(m, "__name__", "")[:12] == "transformers"}}
+    return {{(key, name): value for key, m in modules.items() for name, value in list(vars(m).items())}}
+before = held()
+hftrain.compat.install()
+hftrain.compat.install()
+{REACHED}
+import transformers.pipelines
+hftrain.compat.uninstall()
+after = held()
+assert [key for key, value in before.items() if after.get(key) is not value] == []
+assert [key for key, value in after.items() if str(getattr(value, "__module__", "")).startswith("hftrain")] == []
+print(transformers.Trainer.__module__, transformers.TrainerCallback.__module__)
+"""  # noqa: E501
+    assert run(code) == "transformers.trainer transformers.trainer_callback"
+
+
+def test_install_refuses_a_client_that_was_imported_before() -> None:
+    code = """
+    import types, transformers
+    clients = (
+        "from transformers import Trainer",
+        "from transformers import TrainingArguments as Arguments",
+        "import transformers\\nclass Mine(transformers.TrainerCallback): ...",
+    )
+    for number, client in enumerate(clients):
+        module = sys.modules["some_client"] = types.ModuleType(f"some_client_{number}")
+        exec(client, module.__dict__)
+        try:
+            hftrain.compat.install()
+        except hftrain.core.errors.ConfigError as error:
+            print(error)
+        assert transformers.Trainer.__module__ == "transformers.trainer"
+    """
+    said = run(code).splitlines()
+    assert len(said) == 3
+    for number, (line, name) in enumerate(zip(said, ("Trainer", "Arguments", "Mine"), strict=True)):
+        assert f"the module 'some_client_{number}' was imported before and holds transformers' ({name})" in line
+        assert "Call hftrain.compat.install() at the start of the program" in line
