@@ -47,7 +47,7 @@ def test_accelerator_knows_both_processes(tmp_path: Path, run_distributed: Any) 
         assert found["is_main"] == [rank == 0] * 3
         assert found["gathered"] == [0, 1]
         assert found["unwrapped"]
-        assert found["accumulation"] == 2
+        assert found["accumulation"] == 1
         assert found["nested"] == [[0, 1]]
 
 

@@ -9,8 +9,8 @@ from hftrain.adapter.data import read_accelerator_config
 _LOADER_SETTINGS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 
 
-def accelerator_settings(args: Any, policy: Any, *, device_type: str) -> tuple[int, str, dict[str, Any]]:
-    """Return micro-steps per update, the mixed precision by accelerate's name, and the loader settings.
+def accelerator_settings(args: Any, policy: Any, *, device_type: str) -> tuple[str, dict[str, Any]]:
+    """Return the mixed precision by accelerate's name, and the loader settings.
 
     Accelerate knows no fp16 on the CPU, which torch does: it is told "no" there.
     """
@@ -19,4 +19,4 @@ def accelerator_settings(args: Any, policy: Any, *, device_type: str) -> tuple[i
     mixed = names.get(str(policy.compute_dtype).removeprefix("torch."), "no") if policy.autocast else "no"
     if device_type == "cpu" and mixed == "fp16":
         mixed = "no"
-    return args.gradient_accumulation_steps, mixed, {k: sharing[k] for k in _LOADER_SETTINGS if k in sharing}
+    return mixed, {k: sharing[k] for k in _LOADER_SETTINGS if k in sharing}

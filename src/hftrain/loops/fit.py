@@ -51,6 +51,8 @@ class FitSlots:
         empty_cache: Gives cached device memory back.
         act: (the loop's own `act`, last gradient norm, last learning rate); called in place of `FitLoop.act` where
             something must see the end of every step, and calls what it is given. None costs nothing.
+        mark_sync: Told before each micro-step that begins or ends a step whether it is the last one before the update.
+            None costs nothing.
         pending: What to call at the end of the next step, and of each one after, until it takes itself out again: put
             there by another thread or a signal handler, which may change the list at any time. Empty costs nothing.
     """
@@ -64,6 +66,7 @@ class FitSlots:
     save: Callable[[], None]
     empty_cache: Callable[[], None]
     act: Callable[[Callable[[], None], Any, Any], None] | None = None
+    mark_sync: Callable[[bool], None] | None = None
     pending: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -225,12 +228,16 @@ class FitLoop:
     def _run_step(self, window: list[Any], num_items: Any) -> None:
         control, events, heard = self.control, self.events, self.events.heard
         control.should_log = control.should_evaluate = control.should_save = False
+        last, mark_sync = len(window) - 1, self.slots.mark_sync
+        if mark_sync is not None:
+            mark_sync(not last)
         if "on_step_begin" in heard:
             events.fire("on_step_begin")
-        last = len(window) - 1
         num_samples = 0
         for index, batch in enumerate(window):
             if index == last:
+                if mark_sync is not None and last:
+                    mark_sync(True)
                 loss = self.slots.training_step(self.model, batch, num_items)
             else:
                 with self.no_sync(self.model):

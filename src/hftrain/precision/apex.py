@@ -71,9 +71,9 @@ class ApexPrecision(Precision):
         self._last_scale = self._scale()
         return self._optimizer
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
         with self._amp.scale_loss(loss, self._optimizer) as scaled:
-            scaled.backward()
+            scaled.backward(**options)
 
     def step(self, optimizer: Optimizer) -> bool:
         # Apex skips inside the optimizer, and tells by a scale that its backward lowered.

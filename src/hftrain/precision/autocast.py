@@ -99,8 +99,8 @@ class ScaledPrecision(AutocastPrecision):
                 )
         return model
 
-    def backward(self, loss: torch.Tensor) -> None:
-        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
         self._scaler.unscale_(optimizer)

@@ -97,9 +97,9 @@ class Precision:
         """Return the context to run a forward pass in."""
         return self._context
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate the gradients of a loss."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Accumulate the gradients of a loss; `options` are those of `torch.Tensor.backward`."""
+        loss.backward(**options)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring the optimizer's gradients back to the loss's own scale; at most once per step."""

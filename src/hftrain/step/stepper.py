@@ -16,7 +16,7 @@ class Stepper:
 
     Args:
         autocast: Gives the context of a forward pass; call it once per micro-step.
-        backward: Accumulates the gradients of one micro-step's loss.
+        backward: Accumulates the gradients of one micro-step's loss; takes the keywords of `torch.Tensor.backward`.
         clip: Clips the accumulated gradients and returns their norm before that (a 0-d tensor on the device), or None
             where clipping is off or the strategy's engine clips. Collective.
         step: Updates the parameters and returns False if an overflow made it skip. Collective; synchronises with the
@@ -25,7 +25,7 @@ class Stepper:
     """
 
     autocast: Callable[[], AbstractContextManager[Any]]
-    backward: Callable[[torch.Tensor], None]
+    backward: Callable[..., None]
     clip: Callable[[], torch.Tensor | None]
     step: Callable[[], bool]
     zero_grad: Callable[[], None]

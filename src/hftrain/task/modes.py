@@ -58,7 +58,9 @@ class TrainingMode:
         modules = (task, *model.modules())
         is_watched = not any(map(_is_users, modules))
         self.model = model
-        self.flags = tuple(vars(module) for module in modules if module.training) if is_watched else _OFF
+        # A wrapper of torch.compile holds no mode of its own.
+        flags = (vars(module) for module in modules)
+        self.flags = tuple(each for each in flags if each.get("training")) if is_watched else _OFF
 
     def _forget(self, *registered: Any) -> None:
         self.flags = _OFF

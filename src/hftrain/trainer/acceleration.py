@@ -1,13 +1,15 @@
-"""A real `accelerate.Accelerator` for scripts and subclasses; the loops need none."""
+"""A real `accelerate.Accelerator` for scripts and subclasses; the loops need none, and its `backward` is the run's."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hftrain.adapter.acceleration import accelerator_settings
-from hftrain.core.errors import StrategyError, explain
+from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 from hftrain.strategies.base import Strategy
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
 
 _PLUGINS = frozenset({"deepspeed_plugin"})
+# What the documented training_step hands to backward beside torch's own keywords; the run's backward needs neither.
+_ENGINE_KEYWORDS = frozenset({"learning_rate", "scale_wrt_gas"})
 
 
 def make_accelerator(trainer: Trainer) -> Any:
@@ -32,9 +36,7 @@ def make_accelerator(trainer: Trainer) -> Any:
 
     strategy = trainer.strategy
     strategy.launch()
-    num_steps, mixed, loading = accelerator_settings(
-        trainer.args, trainer.precision.policy, device_type=strategy.device_type
-    )
+    mixed, loading = accelerator_settings(trainer.args, trainer.precision.policy, device_type=strategy.device_type)
     options = strategy.accelerator_options()
     # Given to it, accelerate would drop the plugin on a CPU, and leave an environment variable set.
     fsdp_plugin = options.pop("fsdp_plugin", None)
@@ -46,7 +48,8 @@ def make_accelerator(trainer: Trainer) -> Any:
         AcceleratorState._reset_state(reset_partial_state=True)
     accelerator: Any = Accelerator(
         mixed_precision=mixed,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=num_steps, sync_with_dataloader=False),
+        # The Trainer accumulates, so that `backward` divides nothing: as documented, a training_step divides its loss.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         dataloader_config=DataLoaderConfiguration(**loading),
         **options,
     )
@@ -55,10 +58,76 @@ def make_accelerator(trainer: Trainer) -> Any:
     if fsdp_plugin is not None:
         accelerator.state.fsdp_plugin = fsdp_plugin
     _check(accelerator, strategy)
+    _bind(accelerator, trainer)
+    return accelerator
+
+
+def adopt_accelerator(trainer: Trainer, accelerator: Any) -> Any:
+    """Return an `Accelerator` of the user's, whose `backward`, `gather` and `sync_gradients` are now the run's.
+
+    Strategy and precision stay what they are. Its own `gradient_accumulation_steps` still divides what its `backward`
+    is given.
+
+    Raises:
+        ConfigError: It is something else, or of another engine than the strategy.
+        StrategyError: It describes other processes or another device than the strategy's.
+    """
+    from accelerate import Accelerator
+
+    strategy = trainer.strategy
+    reason = None
+    if not isinstance(accelerator, Accelerator):
+        reason = f"A {type(accelerator).__name__} is not an accelerate.Accelerator."
+    elif _has_engine(vars(accelerator.state)) and not any(has_engine(strategy, name) for name in ("deepspeed", "fsdp")):
+        reason = f"It has an engine of its own, and strategy={strategy.name!r} runs the training."
+    if reason is not None:
+        raise ConfigError(
+            explain("trainer.accelerator was assigned.", reason, "Pass strategy= and precision= to the Trainer.")
+        )
+    _check(accelerator, strategy)
+    mixed, _ = accelerator_settings(trainer.args, trainer.precision.policy, device_type=strategy.device_type)
+    if accelerator.mixed_precision != mixed:
+        warn_once(
+            f"The assigned Accelerator has mixed_precision={accelerator.mixed_precision!r}. The training still "
+            f"runs with precision={trainer.precision.policy.name!r}: pass precision= to change it."
+        )
+    _bind(accelerator, trainer)
+    return accelerator
+
+
+def note_sync(trainer: Trainer, syncs: bool) -> None:
+    """Tell the accelerator, if there is one, whether this micro-step is the last one before an update."""
+    trainer._syncs = syncs
+    if trainer._accelerator is not None:
+        _tell(trainer._accelerator, syncs)
+
+
+def _tell(accelerator: Any, syncs: bool) -> None:
+    from accelerate.state import GradientState
+
+    # Its own, and the shared one that prepared optimizers read.
+    for state in (accelerator.gradient_state, GradientState()):
+        state._set_sync_gradients(syncs)
+
+
+def _bind(accelerator: Any, trainer: Trainer) -> None:
+    """Let the accelerator do what the run does; mutates it."""
+    strategy = trainer.strategy
+    accelerator.backward = partial(_backward, trainer, accelerator)
     if strategy.world_size > 1:
         # Its own takes for granted that processes hold as many rows each; batches of an evaluation differ.
         accelerator.gather = lambda tensor: map_tensors(tensor, strategy.gather)
-    return accelerator
+    _tell(accelerator, trainer._syncs)
+
+
+def _backward(trainer: Trainer, accelerator: Any, loss: torch.Tensor, **options: Any) -> None:
+    """Accumulate gradients as the run does: with its loss scaling, and through its engine."""
+    if trainer._session is None:
+        type(accelerator).backward(accelerator, loss, **options)
+        return
+    if accelerator.gradient_accumulation_steps > 1:
+        loss = loss / accelerator.gradient_accumulation_steps
+    trainer._backward(loss, **{name: value for name, value in options.items() if name not in _ENGINE_KEYWORDS})
 
 
 def has_engine(strategy: Strategy, engine: str) -> bool:
@@ -88,7 +157,7 @@ def _check(accelerator: Any, strategy: Strategy) -> None:
     if found != wanted:
         raise StrategyError(
             explain(
-                f"trainer.accelerator was asked for with strategy={strategy.name!r}.",
+                f"trainer.accelerator was asked for or assigned with strategy={strategy.name!r}.",
                 f"accelerate says (rank, processes, device) = {found}, the strategy {wanted}.",
                 "Make no Accelerator or PartialState before the Trainer, or let it describe the same processes.",
             )

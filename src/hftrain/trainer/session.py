@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
 from hftrain.loops.window import LogWindow, merge_reports
 from hftrain.optim.weight_modes import training_weights
 from hftrain.task.overflow import DebugUnderflowOverflow
+from hftrain.trainer.acceleration import note_sync
 from hftrain.trainer.announce import announce_training
 from hftrain.trainer.best import read_metric
 from hftrain.trainer.counting import RunCounts
@@ -46,7 +48,7 @@ from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.resuming import plan_run
 from hftrain.trainer.salvage import Salvage
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
-from hftrain.trainer.setup import empty_cache, loss_window, set_up
+from hftrain.trainer.setup import empty_cache, loss_window, set_up, tear_down
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -160,11 +162,7 @@ class TrainSession:
         if self._watch is not None:
             self._watch.remove()
         self.changes.undo()
-        trainer.task.model = trainer.model
-        trainer._backward, trainer._autocast = trainer.precision.backward, trainer.precision.autocast
-        if trainer._training_mode is not None:
-            trainer._training_mode.close()
-            trainer._training_mode = None
+        tear_down(trainer)
         trainer.is_in_train = False
         # Workers that persist live as long as their loader, which torch's optimizers keep the frame of.
         end_workers(self._loader)
@@ -227,6 +225,7 @@ class TrainSession:
             save=self._save,
             empty_cache=empty_cache,
             act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
+            mark_sync=partial(note_sync, trainer) if config.accumulation > 1 else None,
             pending=self.pending,
         )
         return FitLoop(

@@ -16,6 +16,7 @@ from hftrain.step.stepper import Stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.modes import TrainingMode
 from hftrain.task.module import TaskModule
+from hftrain.trainer.acceleration import note_sync
 from hftrain.trainer.checks import check_optimizer
 from hftrain.trainer.engines import forget_taken
 from hftrain.trainer.weighing import LossShares
@@ -73,6 +74,16 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
     )
     trainer._backward, trainer._autocast = stepper.backward, stepper.autocast
     return stepper
+
+
+def tear_down(trainer: Trainer) -> None:
+    """Put the bare model back, and let the step's hooks act outside of a run again; safe to call twice."""
+    trainer.task.model = trainer.model
+    trainer._backward, trainer._autocast = trainer.precision.backward, trainer.precision.autocast
+    if trainer._training_mode is not None:
+        trainer._training_mode.close()
+        trainer._training_mode = None
+    note_sync(trainer, True)
 
 
 def _wrap(session: TrainSession, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -68,7 +68,7 @@ from hftrain.task.model_task import ModelTask
 from hftrain.task.modes import TrainingMode, is_on
 from hftrain.task.module import TaskModule, as_step_output
 from hftrain.task.noise import add_noise, find_embeddings
-from hftrain.trainer.acceleration import has_engine, make_accelerator
+from hftrain.trainer.acceleration import adopt_accelerator, has_engine, make_accelerator
 from hftrain.trainer.announce import announce_evaluation
 from hftrain.trainer.best import note_best
 from hftrain.trainer.capture import task_state, write_model
@@ -424,6 +424,9 @@ class Trainer:
         self._eval_dataloaders: dict[str, Any] = getattr(self, "_eval_dataloaders", {})
         self._found: dict[str, Any] = {}
         self._accelerator: Any = None
+        # Whether an update follows the micro-step that runs, and how many such make an update.
+        self._syncs = True
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self.label_names: list[str]
         self.can_return_loss: bool
         self.model_accepts_loss_kwargs: bool
@@ -443,7 +446,7 @@ class Trainer:
         self._past: Any = None
         self._input_dtype: torch.dtype | None = None
         # Replaced for as long as a run lasts by what its stepper says.
-        self._backward: Callable[[torch.Tensor], None] = self.precision.backward
+        self._backward: Callable[..., None] = self.precision.backward
         self._autocast: Callable[[], AbstractContextManager[Any]] = self.precision.autocast
         # There for as long as a run lasts.
         self._training_mode: TrainingMode | None = None
@@ -554,6 +557,9 @@ class Trainer:
         """A real `accelerate.Accelerator` that agrees with the strategy, made on first use; collective then.
 
         The loops do not use it: preparing a model or a loader with it changes neither the strategy nor the training.
+        Its `backward` is the run's: with the precision's loss scaling, through the strategy's engine, and without a
+        division by the accumulation. `sync_gradients` tells in a training step whether an update follows it.
+
         Asking for it before the first verb launches the strategy. Once it is there, processes that evaluate a plain
         model keep in step, so that an override of `prediction_step` may gather: one that runs out of batches repeats
         its last one and drops the result.
@@ -564,13 +570,8 @@ class Trainer:
 
     @accelerator.setter
     def accelerator(self, value: Any) -> None:
-        raise ConfigError(
-            explain(
-                "trainer.accelerator was assigned.",
-                "It describes the strategy, which would not follow another one.",
-                "Pass strategy= and precision= to the Trainer, or set the accelerator's attributes.",
-            )
-        )
+        # Before super().__init__() of a subclass there is nothing to agree with, and afterwards a new one is made.
+        self._accelerator = adopt_accelerator(self, value) if "strategy" in vars(self) and value is not None else None
 
     @property
     def gather_function(self) -> Callable[..., Any]:

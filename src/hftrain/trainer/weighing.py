@@ -66,6 +66,7 @@ class LossShares:
                 )
             )
         batches, num_items = taken
+        self.trainer.current_gradient_accumulation_steps = len(batches)
         if self.is_on and num_items is None:
             self._window_samples = sum(batch_size_of(batch) or 1 for batch in batches)
         return batches, num_items

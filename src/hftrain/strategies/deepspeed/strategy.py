@@ -286,9 +286,9 @@ class DeepSpeedStrategy(SplittingStrategy):
         finally:
             self._engine.set_gradient_accumulation_boundary(True)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """Accumulate the gradients of a loss, which is weighed already. Collective."""
-        self._engine.backward(loss, scale_wrt_gas=False)
+        self._engine.backward(loss, scale_wrt_gas=False, **options)
 
     def step(self) -> bool:
         """Clip, update the parameters and drop the gradients; False if an overflow made it skip. Collective."""

@@ -1,0 +1,110 @@
+"""Hooks of the training step, overridden as the documentation shows them, do what they do in transformers' Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from support.hub_models import collate, make_model, make_rows, run_options  # noqa: E402
+from support.resuming import without_times  # noqa: E402
+
+import hftrain  # noqa: E402
+
+pytestmark = pytest.mark.interop
+
+LIBRARIES = (hftrain, transformers)
+
+
+@pytest.fixture(autouse=True)
+def environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Keep what transformers' Trainer sets for the whole process, once it has run, from outliving a test."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    level = transformers.logging.get_verbosity()
+    yield
+    transformers.logging.set_verbosity(level)
+
+
+def train_both(folder: Path, subclass: Any, *, dropout: float = 0.0, **options: Any) -> list[Any]:
+    """Train the same classifier with a subclass of each library's Trainer, made by ``subclass(library)``."""
+    trainers = []
+    for library in LIBRARIES:
+        where = folder / library.__name__
+        model = make_model("bert", dropout=dropout)
+        arguments = library.TrainingArguments(str(where), **run_options(**options))
+        trainer = subclass(library)(
+            model, arguments, train_dataset=make_rows("bert"), eval_dataset=make_rows("bert", 6), data_collator=collate
+        )
+        trainer.train()
+        trainers.append(trainer)
+    return trainers
+
+
+def assert_same(trainers: list[Any], *, rel: float = 1e-5) -> None:
+    """Compare log histories (without what is measured by the clock) and weights."""
+    ours, theirs = trainers
+    mine, others = (without_times(trainer.state.log_history) for trainer in trainers)
+    assert [entry.keys() for entry in mine] == [entry.keys() for entry in others]
+    for entry, other in zip(mine, others, strict=True):
+        # What a model's floating-point operations are is another matter.
+        assert {**entry, "total_flos": 0} == pytest.approx({**other, "total_flos": 0}, rel=rel)
+    for name, value in ours.model.state_dict().items():
+        torch.testing.assert_close(value, theirs.model.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_eval_called_in_a_callback_lasts_until_the_next_step(tmp_path: Path) -> None:
+    def subclass(library: Any) -> Any:
+        class Sample(library.TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+                model.eval()
+
+        class Sampling(library.Trainer):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, callbacks=[Sample], **kwargs)
+
+            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+                seen[library].append([module.training for module in model.modules()])
+                return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+        return Sampling
+
+    seen: dict[Any, list[list[bool]]] = {library: [] for library in LIBRARIES}
+    assert_same(train_both(tmp_path, subclass, num_train_epochs=1))
+    assert seen[hftrain] == seen[transformers]
+    assert all(map(all, seen[hftrain]))
+
+
+@pytest.mark.parametrize("divides_by", ["nothing", "arguments", "window"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_backward_of_the_accelerator_in_an_overridden_training_step(
+    tmp_path: Path, divides_by: str, bf16: bool
+) -> None:
+    def subclass(library: Any) -> Any:
+        class ByHand(library.Trainer):
+            def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+                model.train()
+                inputs = self._prepare_inputs(inputs)
+                seen[library].append(self.accelerator.sync_gradients)
+                with self.compute_loss_context_manager():
+                    loss = self.compute_loss(model, inputs)
+                if divides_by == "arguments":
+                    loss = loss / self.args.gradient_accumulation_steps
+                elif divides_by == "window":
+                    loss = loss / self.current_gradient_accumulation_steps
+                self.accelerator.backward(loss)
+                return loss.detach()
+
+        return ByHand
+
+    seen: dict[Any, list[bool]] = {library: [] for library in LIBRARIES}
+    assert_same(
+        train_both(tmp_path, subclass, gradient_accumulation_steps=4, bf16=bf16, max_grad_norm=0.5),
+        rel=5e-3 if bf16 else 1e-5,
+    )
+    # 6 batches an epoch: a window of 4, and one of 2.
+    assert seen[hftrain] == seen[transformers] == [False, False, False, True, False, True] * 2
