@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,12 @@ def test_claim_of_another_process_ends_with_it_and_not_with_its_children(tmp_pat
         assert not lock.take()
         os.kill(process, signal.SIGKILL)
         os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+        os.kill(child, 0)
+        # The child gives the folder up once it runs, which on a busy machine may be later.
+        deadline_s = time.monotonic() + 30
+        while not lock.take() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert not FolderLock(tmp_path).take()
         os.kill(child, 0)
         assert lock.take()
         lock.release()
