@@ -471,8 +471,9 @@ class Trainer:
     @compute_loss_func.setter
     def compute_loss_func(self, function: Any) -> None:
         self._slot_loss_func = function
-        if isinstance(vars(self).get("task"), ModelTask):
-            self.task.use_loss(function)
+        task = vars(self).get("task")
+        if isinstance(task, ModelTask):
+            task.use_loss(function)
 
     @property
     def output_dir(self) -> Path:
