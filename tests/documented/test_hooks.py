@@ -136,13 +136,68 @@ def test_end_of_a_step_may_be_taken_over(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-2").is_dir()
 
 
-def test_changed_loss_at_the_end_of_a_step_is_said_to_change_nothing(tmp_path: Path) -> None:
+def losses_of(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_loss_that_is_handed_on_at_the_end_of_a_step_is_logged(tmp_path: Path) -> None:
     class Doubles(Trainer):
         def _maybe_log_save_evaluate(self, tr_loss, *rest):  # type: ignore[no-untyped-def, override]
             super()._maybe_log_save_evaluate(tr_loss * 2, *rest)
+            seen.append(float(tr_loss))
 
-    with pytest.warns(UserWarning, match="override log"):
-        make(Doubles, tmp_path, max_steps=1).train()
+    seen: list[float] = []
+    trainers = []
+    for kind in (Doubles, Trainer):
+        torch.manual_seed(3)
+        trainers.append(make(kind, tmp_path, max_steps=4, logging_steps=2))
+        trainers[-1].train()
+    assert losses_of(trainers[0]) == pytest.approx([2 * loss for loss in losses_of(trainers[1])])
+
+
+class LogsItself(Trainer):
+    """Resets the loss in place, as the documented method does."""
+
+    def _maybe_log_save_evaluate(self, tr_loss, *rest):  # type: ignore[no-untyped-def, override]
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            total = self._nested_gather(tr_loss).mean().item()
+            tr_loss -= tr_loss
+            self.log({"loss": total / (self.state.global_step - self._globalstep_last_logged)})
+            self._total_loss_scalar += total
+            self._globalstep_last_logged = self.state.global_step
+
+
+@pytest.mark.parametrize("logging_steps", [1, 3])
+def test_loss_that_is_reset_at_the_end_of_a_step_starts_again(tmp_path: Path, logging_steps: int) -> None:
+    results = []
+    for kind in (LogsItself, Trainer):
+        torch.manual_seed(3)
+        trainer = make(kind, tmp_path, max_steps=8, logging_steps=logging_steps)
+        results.append((trainer, trainer.train().training_loss))
+    (own, own_mean), (base, base_mean) = results
+    assert losses_of(own) == pytest.approx(losses_of(base), rel=1e-6)
+    assert own_mean == pytest.approx(base_mean, rel=1e-6)
+    assert own._globalstep_last_logged == base._globalstep_last_logged == 8
+    assert own._total_loss_scalar == pytest.approx(base._total_loss_scalar, rel=1e-6)
+
+
+def test_run_that_logs_itself_resumes_in_the_middle_of_a_window(tmp_path: Path) -> None:
+    options = {"max_steps": 8, "logging_steps": 3, "save_strategy": "steps", "save_steps": 4, "save_total_limit": None}
+
+    class LogsAndSaves(LogsItself):
+        def _maybe_log_save_evaluate(self, *args):  # type: ignore[no-untyped-def, override]
+            super()._maybe_log_save_evaluate(*args)
+            if self.control.should_save:
+                self._save_checkpoint(self.model_wrapped, None)
+                self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    torch.manual_seed(3)
+    whole = make(LogsAndSaves, tmp_path, **options)
+    whole.train()
+    resumed = make(LogsAndSaves, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert losses_of(resumed) == losses_of(whole)
+    assert resumed._total_loss_scalar == whole._total_loss_scalar
 
 
 # -- inputs ----------------------------------------------------------------------------------------------------------

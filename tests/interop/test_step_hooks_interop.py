@@ -108,3 +108,95 @@ def test_backward_of_the_accelerator_in_an_overridden_training_step(
     )
     # 6 batches an epoch: a window of 4, and one of 2.
     assert seen[hftrain] == seen[transformers] == [False, False, False, True, False, True] * 2
+
+
+def logging_itself(library: Any) -> Any:
+    """Override `_maybe_log_save_evaluate` without the base method, as the documented one is written."""
+
+    class Own(library.Trainer):
+        def _maybe_log_save_evaluate(
+            self,
+            tr_loss: Any,
+            grad_norm: Any,
+            model: Any,
+            trial: Any,
+            epoch: Any,
+            ignore_keys_for_eval: Any,
+            start_time: Any,
+            learning_rate: Any = None,
+        ) -> None:
+            if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+                total = tr_loss.mean().item()
+                tr_loss -= tr_loss
+                logs = {"loss": total / (self.state.global_step - self._globalstep_last_logged)}
+                logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
+                logs["learning_rate"] = learning_rate if learning_rate is not None else self._get_learning_rate()
+                self._total_loss_scalar += total
+                self._globalstep_last_logged = self.state.global_step
+                self.store_flos()
+                self.log(logs, start_time)
+            if self.control.should_evaluate:
+                metrics = self._evaluate(trial, ignore_keys_for_eval)
+                is_best = self._determine_best_metric(metrics=metrics, trial=trial)
+                if self.args.save_strategy == "best":
+                    self.control.should_save = is_best
+            if self.control.should_save:
+                self._save_checkpoint(model, trial)
+                self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    return Own
+
+
+def logging_twice_the_loss(library: Any) -> Any:
+    """Hand another loss to the base method."""
+
+    class Twice(library.Trainer):
+        def _maybe_log_save_evaluate(self, tr_loss: Any, *rest: Any, **keywords: Any) -> None:
+            super()._maybe_log_save_evaluate(tr_loss.mul_(2), *rest, **keywords)
+
+    return Twice
+
+
+class Count:
+    """Count the events of a run, for either library."""
+
+    @staticmethod
+    def of(library: Any, subclass: Any, found: list[str]) -> Any:
+        def noting(event: str) -> Any:
+            def note(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                found.append(f"{event} {state.global_step}")
+
+            return note
+
+        events = ("on_log", "on_evaluate", "on_save", "on_step_end", "on_epoch_end")
+        callback = type("Noting", (library.TrainerCallback,), {event: noting(event) for event in events})
+        kind = subclass(library)
+
+        class Counted(kind):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, callbacks=[callback], **kwargs)
+
+        return Counted
+
+
+@pytest.mark.parametrize("subclass", [logging_itself, logging_twice_the_loss])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logging_steps": 5},
+        {"logging_steps": 3, "eval_strategy": "epoch", "save_strategy": "epoch", "logging_first_step": True},
+        {"logging_strategy": "epoch", "eval_strategy": "steps", "eval_steps": 6, "save_strategy": "best"},
+        {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4},
+    ],
+)
+def test_overridden_end_of_a_step_logs_evaluates_and_saves_the_same(
+    tmp_path: Path, subclass: Any, options: dict[str, Any]
+) -> None:
+    seen: dict[Any, list[str]] = {library: [] for library in LIBRARIES}
+    best = {"metric_for_best_model": "loss", "greater_is_better": False}
+    trainers = train_both(tmp_path, lambda library: Count.of(library, subclass, seen[library]), **options, **best)
+    assert_same(trainers)
+    assert seen[hftrain] == seen[transformers]
+    ours, theirs = (sorted(path.name for path in (tmp_path / each.__name__).glob("checkpoint-*")) for each in LIBRARIES)
+    assert ours == theirs
+    assert [trainers[0].state.best_metric] == pytest.approx([trainers[1].state.best_metric], rel=1e-5)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from functools import partial
 from typing import Any
 
 from hftrain.callbacks.base import TrainerCallback
@@ -49,6 +50,8 @@ class CallbackHandler(HandlerSpellings):
     """
 
     heard: frozenset[str]
+    answers: bool = False
+    """Whether an event resets the flags of the control that it answers (`on_log`: `should_log`), as documented."""
 
     def __init__(
         self,
@@ -119,6 +122,8 @@ class CallbackHandler(HandlerSpellings):
             TaskError: A callback returned something that is no set of control flags.
         """
         control = self.control
+        if self.answers:
+            self._answer(event, control)
         handlers = self._handlers[event]
         if handlers:
             context = {**self._context, **extra} if extra else self._context
@@ -203,6 +208,28 @@ class CallbackHandler(HandlerSpellings):
             for event in EVENTS
         }
         self.heard = frozenset(event for event, handlers in self._handlers.items() if handlers)
+        replaced = {name for name in ("call_event", *EVENTS) if self._is_replaced(name)}
+        vars(self).pop("fire", None)
+        if replaced:
+            self.heard = frozenset(EVENTS) if "call_event" in replaced else self.heard | replaced
+            # On the instance, so that nobody else pays for the question.
+            vars(self)["fire"] = partial(self._fire_replaced, replaced)
+
+    def _is_replaced(self, name: str) -> bool:
+        """Tell whether a subclass, or somebody who assigned to the instance, has put another method in a place."""
+        return getattr(getattr(self, name), "__func__", None) is not getattr(CallbackHandler, name)
+
+    def _fire_replaced(self, replaced: Set[str], event: str, **extra: Any) -> TrainerControl:
+        """Fire an event through the methods that were put in the place of the documented ones."""
+        if self.answers:
+            self._answer(event, self.control)
+        name = event if event in replaced else "call_event"
+        parts = (self.args, self.state, self.control)
+        method = getattr(self, name)
+        result = method(*parts, **extra) if name == event else method(event, *parts, **extra)
+        if result is not None and result is not self.control:
+            self._adopt(result, method, event)
+        return self.control
 
     def _adopt(self, result: Any, handler: Handler, event: str) -> None:
         flags = result.__dict__ if isinstance(result, TrainerControl) else result

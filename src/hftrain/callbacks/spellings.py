@@ -70,7 +70,8 @@ class HandlerSpellings:
         own = self.args, self.state, self.control
         self.args, self.state, self.control = args, state, control
         try:
-            return self.fire(event, **extra)
+            # The class's, for on the instance it may lead back here.
+            return type(self).fire(self, event, **extra)
         finally:
             self.args, self.state, self.control = own
 
@@ -101,14 +102,25 @@ class HandlerSpellings:
             self.refresh(**{name: value})
         else:
             super().__setattr__(name, value)
+            if name in EVENTS or name == "call_event":
+                self.refresh()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name in EVENTS or name == "call_event":
+            self.refresh()
+
+    @staticmethod
+    def _answer(event: str, control: TrainerControl) -> None:
+        for flag in _ANSWERED.get(event, ()):
+            setattr(control, flag, False)
 
 
 def _firing(event: str) -> Any:
     def fire(
         self: HandlerSpellings, args: Any, state: Any, control: Any, report: Any = None, **extra: Any
     ) -> TrainerControl:
-        for flag in _ANSWERED.get(event, ()):
-            setattr(control, flag, False)
+        self._answer(event, control)
         if report is not None:
             extra[_REPORTS.get(event, "report")] = report
         return self.call_event(event, args, state, control, **extra)

@@ -154,7 +154,7 @@ class FitLoop:
         # From an epoch's begin until what comes at its end begins.
         self.is_within_epoch = False
         self._is_resumed = progress.step > 0
-        self._act = self.act if slots.act is None else self._act_through_slot
+        self.end_step = self.act if slots.act is None else self._act_through_slot
 
     def run(self, *, has_left: bool = False, ends_epoch: bool = False) -> None:
         """Train until `max_steps` or until a callback stops the run.
@@ -223,7 +223,7 @@ class FitLoop:
             progress.epoch += 1
             progress.micro_steps_in_epoch = progress.offset_in_epoch = 0
         self.events.fire("on_epoch_end")
-        self._act()
+        self.end_step()
 
     def _run_step(self, window: list[Any], num_items: Any) -> None:
         control, events, heard = self.control, self.events, self.events.heard
@@ -262,7 +262,9 @@ class FitLoop:
             events.fire("on_step_end")
         if self.pending:
             self._attend()
-        self._act()
+        if self.config.empty_cache_every and self.progress.step % self.config.empty_cache_every == 0:
+            self.slots.empty_cache()
+        self.end_step()
 
     def _attend(self) -> None:
         for call in tuple(self.pending):
@@ -284,8 +286,6 @@ class FitLoop:
     def act(self) -> None:
         """Do what callbacks asked for; the one place where a step may synchronise, log, evaluate or save."""
         control = self.control
-        if self.config.empty_cache_every and self.progress.step % self.config.empty_cache_every == 0:
-            self.slots.empty_cache()
         if not (control.should_log or control.should_evaluate or control.should_save):
             return
         if control.should_log:

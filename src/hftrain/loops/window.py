@@ -36,13 +36,16 @@ class LossWindow:
         filters_nonfinite: Put the window's running mean in place of a NaN or infinite loss in what is logged (the
             gradients are not touched). Each one is counted, the count is logged, and the first one warns.
         reduce: Mean over ranks; collective.
+        is_live: Keep the sum up to date, for code that reads and resets it itself (`open_sum`, `leave`).
 
     Source: the documented `logging_nan_inf_filter`.
     """
 
-    def __init__(self, *, filters_nonfinite: bool, reduce: Reduce) -> None:
+    def __init__(self, *, filters_nonfinite: bool, reduce: Reduce, is_live: bool = False) -> None:
         self._filters = filters_nonfinite
         self._reduce = reduce
+        self._is_live = is_live
+        self._given: Any = None
         self.sum: torch.Tensor | None = None
         self.pending: list[torch.Tensor] = []
         self.num_finite: torch.Tensor | int = 0
@@ -56,10 +59,23 @@ class LossWindow:
 
     def add(self, loss: torch.Tensor) -> None:
         """Add one micro-step's share of its step's loss: a detached 0-d tensor."""
-        self.pending.append(loss)
         self.num_micro_steps += 1
+        if self._is_live:
+            self._add_to_sum(loss)
+            return
+        self.pending.append(loss)
         if len(self.pending) == _FOLD_EVERY:
             self._fold()
+
+    def _add_to_sum(self, loss: torch.Tensor) -> None:
+        loss = loss.detach()
+        total = torch.zeros_like(loss) if self.sum is None else self.sum
+        if self._filters:
+            is_finite = loss.isfinite()
+            self.num_finite = self.num_finite + is_finite
+            # The window's mean so far, as documented.
+            loss = torch.where(is_finite, loss, total / (1 + self.num_steps))
+        self.sum = total + loss
 
     def _fold(self) -> None:
         """Sum up what is pending: a few operations for many micro-steps instead of a few for each."""
@@ -74,9 +90,22 @@ class LossWindow:
             self.sum = total if self.sum is None else self.sum + total
 
     def open_sum(self) -> torch.Tensor:
-        """Return what has been added since the last reading, on the device: a copy, nothing is read."""
-        losses = [loss.detach() for loss in self.pending] + ([] if self.sum is None else [self.sum])
-        return torch.stack(losses).sum() if losses else torch.zeros(())
+        """Return what has been added since the last reading: of a live window the sum itself, which may be reset."""
+        self._fold()
+        if self.sum is None:
+            self.sum = torch.zeros(())
+        return self.sum
+
+    def give(self, total: Any) -> None:
+        """Say what is to be read in place of the sum; None takes that back."""
+        self._given = None if total is self.sum else total
+
+    def leave(self, num_steps: int) -> None:
+        """Go on as if all but the last `num_steps` steps had been read, by code that resets a live window's sum."""
+        if self._is_live:
+            self._count_nonfinite()
+            self.run_steps += self.num_steps - num_steps
+            self.num_steps = num_steps
 
     def close_step(self) -> None:
         """Count one optimizer update."""
@@ -86,8 +115,9 @@ class LossWindow:
         """Return the window's mean loss per step and start a new window; synchronises, collective."""
         logs: dict[str, float] = {}
         self._fold()
-        if self.sum is not None and self.num_steps:
-            total = float(self._reduce(self._filled_up(self.sum)))
+        given = self.sum if self._given is None else torch.as_tensor(self._given).detach()
+        if given is not None and self.num_steps:
+            total = float(self._reduce(self._filled_up(given)))
             logs["loss"] = total / self.num_steps
             if math.isfinite(total) or not self._filters:
                 self.run_total += total
@@ -98,17 +128,26 @@ class LossWindow:
                 "The loss was NaN or infinite at least once. logging_nan_inf_filter=True keeps it out of the logged "
                 "mean; 'nonfinite_losses' in the logs counts it. Set logging_nan_inf_filter=False to see it."
             )
+        if self._is_live and given is not None:
+            given.zero_()  # as whoever holds it expects
         self.sum = None
         self.num_finite = self.num_steps = self.num_micro_steps = 0
         return logs
 
     def _filled_up(self, total: torch.Tensor) -> torch.Tensor:
         """Put the mean of the finite losses in the place of the others; NaN if there is no finite one."""
-        if self._filters and (num_missing := self.num_micro_steps - int(self.num_finite)):
-            self.num_nonfinite += num_missing
-            total = total * (self.num_micro_steps / self.num_finite)
-            return torch.where(torch.as_tensor(self.num_finite) > 0, total, float("nan"))
+        num_micro_steps, num_finite = self.num_micro_steps, self.num_finite
+        if self._count_nonfinite():
+            total = total if self._is_live else total * (num_micro_steps / num_finite)
+            return torch.where(torch.as_tensor(num_finite) > 0, total, float("nan"))
         return total
+
+    def _count_nonfinite(self) -> int:
+        """Count the losses that were not finite, and return how many; synchronises."""
+        num_missing = self.num_micro_steps - int(self.num_finite) if self._filters else 0
+        self.num_nonfinite += num_missing
+        self.num_finite = self.num_micro_steps = 0
+        return num_missing
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything summed so far, as tensors and plain numbers; collective if the norm is sharded."""

@@ -111,8 +111,10 @@ class RunCounts:
 
     def session_tokens(self) -> int | None:
         """Return the tokens per device since `begin`, None where nobody asked for their speed."""
-        if not self._trainer.args.include_tokens_per_second:
-            return None
+        return self.num_tokens() if self._trainer.args.include_tokens_per_second else None
+
+    def num_tokens(self) -> int:
+        """Return the tokens per device since `begin` that the state knows of."""
         return (self._trainer.state.num_input_tokens_seen - self._first_tokens) // self._trainer.strategy.world_size
 
 

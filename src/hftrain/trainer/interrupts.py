@@ -130,7 +130,7 @@ class Interrupts:
         is_due = control.should_evaluate, control.should_save
         # What is due at this boundary, as far as it takes no time: the log.
         control.should_evaluate = control.should_save = False
-        self.session.loop.act()
+        self.session.loop.end_step()
         control.should_evaluate, control.should_save = is_due
         if not control.should_evaluate:
             # This is the checkpoint that was due anyway. Before an evaluation, it notes what is left to do.

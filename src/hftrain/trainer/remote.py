@@ -226,3 +226,9 @@ def _appears(path: Path) -> bool:
             return True
         time.sleep(_LOOK_S)
     return False
+
+
+def find_folder(name: str | Path, output_dir: Path) -> Path:
+    """Return the folder of that name: as it stands (relative to the working directory), else in the output folder."""
+    inside = output_dir / name
+    return inside if inside.is_dir() and not Path(name).is_dir() else Path(name)

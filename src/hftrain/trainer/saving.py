@@ -39,7 +39,7 @@ from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, without_model
 from hftrain.trainer.leftovers import to_do
-from hftrain.trainer.remote import checkpoint_text, fetch_best, fetch_named, publish_quietly, remote_of
+from hftrain.trainer.remote import checkpoint_text, fetch_best, fetch_named, find_folder, publish_quietly, remote_of
 from hftrain.trainer.resuming import RunPlan
 from hftrain.trainer.room import checkpoint_bytes
 from hftrain.trainer.sharding import check_engine, load_own, shard_writers
@@ -131,13 +131,15 @@ class RunCheckpoints:
         facts["left"] = to_do(trainer, self.progress)
         facts["metric"] = self.metric.get(state.global_step)
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
-        self.writes.write(save, lambda save, path: self._after(save, path, former_best=former_best))
+        # An override of _maybe_log_save_evaluate that saves tells the callbacks itself, as documented.
+        tells = not trainer.callback_handler.answers
+        self.writes.write(save, lambda save, path: self._after(save, path, former_best=former_best, tells=tells))
 
     def settle(self) -> None:
         """Wait for a write in the background, and raise its error. All processes must call it at the same step."""
         self.writes.finish()
 
-    def _after(self, save: Save, committed: Path | None, *, former_best: str | None) -> None:
+    def _after(self, save: Save, committed: Path | None, *, former_best: str | None, tells: bool) -> None:
         """Do what follows a commit, or forget a checkpoint for which there was no room."""
         trainer, state = self.trainer, self.trainer.state
         if committed is None:
@@ -150,7 +152,8 @@ class RunCheckpoints:
             if self.writes.rotates_later:
                 trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.config.output_dir))
             self.saved_step = save.step
-            trainer.callback_handler.fire("on_save")
+            if tells:
+                trainer.callback_handler.fire("on_save")
         if not self.writes.is_async:
             publish_quietly(trainer)
 
@@ -370,12 +373,6 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
     if manager.open(folder) is None:
         check_foreign(folder)
     return folder
-
-
-def find_folder(name: str | Path, output_dir: Path) -> Path:
-    """Return the folder of that name: as it stands (relative to the working directory), else in the output folder."""
-    inside = output_dir / name
-    return inside if inside.is_dir() and not Path(name).is_dir() else Path(name)
 
 
 def best_checkpoint(trainer: Trainer) -> Path | None:

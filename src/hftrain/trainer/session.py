@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from hftrain.adapter.plan import fit_config
 from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.parts import load_trainer_state
-from hftrain.core.log import get_logger, warn_once
+from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, restore_rng, set_seed
 from hftrain.core.types import TrainOutput
@@ -29,16 +29,15 @@ from hftrain.data.persistent import end_workers
 from hftrain.data.states import resumable_loader
 from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
 from hftrain.loops.window import LogWindow, merge_reports
-from hftrain.optim.weight_modes import training_weights
+from hftrain.optim.weight_modes import evaluation_weights, training_weights
 from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer.acceleration import note_sync
 from hftrain.trainer.announce import announce_training
-from hftrain.trainer.best import read_metric
+from hftrain.trainer.best import note_best, read_metric
 from hftrain.trainer.counting import RunCounts
 from hftrain.trainer.debugging import watch_overflow
 from hftrain.trainer.eval_sets import check_cadences, is_left_out
 from hftrain.trainer.fitting import MicroBatches, found_size
-from hftrain.trainer.hooks import call_with
 from hftrain.trainer.interrupts import Interrupts
 from hftrain.trainer.leftovers import END_EPOCH, END_RUN, EVALUATE, SAVE, left_in
 from hftrain.trainer.nodes import own_checkpoint
@@ -49,6 +48,7 @@ from hftrain.trainer.resuming import plan_run
 from hftrain.trainer.salvage import Salvage
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.setup import empty_cache, loss_window, set_up, tear_down
+from hftrain.trainer.step_end import StepEnd
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -72,7 +72,7 @@ class TrainSession:
         self.progress = Progress()
         strategy = trainer.strategy
         self.logs = LogWindow(gather_object=strategy.gather_object)
-        self.losses = loss_window(trainer)
+        self.losses = trainer._loss_window = loss_window(trainer)
         self._rng: Mapping[str, Any] | None = None
         self._left: frozenset[str] = frozenset()
         self.changes = ModelChanges(trainer)
@@ -84,10 +84,8 @@ class TrainSession:
         self._watch: DebugUnderflowOverflow | None = None
         self._loader: Any = None
         self.wrap: Callable[[nn.Module], nn.Module]
-        self._act: Callable[[], None]
-        self._open_loss: torch.Tensor | None = None
+        self.step_end = StepEnd(self)
         self.used_rate: float | None = None
-        self._start_time = time.time()
         self.counts: RunCounts
         self.loop: FitLoop
         self.interrupts: Interrupts
@@ -224,7 +222,7 @@ class TrainSession:
             evaluate=self._evaluate,
             save=self._save,
             empty_cache=empty_cache,
-            act=self._act_through_hook if trainer._is_overridden("_maybe_log_save_evaluate") else None,
+            act=self.step_end.run if trainer._is_overridden("_maybe_log_save_evaluate") else None,
             mark_sync=partial(note_sync, trainer) if config.accumulation > 1 else None,
             pending=self.pending,
         )
@@ -294,41 +292,29 @@ class TrainSession:
             self.used_rate = None
         self.trainer._slot_log(merge_reports(logs, self.trainer.precision.logs(), self.logs.read(), own))
 
-    def _act_through_hook(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
-        """Let a subclass see the end of a step; it calls the base method, which calls `act`."""
-        trainer = self.trainer
-        self._act, self._open_loss = act, self.losses.open_sum()
-        values = {
-            "tr_loss": self._open_loss,
-            "grad_norm": grad_norm,
-            "model": trainer.model_wrapped,
-            "trial": trainer._trial,
-            "epoch": trainer.state.epoch,
-            "ignore_keys_for_eval": self.ignore_keys,
-            "start_time": self._start_time,
-            "learning_rate": learning_rate,
-        }
-        call_with(trainer._maybe_log_save_evaluate, values)
-
-    def act(self, loss: torch.Tensor | None) -> None:
-        """Do what callbacks asked for, called back by the hook with the loss it was given."""
-        if loss is not None and loss is not self._open_loss:
-            warn_once("_maybe_log_save_evaluate was given another tr_loss, which changes nothing: override log().")
-        self._act()
-
     def _evaluate(self) -> None:
         trainer = self.trainer
+        metrics = trainer._evaluate(trainer._trial, self.ignore_keys)
+        is_best = trainer._determine_best_metric(metrics, trainer._trial)
+        if trainer.args.save_strategy == "best" and is_best:
+            trainer.control.should_save = True
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Note that an error within is one of the evaluation, with which the run is to resume."""
         self.counts.read()
         self.is_evaluating = True
-        metrics = trainer._evaluate(trainer._trial, self.ignore_keys)
+        yield
         self.is_evaluating = False
-        wanted = trainer.args.metric_for_best_model
-        if wanted is not None and trainer.state.global_step > 0 and not is_left_out(trainer, metrics, wanted):
-            value = read_metric(metrics, wanted)
-            self.checkpoints.metric = {trainer.state.global_step: value if math.isfinite(value) else None}
-            is_best = trainer._determine_best_metric(metrics, trainer._trial)
-            if trainer.args.save_strategy == "best" and is_best:
-                trainer.control.should_save = True
+
+    def note_metric(self, metrics: Mapping[str, Any]) -> bool:
+        """Note what an evaluation says of the checkpoint of this step, and tell whether it is the best one so far."""
+        trainer, wanted = self.trainer, self.trainer.args.metric_for_best_model
+        if wanted is None or not trainer.state.global_step or is_left_out(trainer, metrics, wanted):
+            return False
+        value = read_metric(metrics, wanted)
+        self.checkpoints.metric = {trainer.state.global_step: value if math.isfinite(value) else None}
+        return note_best(trainer, metrics)
 
     def follow_metric(self, metrics: Mapping[str, Any]) -> None:
         """Step a schedule that follows the evaluations."""
@@ -338,9 +324,16 @@ class TrainSession:
             trainer.lr_scheduler.step(read_metric(metrics, wanted))
 
     def _save(self) -> None:
+        self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial)
+
+    def save(self) -> None:
+        """Commit a checkpoint; collective."""
         self.interrupts.note_save()
         self.phase = f"save {checkpoint_name(self.trainer.state.global_step)}"
-        self.changes.save(lambda: self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial))
+        self.counts.read()
+        self.trainer.store_flos()
+        with evaluation_weights(self.optimizer):
+            self.changes.save(lambda: self.checkpoints.save(self.optimizer))
         self.phase = None
 
     # -- the end -------------------------------------------------------------------------------------------------

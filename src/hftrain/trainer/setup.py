@@ -131,7 +131,8 @@ def loss_window(trainer: Trainer) -> LossWindow:
         reduce = partial(trainer.strategy.reduce, op="mean")
     # Documented: not on XLA.
     filters = trainer.args.logging_nan_inf_filter and trainer.strategy.device_type != "xla"
-    return LossWindow(filters_nonfinite=filters, reduce=reduce)
+    is_live = trainer._is_overridden("_maybe_log_save_evaluate")
+    return LossWindow(filters_nonfinite=filters, reduce=reduce, is_live=is_live)
 
 
 def empty_cache() -> None:

@@ -49,6 +49,7 @@ from hftrain.data.sizes import expected_samples, has_length, num_examples
 from hftrain.loggers.base import Logger
 from hftrain.loops.evaluate import EvaluateLoop, EvaluateSlots
 from hftrain.loops.predict import PredictLoop
+from hftrain.loops.window import LossWindow
 from hftrain.optim.groups import decay_parameter_names
 from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
 from hftrain.optim.schedules import build_schedule
@@ -70,7 +71,6 @@ from hftrain.task.module import TaskModule, as_step_output
 from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.acceleration import adopt_accelerator, has_engine, make_accelerator
 from hftrain.trainer.announce import announce_evaluation
-from hftrain.trainer.best import note_best
 from hftrain.trainer.capture import task_state, write_model
 from hftrain.trainer.checks import (
     check_arguments,
@@ -448,6 +448,8 @@ class Trainer:
         # Replaced for as long as a run lasts by what its stepper says.
         self._backward: Callable[..., None] = self.precision.backward
         self._autocast: Callable[[], AbstractContextManager[Any]] = self.precision.autocast
+        # Stays after a run, for scripts that ask what was logged.
+        self._loss_window: LossWindow | None = None
         # There for as long as a run lasts.
         self._training_mode: TrainingMode | None = None
         self._schedule_is_own = self._optimizer_is_the_tasks = False
@@ -907,7 +909,8 @@ class Trainer:
 
         Args:
             logs: Numbers by name.
-            start_time: A `time.time()` reading; adds the speed since then.
+            start_time: A `time.time()` reading; adds the speed since then, where tokens are counted
+                (`include_num_input_tokens_seen`).
 
         Source: the documented `Trainer.log`.
         """
@@ -915,8 +918,10 @@ class Trainer:
             logs["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen:
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
-        if start_time is not None:
-            logs.update(speed_metrics("train", start_time - time.time() + time.perf_counter()))
+            if start_time is not None:
+                start_s = start_time - time.time() + time.perf_counter()
+                num_tokens = None if self._session is None else self._session.counts.num_tokens()
+                logs.update(speed_metrics("train", start_s, num_tokens=num_tokens))
         self.state.log_history.append({**to_plain(logs), "step": self.state.global_step})
         self.callback_handler.fire("on_log", logs=logs)
 
@@ -1070,11 +1075,7 @@ class Trainer:
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
         """Commit a checkpoint of the running session; called by the loop when callbacks ask for a save."""
-        session = self._running_session("_save_checkpoint")
-        session.counts.read()
-        self.store_flos()
-        with evaluation_weights(self.optimizer):
-            session.checkpoints.save(session.optimizer)
+        self._running_session("_save_checkpoint").save()
 
     def _get_output_dir(self, trial: Any = None) -> str:
         """Return the folder that checkpoints go to; while a search runs, `output_dir` is the trial's own folder."""
@@ -1115,19 +1116,42 @@ class Trainer:
     ) -> None:
         """Do what callbacks asked for: log, evaluate, save; after each step and each epoch.
 
-        The arguments tell an override where the run is (`tr_loss`: the sum of the step losses since the last log);
-        what is logged does not depend on them. Override `log` to change it.
+        The arguments tell an override where the run is. `tr_loss` is the sum of the step losses since the last log;
+        what this method is given is logged, divided by the steps. An override that logs itself resets `tr_loss` in
+        place and sets `_globalstep_last_logged`, as the documented one does.
         """
-        self._running_session("_maybe_log_save_evaluate").act(tr_loss)
+        self._running_session("_maybe_log_save_evaluate").step_end.act(tr_loss)
+
+    @property
+    def _globalstep_last_logged(self) -> int:
+        """The update after which the training loss was logged last, for overrides of `_maybe_log_save_evaluate`."""
+        return self.state.global_step - (self._loss_window.num_steps if self._loss_window else 0)
+
+    @_globalstep_last_logged.setter
+    def _globalstep_last_logged(self, step: int) -> None:
+        if self._loss_window is not None:
+            self._loss_window.leave(self.state.global_step - step)
+
+    @property
+    def _total_loss_scalar(self) -> float:
+        """The sum of all step losses that were logged, from which `train_loss` follows; likewise."""
+        return self._loss_window.run_total if self._loss_window else 0.0
+
+    @_total_loss_scalar.setter
+    def _total_loss_scalar(self, total: float) -> None:
+        if self._loss_window is not None:
+            self._loss_window.run_total = total
 
     def _evaluate(
         self, trial: Any = None, ignore_keys_for_eval: list[str] | None = None, skip_scheduler: bool = False
     ) -> dict[str, float]:
         """Evaluate while training, and step a schedule that follows the metric unless told to skip it."""
-        metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        session = self._running_session("_evaluate")
+        with session.evaluating():
+            metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
         self._report_to_hp_search(trial, self.state.global_step, metrics)
         if not skip_scheduler:
-            self._running_session("_evaluate").follow_metric(metrics)
+            session.follow_metric(metrics)
         return metrics
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: Mapping[str, Any]) -> None:
@@ -1137,8 +1161,7 @@ class Trainer:
 
     def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
         """Remember the best evaluation so far in the state, and tell whether this is it."""
-        self._running_session("_determine_best_metric")
-        return note_best(self, metrics)
+        return self._running_session("_determine_best_metric").note_metric(metrics)
 
     def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
         """Return the processes' tensors, concatenated, in the same nesting; collective, and the logged loss's mean."""
