@@ -136,7 +136,8 @@ def main() -> None:
             metrics = trainer.evaluate(eval_dataset=eval_set)
             metrics["eval_samples"] = len(eval_set)
             if task.endswith("-mm"):
-                metrics = {name + "_mm": value for name, value in metrics.items() if not name.endswith("per_second")}
+                kept = [name for name in metrics if "time" not in name and "second" not in name]
+                metrics = {name + "_mm": metrics[name] for name in kept}
             combined.update(metrics)
             trainer.log_metrics("eval", metrics)
             trainer.save_metrics("eval", combined)
