@@ -21,7 +21,11 @@ class DataCollatorSpeechSeq2SeqWithPadding:
     decoder_start_token_id: int
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        batch = {"input_features": torch.tensor(numpy.array([row["input_features"] for row in features]))}
+        batch = {
+            "input_features": torch.tensor(
+                numpy.array([row["input_features"] for row in features]), dtype=torch.float32
+            )
+        }
         padded = self.tokenizer.pad([{"input_ids": row["labels"]} for row in features], return_tensors="pt")
         labels = padded["input_ids"].masked_fill(padded.attention_mask.ne(1), -100)
         if (labels[:, 0] == self.decoder_start_token_id).all().cpu().item():
@@ -36,7 +40,7 @@ def main() -> None:
     set_seed(training_args.seed)
     tokenizer = word_tokenizer()
     extractor = transformers.WhisperFeatureExtractor(
-        feature_size=8, sampling_rate=1000, hop_length=20, chunk_length=1, n_fft=200
+        feature_size=8, sampling_rate=16000, hop_length=320, chunk_length=1, n_fft=400
     )
     config = transformers.WhisperConfig(
         vocab_size=len(SPECIAL) + len(WORDS), num_mel_bins=8, d_model=16, encoder_layers=1, decoder_layers=1,
@@ -51,7 +55,7 @@ def main() -> None:
         return datasets.Dataset.from_dict({"audio": sounds(number, 900, seed), "text": sentences(number, 4, seed)})
 
     def prepare(batch):
-        inputs = extractor(numpy.array(batch["audio"]), sampling_rate=1000)
+        inputs = extractor(numpy.array(batch["audio"]), sampling_rate=16000)
         batch["input_features"] = inputs["input_features"][0]
         batch["labels"] = tokenizer(batch["text"]).input_ids
         return batch
