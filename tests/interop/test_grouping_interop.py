@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 
 from hftrain.core.errors import ConfigError  # noqa: E402
-from hftrain.data.grouping import LengthConfig, LengthGroupedSampler, sample_lengths  # noqa: E402
+from hftrain.data.grouping import LengthConfig, LengthShuffledSampler, sample_lengths  # noqa: E402
 
 pytestmark = pytest.mark.interop
 
@@ -31,4 +31,4 @@ def test_grouped_order_is_that_of_transformers():
     theirs = transformers.trainer_pt_utils.get_length_grouped_indices(
         lengths, 8, generator=torch.Generator().manual_seed(5)
     )
-    assert list(LengthGroupedSampler(lengths, batch_size=8, seed=5)) == theirs
+    assert list(LengthShuffledSampler(lengths, batch_size=8, seed=5)) == theirs

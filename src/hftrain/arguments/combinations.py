@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hftrain.arguments.enums import FSDPOption, HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
+from hftrain.arguments.enums import FOLLOW_METRIC, FSDPOption, HubStrategy, IntervalStrategy, SaveStrategy
 from hftrain.arguments.fields import ArgumentFields
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger, warn_once
@@ -96,7 +96,7 @@ def _check_save_best(args: ArgumentFields) -> None:
 
 
 def _check_plateau(args: ArgumentFields) -> None:
-    if args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU and args.eval_strategy == IntervalStrategy.NO:
+    if args.lr_scheduler_type in FOLLOW_METRIC and args.eval_strategy == IntervalStrategy.NO:
         reason = "That schedule follows an evaluation metric."
         raise _refuse(args, reason, "Set eval_strategy to 'steps' or 'epoch'.", "lr_scheduler_type", "eval_strategy")
 

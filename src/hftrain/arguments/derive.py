@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hftrain.arguments.enums import IntervalStrategy, SaveStrategy, SchedulerType
+from hftrain.arguments.enums import FOLLOW_METRIC, IntervalStrategy, SaveStrategy
 from hftrain.arguments.fields import ArgumentFields
 
 
@@ -36,7 +36,7 @@ def _derive_intervals(args: ArgumentFields) -> None:
 
 
 def _derive_best_metric(args: ArgumentFields) -> None:
-    needs_metric = args.load_best_model_at_end or args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
+    needs_metric = args.load_best_model_at_end or args.lr_scheduler_type in FOLLOW_METRIC
     if needs_metric and args.metric_for_best_model is None:
         args.metric_for_best_model = "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:

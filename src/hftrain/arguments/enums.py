@@ -83,6 +83,11 @@ class SchedulerType(_Choice):
     COSINE_WITH_MIN_LR = "cosine_with_min_lr"
     COSINE_WARMUP_WITH_MIN_LR = "cosine_warmup_with_min_lr"
     WARMUP_STABLE_DECAY = "warmup_stable_decay"
+    GREEDY = "greedy"
+
+
+FOLLOW_METRIC = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+"""Schedules that are stepped with the metric of each evaluation."""
 
 
 class OptimizerNames(_Choice):

@@ -19,7 +19,9 @@ TRAINER_STATE = "trainer_state.json"
 ARGUMENTS = "training_args.bin"
 MANIFEST = "manifest.json"
 
-_FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
+PREFIX_CHECKPOINT_DIR = "checkpoint"
+
+_FOLDER = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]*)")
 _PARTS = {WEIGHTS, WEIGHTS_INDEX, BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE}
 _PARTS |= {OPTIMIZER, SCHEDULER, SCALER, TRAINER_STATE, ARGUMENTS}
 _SHARD = re.compile(rf"({WEIGHT_SHARDS}|{OPTIMIZER_SHARDS})-\d{{5}}-of-\d{{5}}\.safetensors")
@@ -28,7 +30,7 @@ _RNG = re.compile(r"rng_state(_[0-9]+)?\.pth")
 
 def checkpoint_name(step: int) -> str:
     """Return the name of the folder that holds the checkpoint of a step."""
-    return f"checkpoint-{step}"
+    return f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
 def checkpoint_step(path: str | Path) -> int | None:
@@ -49,6 +51,17 @@ def list_checkpoints(output_dir: str | Path) -> list[Path]:
         return []
     found = [(step, path) for path in folder.iterdir() if (step := checkpoint_step(path)) is not None and path.is_dir()]
     return [path for _, path in sorted(found)]
+
+
+def get_last_checkpoint(folder: str | Path) -> str | None:
+    """Return the checkpoint with the highest step in a folder, None if there is none or no folder.
+
+    `Trainer.train(resume_from_checkpoint=True)` takes the newest one that is whole, whatever its step.
+
+    Source: the documented `get_last_checkpoint`.
+    """
+    found = list_checkpoints(folder)
+    return str(found[-1]) if found else None
 
 
 def rng_name(*, rank: int, world_size: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.log import warn_once
 from hftrain.data.collators import check_pads, pad_features, returned_as
 from hftrain.data.seeding import derive_seed
 
@@ -130,6 +131,9 @@ class DataCollatorForLanguageModeling:
     `mlm_probability` is to be predicted; of these, `mask_replace_prob` become the mask token, `random_replace_prob`
     a random token, and the rest stay as they are.
 
+    With `whole_word_mask` words are chosen instead of tokens, all of which become mask tokens; the samples' offsets
+    (`offset_mapping`, which a fast tokenizer returns on request) tell where words begin.
+
     With `seed`, what is masked depends on the seed, the epoch and the batch's content alone: not on workers, on ranks,
     on other random numbers or on a resume. Without, it is drawn from the process's generator, which checkpoints keep.
 
@@ -137,6 +141,7 @@ class DataCollatorForLanguageModeling:
         tokenizer: Whatever has `pad` and `pad_token_id`; for masking also `mask_token_id`, a vocabulary size (`len` or
             `vocab_size`) and `get_special_tokens_mask` (or `all_special_ids`).
         mlm: Masked, or causal.
+        whole_word_mask: Mask whole words.
         mlm_probability: The share of tokens to predict.
         mask_replace_prob: The share of these that are masked.
         random_replace_prob: The share of these that become random tokens.
@@ -145,7 +150,8 @@ class DataCollatorForLanguageModeling:
         seed: Makes the masks independent of other random numbers.
 
     Raises:
-        ConfigError: The tokenizer cannot pad or has no mask token, or a share is none.
+        ConfigError: The tokenizer cannot pad or has no mask token, a share is none, or words are to be masked without
+            `mlm`.
 
     Source:
         The documented `DataCollatorForLanguageModeling`; the masking is BERT's (Devlin et al., 2018).
@@ -154,6 +160,7 @@ class DataCollatorForLanguageModeling:
     tokenizer: Any
     mlm: bool = True
     _: KW_ONLY
+    whole_word_mask: bool = False
     mlm_probability: float = 0.15
     mask_replace_prob: float = 0.8
     random_replace_prob: float = 0.1
@@ -178,6 +185,8 @@ class DataCollatorForLanguageModeling:
                     random_replace_prob=self.random_replace_prob,
                 )
             )
+        if self.whole_word_mask:
+            self._mask_words_only()
         if self.mlm and getattr(self.tokenizer, "mask_token_id", None) is None:
             raise ConfigError(
                 explain(
@@ -187,6 +196,16 @@ class DataCollatorForLanguageModeling:
                 )
             )
 
+    def _mask_words_only(self) -> None:
+        if not self.mlm:
+            reason, remedy = "causal language modelling masks nothing.", "Set mlm=True, or leave whole_word_mask out."
+            raise ConfigError(explain("Cannot use whole_word_mask=True with mlm=False:", reason, remedy))
+        if (self.mask_replace_prob, self.random_replace_prob) not in ((0.8, 0.1), (1, 0)):
+            warn_once(
+                "whole_word_mask=True masks every chosen token: mask_replace_prob and random_replace_prob are ignored."
+            )
+        self.mask_replace_prob, self.random_replace_prob = 1.0, 0.0
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose masks the next batches get, where `seed` is given."""
         self._epoch.fill_(epoch)
@@ -194,32 +213,42 @@ class DataCollatorForLanguageModeling:
     def __call__(self, features: list[Any], return_tensors: str | None = None) -> Any:
         """Make a batch of mappings with `input_ids`, or of lists of token ids."""
         is_named = isinstance(features[0], Mapping)
-        rows = features if is_named else [{"input_ids": _as_list(row)} for row in features]
+        rows = [dict(row) if is_named else {"input_ids": _as_list(row)} for row in features]
+        offsets = [row.pop("offset_mapping", None) for row in rows]
         batch = pad_features(self.tokenizer, rows, return_tensors="pt", pad_to_multiple_of=self.pad_to_multiple_of)
         special = batch.pop("special_tokens_mask", None)
         if not is_named:
             batch = {"input_ids": batch["input_ids"]}
         if self.mlm:
-            batch["input_ids"], batch["labels"] = self._mask(batch["input_ids"], special)
+            batch["input_ids"], batch["labels"] = self._mask(batch["input_ids"], special, offsets)
         else:
             batch["labels"] = batch["input_ids"].clone()
             if self.tokenizer.pad_token_id is not None:
                 batch["labels"][batch["labels"] == self.tokenizer.pad_token_id] = IGNORED
         return returned_as(return_tensors or self.return_tensors, batch)
 
-    def _mask(self, ids_BL: torch.Tensor, special: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _mask(self, ids_BL: torch.Tensor, special: Any, offsets: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the ids to read and the ids to predict. B: batch, L: length."""
-        generator = None
-        if self.seed is not None:
-            content = zlib.crc32(ids_BL.numpy().tobytes())
-            generator = torch.Generator().manual_seed(derive_seed(self.seed, int(self._epoch), content))
-
-        def draw(share: float | torch.Tensor) -> torch.Tensor:
-            shares = share if isinstance(share, torch.Tensor) else torch.full(ids_BL.shape, float(share))
-            return torch.bernoulli(shares, generator=generator).bool()
-
+        generator = self._generator_for(ids_BL)
         is_special_BL = torch.as_tensor(self._special(ids_BL) if special is None else special).bool()
-        is_chosen_BL = draw(torch.full(ids_BL.shape, float(self.mlm_probability)).masked_fill(is_special_BL, 0.0))
+        words_BL = _words(offsets, is_special_BL) if self.whole_word_mask else None
+        is_fixed_BL = is_special_BL if words_BL is None else ~_is_first(words_BL)
+        is_chosen_BL = torch.bernoulli(
+            torch.full(ids_BL.shape, float(self.mlm_probability)).masked_fill(is_fixed_BL, 0.0), generator=generator
+        ).bool()
+        if words_BL is not None:
+            is_same_BLL = (words_BL[:, :, None] == words_BL[:, None, :]) & (words_BL >= 0)[:, :, None]
+            is_chosen_BL = (is_same_BLL & is_chosen_BL[:, None, :]).any(dim=2)
+        return self._replace(ids_BL, is_chosen_BL, generator)
+
+    def _replace(
+        self, ids_BL: torch.Tensor, is_chosen_BL: torch.Tensor, generator: torch.Generator | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids to read and the ids to predict, once it is known which those are."""
+
+        def draw(share: float) -> torch.Tensor:
+            return torch.bernoulli(torch.full(ids_BL.shape, float(share)), generator=generator).bool()
+
         labels_BL = ids_BL.masked_fill(~is_chosen_BL, IGNORED)
         is_masked_BL = draw(self.mask_replace_prob) & is_chosen_BL
         masked_BL = ids_BL.masked_fill(is_masked_BL, self.tokenizer.mask_token_id)
@@ -228,6 +257,13 @@ class DataCollatorForLanguageModeling:
             words_BL = torch.randint(self._vocabulary_size(), ids_BL.shape, generator=generator)
             masked_BL = torch.where(is_random_BL, words_BL, masked_BL)
         return masked_BL, labels_BL
+
+    def _generator_for(self, ids: torch.Tensor) -> torch.Generator | None:
+        """Return what the masks of these ids are drawn from; None for torch's own generator."""
+        if self.seed is None:
+            return None
+        content = zlib.crc32(ids.numpy().tobytes())
+        return torch.Generator().manual_seed(derive_seed(self.seed, int(self._epoch), content))
 
     def _special(self, ids_BL: torch.Tensor) -> Any:
         tell = getattr(self.tokenizer, "get_special_tokens_mask", None)
@@ -238,6 +274,33 @@ class DataCollatorForLanguageModeling:
 
     def _vocabulary_size(self) -> int:
         return len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else int(self.tokenizer.vocab_size)
+
+
+def _words(offsets: list[Any], is_special_BL: torch.Tensor) -> torch.Tensor:
+    """Return the number of its word for each token, -1 for special ones: a gap in the text begins a word."""
+    if any(row is None for row in offsets):
+        raise TaskError(
+            explain(
+                "Cannot mask whole words:",
+                "the samples have no offset_mapping, which tells where words begin.",
+                "Tokenize with return_offsets_mapping=True and keep that column (remove_unused_columns=False).",
+            )
+        )
+    length = is_special_BL.shape[1]
+    padded = [[*(list(pair) for pair in row), *[[0, 0]] * (length - len(row))] for row in offsets]
+    start_BL, end_BL = torch.tensor(padded).unbind(dim=2)
+    gap_BL = start_BL != end_BL.roll(1, dims=1)
+    after_special_BL = is_special_BL.roll(1, dims=1)
+    gap_BL[:, 0], after_special_BL[:, 0] = True, False
+    is_new_BL = ~is_special_BL & (gap_BL | after_special_BL)
+    return is_new_BL.cumsum(dim=1).masked_fill(is_special_BL, -1)
+
+
+def _is_first(words_BL: torch.Tensor) -> torch.Tensor:
+    """Tell which tokens begin a word; words are numbered in their order."""
+    highest_BL = words_BL.cummax(dim=1).values
+    before_BL = torch.cat([torch.zeros_like(highest_BL[:, :1]), highest_BL[:, :-1].clamp(min=0)], dim=1)
+    return words_BL > before_BL
 
 
 def _split_labels(features: list[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[list[int]] | None]:

@@ -41,7 +41,7 @@ class LengthConfig:
     shuffles_batches: bool = False
 
 
-class LengthGroupedSampler(Sampler[int]):
+class LengthShuffledSampler(Sampler[int]):
     """Shuffle so that neighbours have similar lengths; the longest sample comes first, to fail early if it must.
 
     The order of epoch e is a function of `seed + e` alone. A random order is cut into groups of up to 50 batches, and
@@ -54,7 +54,7 @@ class LengthGroupedSampler(Sampler[int]):
         shuffles_batches: Shuffle the full batches once more, so that no run of ever shorter ones is left.
 
     Example:
-        >>> sampler = LengthGroupedSampler([1, 9, 2, 8], batch_size=2, seed=0)
+        >>> sampler = LengthShuffledSampler([1, 9, 2, 8], batch_size=2, seed=0)
         >>> next(iter(sampler)), sorted(sampler)
         (1, [0, 1, 2, 3])
     """
@@ -81,15 +81,7 @@ class LengthGroupedSampler(Sampler[int]):
         return len(self.lengths)
 
     def _group(self, generator: torch.Generator) -> Lengths:
-        num = len(self.lengths)
-        num_batches = max(min(num // (self.batch_size * _FEWEST_GROUPS), _MOST_BATCHES), 1)
-        size = num_batches * self.batch_size
-        order = torch.randperm(num, generator=generator, device="cpu").numpy()
-        order = order[numpy.lexsort((-self.lengths[order], numpy.arange(num) // size))]
-        if num:
-            longest = int(self.lengths[order[::size]].argmax()) * size
-            order[[0, longest]] = order[[longest, 0]]
-        return order
+        return grouped_order(self.lengths, self.batch_size, generator=generator)
 
     def _shuffle_batches(self, order: Lengths, generator: torch.Generator) -> Lengths:
         """Put full batches in random order, the one with the longest sample first; a short one stays last."""
@@ -99,6 +91,30 @@ class LengthGroupedSampler(Sampler[int]):
         batches = order[: num_full * self.batch_size].reshape(num_full, self.batch_size)
         rest = torch.randperm(num_full - 1, generator=generator, device="cpu").numpy() + 1
         return numpy.concatenate([batches[0], batches[rest].reshape(-1), order[batches.size :]])
+
+
+def grouped_order(
+    lengths: Any, batch_size: int, *, num_batches: int | None = None, generator: torch.Generator | None = None
+) -> Lengths:
+    """Return a random order, cut into groups that are each sorted from long to short; the longest sample comes first.
+
+    Args:
+        lengths: The length of each sample.
+        batch_size: Samples that should be alike.
+        num_batches: How many of these make a group; None takes up to 50.
+        generator: What the random order is drawn from; None for torch's own.
+    """
+    lengths = numpy.asarray(lengths, dtype=numpy.int64)
+    num = len(lengths)
+    if num_batches is None:
+        num_batches = max(min(num // (batch_size * _FEWEST_GROUPS), _MOST_BATCHES), 1)
+    size = num_batches * batch_size
+    order = torch.randperm(num, generator=generator, device="cpu").numpy()
+    order = order[numpy.lexsort((-lengths[order], numpy.arange(num) // size))]
+    if num:
+        longest = int(lengths[order[::size]].argmax()) * size
+        order[[0, longest]] = order[[longest, 0]]
+    return order
 
 
 class LengthSortedSampler(Sampler[int]):
@@ -171,11 +187,11 @@ def sample_lengths(dataset: Any, config: LengthConfig) -> Lengths:
 def length_sampler(
     dataset: Any, config: LengthConfig, *, is_training: bool, world_size: int = 1, unit: int = 1
 ) -> Sampler[int]:
-    """Make the sampler that `config` asks for; see `LengthGroupedSampler` and `LengthSortedSampler`."""
+    """Make the sampler that `config` asks for; see `LengthShuffledSampler` and `LengthSortedSampler`."""
     lengths = sample_lengths(dataset, config)
     if not is_training:
         return LengthSortedSampler(lengths, world_size=world_size, unit=unit)
-    return LengthGroupedSampler(
+    return LengthShuffledSampler(
         lengths, batch_size=config.batch_size, seed=config.seed, shuffles_batches=config.shuffles_batches
     )
 

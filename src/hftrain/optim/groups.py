@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +30,52 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
     )
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
     return [name for name in names if not name.startswith(in_layernorm) and not _is_bias_or_norm(name.lower())]
+
+
+def get_parameter_names(
+    model: nn.Module,
+    forbidden_layer_types: Iterable[type[nn.Module]],
+    forbidden_layer_names: Iterable[str] | None = None,
+) -> list[str]:
+    """List the parameters that are in no layer of some types, and whose path matches no pattern, innermost first.
+
+    Args:
+        model: The model.
+        forbidden_layer_types: The types.
+        forbidden_layer_names: Regular expressions, searched for in lower-cased paths.
+
+    Source: the documented `get_parameter_names`.
+
+    Example:
+        >>> get_parameter_names(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), [nn.LayerNorm], ["bias"])
+        ['0.weight']
+    """
+    types, patterns = tuple(forbidden_layer_types), [re.compile(name) for name in forbidden_layer_names or ()]
+
+    def is_allowed(path: str) -> bool:
+        return not any(pattern.search(path.lower()) for pattern in patterns)
+
+    found = [
+        path
+        for name, child in model.named_children()
+        for inner in get_parameter_names(child, types, forbidden_layer_names)
+        if not isinstance(child, types) and is_allowed(path := f"{name}.{inner}")
+    ]
+    # Slots that hold None count, as they do for those who walk `_parameters`.
+    return found + [name for name in model._parameters if is_allowed(name)]
+
+
+def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int:
+    """Count a model's parameters; with DeepSpeed's stage 3 those of all processes.
+
+    Args:
+        model: The model.
+        trainable_only: Leave out frozen ones.
+
+    Source: the documented `get_model_param_count`.
+    """
+    parameters = (p for p in model.parameters() if p.requires_grad or not trainable_only)
+    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters)
 
 
 def _is_bias_or_norm(name: str) -> bool:

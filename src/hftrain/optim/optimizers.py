@@ -186,7 +186,7 @@ for _name, _handler, _preset in (
 ):
     optimizers.register(_name, _handler, summary="torch", **_preset)
 optimizers.register("adamw_anyprecision", f"{_EXTRAS}.anyprecision:adamw_anyprecision", summary="torch")
-optimizers.register("adafactor", f"{_EXTRAS}.adafactor:adafactor", summary="transformers")
+optimizers.register("adafactor", f"{_EXTRAS}.adafactor:adafactor", summary="torch")
 for _name, _package, _path in (
     ("adamw_torch_xla", "torch_xla", "torch_xla.amp.syncfree:AdamW"),
     ("adamw_torch_npu_fused", "torch_npu", "torch_npu.optim:NpuFusedAdamW"),

@@ -16,6 +16,7 @@ from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import warn_once
 from hftrain.core.registry import Registry
 from hftrain.optim import multipliers, settle
+from hftrain.optim.greedy import GreedyLR
 from hftrain.optim.options import refuse_unknown
 
 
@@ -27,6 +28,7 @@ class ScheduleConfig:
         name: A name of `schedules`.
         num_training_steps: The run's length.
         num_warmup_steps: How many of them warm up.
+        last_step: The last update that is done, of a run that goes on; -1 for a new one.
         options: What else the schedule takes.
 
     Units:
@@ -38,6 +40,7 @@ class ScheduleConfig:
     name: str = "linear"
     num_training_steps: int
     num_warmup_steps: int = 0
+    last_step: int = -1
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -71,13 +74,13 @@ def refresh_rate(schedule: LRScheduler) -> None:
             group["lr"] = base * multiply(schedule.last_epoch)
 
 
-def reduce_on_plateau(config: ScheduleConfig, optimizer: Optimizer) -> LRScheduler:
-    """Handle torch's `ReduceLROnPlateau`; the options are its own keyword arguments."""
-    own = inspect.signature(ReduceLROnPlateau).parameters
+def by_metric(config: ScheduleConfig, optimizer: Optimizer, *, kind: type[ReduceLROnPlateau]) -> LRScheduler:
+    """Handle a schedule that follows a metric; the options are its own keyword arguments."""
+    own = inspect.signature(kind).parameters
     options = {name: parameter for name, parameter in own.items() if name not in {"optimizer", "verbose"}}
     _check_options(config, options, has_warmup=False)
     with _impossible_is_config_error(config):
-        return ReduceLROnPlateau(optimizer, **config.options)
+        return kind(optimizer, **config.options)
 
 
 def by_multiplier(
@@ -117,7 +120,7 @@ def by_multiplier(
         # One value of each phase now, so that a bad option does not wait for the end of the warm-up.
         for step in (0, config.num_warmup_steps, max(config.num_warmup_steps, config.num_training_steps - 1)):
             chosen(step)
-    return LambdaLR(optimizer, chosen)
+    return LambdaLR(optimizer, chosen, config.last_step)
 
 
 def _check_options(config: ScheduleConfig, options: Mapping[str, inspect.Parameter], *, has_warmup: bool) -> None:
@@ -165,7 +168,8 @@ schedules.register("polynomial", by_multiplier, multiplier=multipliers.polynomia
 schedules.register("constant", by_multiplier, multiplier=multipliers.constant)
 schedules.register("constant_with_warmup", by_multiplier, multiplier=multipliers.constant_with_warmup)
 schedules.register("inverse_sqrt", by_multiplier, multiplier=multipliers.inverse_sqrt)
-schedules.register("reduce_lr_on_plateau", reduce_on_plateau)
+schedules.register("reduce_lr_on_plateau", by_metric, kind=ReduceLROnPlateau)
+schedules.register("greedy", by_metric, kind=GreedyLR)
 schedules.register(
     "cosine_with_min_lr",
     by_multiplier,

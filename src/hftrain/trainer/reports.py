@@ -48,7 +48,7 @@ def with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
 
 
-def format_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return a readable copy: memory in MB, times as h:mm:ss, operations in GF, floats rounded.
 
     Source: the documented `metrics_format`.
@@ -71,7 +71,7 @@ def format_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def metrics_table(split: str, metrics: Mapping[str, Any]) -> str:
     """Return metrics as aligned lines under a title, names sorted."""
-    shown = {name: str(value) for name, value in sorted(format_metrics(metrics).items())}
+    shown = {name: str(value) for name, value in sorted(metrics_format(metrics).items())}
     if not shown:
         return f"***** {split} metrics *****"
     left, right = max(map(len, shown)), max(map(len, shown.values()))

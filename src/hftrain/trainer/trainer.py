@@ -121,7 +121,7 @@ from hftrain.trainer.rehearsal import cut_short, existing_part, number_of_batche
 from hftrain.trainer.remote import check_output, output_folder, prepare_output, publish, publish_together
 from hftrain.trainer.replicas import forget_devices, note_devices
 from hftrain.trainer.reports import (
-    format_metrics,
+    metrics_format,
     metrics_table,
     speed_metrics,
     store_metrics,
@@ -932,7 +932,7 @@ class Trainer:
 
     def metrics_format(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return a readable copy of metrics."""
-        return format_metrics(metrics)
+        return metrics_format(metrics)
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Write ``<split>_results.json`` and add to ``all_results.json``; the main process writes."""

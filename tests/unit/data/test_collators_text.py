@@ -131,3 +131,10 @@ def test_labels_that_do_not_fit_are_refused():
         DataCollatorForSeq2Seq(Tokenizer(), padding=False)(rows)
     with pytest.raises(TaskError, match="one label per token"):
         DataCollatorForTokenClassification(Tokenizer())([{"input_ids": [2], "labels": [1, 2]}])
+
+
+def test_whole_words_need_offsets_and_masking() -> None:
+    with pytest.raises(ConfigError, match="mlm=False"):
+        DataCollatorForLanguageModeling(Tokenizer(), mlm=False, whole_word_mask=True)
+    with pytest.raises(TaskError, match="no offset_mapping"):
+        DataCollatorForLanguageModeling(Tokenizer(), whole_word_mask=True)([{"input_ids": [5, 6]}])

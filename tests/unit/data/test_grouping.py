@@ -12,7 +12,7 @@ from hftrain.core.errors import ConfigError
 from hftrain.data.feed import TrainFeed
 from hftrain.data.grouping import (
     LengthConfig,
-    LengthGroupedSampler,
+    LengthShuffledSampler,
     LengthSortedSampler,
     check_lengths,
     length_sampler,
@@ -32,7 +32,7 @@ def padded_share(order, size):
 
 @pytest.mark.parametrize("shuffles", [False, True])
 def test_batches_hold_similar_lengths_and_every_sample_once(shuffles):
-    sampler = LengthGroupedSampler(LENGTHS, batch_size=8, seed=3, shuffles_batches=shuffles)
+    sampler = LengthShuffledSampler(LENGTHS, batch_size=8, seed=3, shuffles_batches=shuffles)
     order = list(sampler)
     assert sorted(order) == list(range(len(sampler)))
     assert padded_share(order, 8) < 1.1 < 1.6 < padded_share(list(range(1003)), 8)
@@ -42,7 +42,7 @@ def test_batches_hold_similar_lengths_and_every_sample_once(shuffles):
 def test_sortish_order_has_no_run_from_long_to_short():
     longest = []
     for shuffles in (False, True):
-        order = list(LengthGroupedSampler(LENGTHS, batch_size=8, seed=3, shuffles_batches=shuffles))
+        order = list(LengthShuffledSampler(LENGTHS, batch_size=8, seed=3, shuffles_batches=shuffles))
         longest.append([LENGTHS[order[i : i + 8]].max() for i in range(0, 320, 8)])
     falls = [sum(a >= b for a, b in itertools.pairwise(each)) for each in longest]
     assert falls[0] > 35 > 30 > falls[1]
@@ -51,7 +51,7 @@ def test_sortish_order_has_no_run_from_long_to_short():
 @pytest.mark.parametrize("shuffles", [False, True])
 def test_order_is_a_function_of_seed_and_epoch(shuffles):
     def order(seed, epoch):
-        sampler = LengthGroupedSampler(LENGTHS, batch_size=8, seed=seed, shuffles_batches=shuffles)
+        sampler = LengthShuffledSampler(LENGTHS, batch_size=8, seed=seed, shuffles_batches=shuffles)
         sampler.set_epoch(epoch)
         return list(sampler)
 
@@ -63,7 +63,7 @@ def test_order_is_a_function_of_seed_and_epoch(shuffles):
 @pytest.mark.parametrize("num", [1, 2, 3, 7, 8, 9, 31, 32, 33])
 @pytest.mark.parametrize("size", [1, 4, 50])
 def test_few_samples_are_all_read(num, size, shuffles):
-    sampler = LengthGroupedSampler(LENGTHS[:num], batch_size=size, seed=0, shuffles_batches=shuffles)
+    sampler = LengthShuffledSampler(LENGTHS[:num], batch_size=size, seed=0, shuffles_batches=shuffles)
     assert sorted(sampler) == list(range(num))
 
 
@@ -71,7 +71,7 @@ def test_few_samples_are_all_read(num, size, shuffles):
 def test_a_million_lengths_are_ordered_in_seconds(shuffles):
     lengths = numpy.random.default_rng(0).integers(1, 500, 1_000_000)
     start_s = time.perf_counter()
-    sampler = LengthGroupedSampler(lengths, batch_size=32, seed=0, shuffles_batches=shuffles)
+    sampler = LengthShuffledSampler(lengths, batch_size=32, seed=0, shuffles_batches=shuffles)
     first = next(iter(sampler))
     assert time.perf_counter() - start_s < 5
     assert numpy.shares_memory(sampler.lengths, lengths)

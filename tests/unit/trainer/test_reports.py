@@ -13,7 +13,7 @@ import torch
 
 from hftrain.core.errors import TaskError
 from hftrain.trainer.reports import (
-    format_metrics,
+    metrics_format,
     metrics_table,
     speed_metrics,
     store_metrics,
@@ -99,7 +99,7 @@ def test_prefix_is_added_once() -> None:
     ],
 )
 def test_metrics_are_shown_readably(name: str, value: Any, shown: Any) -> None:
-    assert format_metrics({name: value}) == {name: shown}
+    assert metrics_format({name: value}) == {name: shown}
 
 
 def test_table_is_aligned_and_sorted() -> None:

@@ -1,0 +1,211 @@
+"""Batches for masked words by BERT's word pieces, for permuted language modelling, and for multiple choice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.data.collators import check_pads, pad_features, returned_as
+from hftrain.data.collators_text import IGNORED, DataCollatorForLanguageModeling
+
+# The most tokens of a sample that are predicted.
+_MOST_PREDICTED = 512
+
+
+@dataclass
+class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
+    """Mask whole words, told by the ``##`` that BERT's word pieces inside a word begin with.
+
+    A share `mlm_probability` of a sample's tokens is masked, word by word in random order, as far as whole words fit.
+    A sample's `chinese_ref`, if it has one, names further tokens that are inside a word.
+
+    `DataCollatorForLanguageModeling(whole_word_mask=True)` does it for any tokenizer that tells offsets.
+
+    Source: the documented `DataCollatorForWholeWordMask`.
+    """
+
+    def __call__(self, features: list[Any], return_tensors: str | None = None) -> Any:
+        """Make a batch of mappings with `input_ids`, or of lists of token ids."""
+        rows: list[Mapping[str, Any]] = [row if isinstance(row, Mapping) else {"input_ids": row} for row in features]
+        chosen = [self._choose(row) for row in rows]
+        batch = pad_features(
+            self.tokenizer,
+            [{"input_ids": _as_list(row["input_ids"])} for row in rows],
+            return_tensors="pt",
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        )
+        ids_BL = batch["input_ids"]
+        is_chosen_BL = torch.zeros(ids_BL.shape, dtype=torch.bool)
+        is_left = getattr(self.tokenizer, "padding_side", "right") == "left"
+        for number, places in enumerate(chosen):
+            start = ids_BL.shape[1] - len(rows[number]["input_ids"]) if is_left else 0
+            is_chosen_BL[number, [start + place for place in places]] = True
+        is_chosen_BL &= ~torch.as_tensor(self._special(ids_BL)).bool()
+        if self.tokenizer.pad_token_id is not None:
+            is_chosen_BL &= ids_BL != self.tokenizer.pad_token_id
+        inputs, labels = self._replace(ids_BL, is_chosen_BL, self._generator_for(ids_BL))
+        return returned_as(return_tensors or self.return_tensors, {"input_ids": inputs, "labels": labels})
+
+    def _choose(self, row: Mapping[str, Any]) -> list[int]:
+        """Return the places of the tokens to predict."""
+        ids = _as_list(row["input_ids"])
+        inside = set(_as_list(row["chinese_ref"])) if "chinese_ref" in row else set()
+        words: list[list[int]] = []
+        for place, token in enumerate(self.tokenizer.convert_ids_to_tokens(ids)):
+            if token in ("[CLS]", "[SEP]"):
+                continue
+            if words and (place in inside or str(token).startswith("##")):
+                words[-1].append(place)
+            else:
+                words.append([place])
+        if self.seed is None:
+            random.shuffle(words)
+        else:
+            generator = self._generator_for(torch.tensor(ids))
+            words = [words[index] for index in torch.randperm(len(words), generator=generator).tolist()]
+        number = min(_MOST_PREDICTED, max(1, round(len(ids) * self.mlm_probability)))
+        chosen: list[int] = []
+        for word in words:
+            if len(chosen) + len(word) <= number:
+                chosen += word
+        return chosen
+
+
+@dataclass
+class DataCollatorForPermutationLanguageModeling:
+    """Make batches for XLNet: spans are predicted, in a random order of the sequence's two halves.
+
+    Args:
+        tokenizer: Whatever has `pad`, `mask_token_id`, `pad_token_id` and `get_special_tokens_mask`.
+        plm_probability: The share of a span in the stretch of text around it.
+        max_span_length: The most tokens of a span.
+        return_tensors: ``"pt"`` or ``"np"``.
+
+    Shapes:
+        input_ids, labels: ``[batch, length]``, int64. perm_mask, target_mapping: ``[batch, length, length]``, float32.
+
+    Raises:
+        ConfigError: The tokenizer cannot pad or has no mask token.
+
+    Source: the documented `DataCollatorForPermutationLanguageModeling`; Yang et al., 2019, arXiv 1906.08237.
+    """
+
+    tokenizer: Any
+    plm_probability: float = 1 / 6
+    max_span_length: int = 5
+    return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        check_pads(self.tokenizer)
+        if getattr(self.tokenizer, "mask_token_id", None) is None:
+            reason = f"{type(self.tokenizer).__name__} has no mask token."
+            asked = "Cannot make batches for permuted language modelling:"
+            raise ConfigError(explain(asked, reason, "Use a tokenizer that has one."))
+
+    def __call__(self, features: list[Any], return_tensors: str | None = None) -> Any:
+        """Make a batch of mappings with `input_ids`, or of lists of token ids.
+
+        Raises:
+            TaskError: The batch's length is odd, and has no two halves.
+        """
+        ids = [_as_list(row["input_ids"] if isinstance(row, Mapping) else row) for row in features]
+        ids_BL = pad_features(self.tokenizer, [{"input_ids": row} for row in ids], return_tensors="pt")["input_ids"]
+        length = ids_BL.shape[1]
+        if length % 2:
+            asked, reason = f"Cannot permute sequences of {length} tokens:", "each of their two halves is permuted."
+            raise TaskError(explain(asked, reason, "Pad or cut the samples to an even length."))
+        is_special_BL = torch.tensor(
+            [self.tokenizer.get_special_tokens_mask(row, already_has_special_tokens=True) for row in ids_BL.tolist()]
+        ).bool()
+        if self.tokenizer.pad_token_id is not None:
+            is_special_BL |= ids_BL == self.tokenizer.pad_token_id
+        is_chosen_BL = torch.stack([self._spans(length) for _ in ids]) & ~is_special_BL
+        batch = {
+            "input_ids": ids_BL.masked_fill(is_chosen_BL, self.tokenizer.mask_token_id),
+            "perm_mask": torch.stack([_hidden(*rows) for rows in zip(is_chosen_BL, is_special_BL, strict=True)]),
+            "target_mapping": torch.eye(length).repeat(len(ids), 1, 1),
+            "labels": ids_BL.masked_fill(~is_chosen_BL, IGNORED),
+        }
+        return returned_as(return_tensors or self.return_tensors, batch)
+
+    def _spans(self, length: int) -> torch.Tensor:
+        """Draw the spans of one sample: in each stretch of text one, at a random place."""
+        is_chosen_L, place = torch.zeros(length, dtype=torch.bool), 0
+        while place < length:
+            span = int(torch.randint(1, self.max_span_length + 1, (1,)))
+            stretch = int(span / self.plm_probability)
+            start = place + int(torch.randint(stretch - span + 1, (1,)))
+            is_chosen_L[start : start + span] = True
+            place += stretch
+        return is_chosen_L
+
+
+@dataclass
+class DataCollatorForMultipleChoice:
+    """Pad the choices of all samples to one length.
+
+    Args:
+        tokenizer: Whatever has `pad`.
+        padding: True or ``"longest"`` for the longest choice, ``"max_length"``, or False.
+        max_length: Length to pad to for ``"max_length"``.
+        pad_to_multiple_of: Round lengths up to a multiple of this.
+        return_tensors: ``"pt"`` or ``"np"``.
+
+    Shapes:
+        each input: ``[batch, choices, length]``. labels: ``[batch]``, int64.
+
+    Raises:
+        ConfigError: The tokenizer cannot pad.
+
+    Source: the documented `DataCollatorForMultipleChoice`.
+    """
+
+    tokenizer: Any
+    padding: bool | str = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        check_pads(self.tokenizer)
+
+    def __call__(self, features: list[Mapping[str, Any]], return_tensors: str | None = None) -> Any:
+        """Make a batch of samples whose parts hold one entry for each choice; ``label`` becomes ``labels``."""
+        name = next((name for name in ("label", "labels") if name in features[0]), None)
+        num_choices = len(features[0]["input_ids"])
+        choices = [
+            {key: value[choice] for key, value in row.items() if key != name}
+            for row in features
+            for choice in range(num_choices)
+        ]
+        padded = pad_features(
+            self.tokenizer,
+            choices,
+            padding=self.padding,
+            max_length=self.max_length,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            return_tensors="pt",
+        )
+        batch = {key: value.view(len(features), num_choices, -1) for key, value in padded.items()}
+        if name is not None:
+            batch["labels"] = torch.tensor([row[name] for row in features], dtype=torch.int64)
+        return returned_as(return_tensors or self.return_tensors, batch)
+
+
+def _hidden(is_chosen_L: torch.Tensor, is_special_L: torch.Tensor) -> torch.Tensor:
+    """Return 1 where token i must not see token j: j is predicted, and not before i in the random order."""
+    length = len(is_chosen_L)
+    pairs = torch.arange(length).reshape(2, length // 2).T
+    order_L = pairs[torch.randperm(length // 2)].T.flatten()
+    # What is neither predicted nor special comes before everything.
+    order_L = order_L.masked_fill(~is_chosen_L & ~is_special_L, -1)
+    return ((order_L[:, None] <= order_L[None, :]) & is_chosen_L).float()
+
+
+def _as_list(values: Any) -> list[int]:
+    return values.tolist() if hasattr(values, "tolist") else list(values)

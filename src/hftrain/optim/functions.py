@@ -1,0 +1,194 @@
+"""The documented functions that make a schedule for an optimizer, for code that keeps its own loop.
+
+They make the schedules of `lr_scheduler_type`; every one takes the optimizer first and returns torch's scheduler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.optim.schedules import ScheduleConfig, build_schedule, schedules
+
+_NEED_NO_LENGTH = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
+_NEED_NO_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
+
+
+def get_scheduler(
+    name: Any,
+    optimizer: Optimizer,
+    num_warmup_steps: int | None = None,
+    num_training_steps: int | None = None,
+    scheduler_specific_kwargs: dict[str, Any] | None = None,
+) -> LRScheduler:
+    """Return the schedule of a name.
+
+    Args:
+        name: A name of `lr_scheduler_type`.
+        optimizer: Mutated: its groups' rates become the schedule's first.
+        num_warmup_steps: Optimizer updates of the warm-up, which most schedules need to know.
+        num_training_steps: Optimizer updates of the run, likewise.
+        scheduler_specific_kwargs: What else the schedule takes.
+
+    Raises:
+        ConfigError: The name or an option is unknown, or a number is missing.
+
+    Source: the documented `get_scheduler`.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> schedule = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=4)
+        >>> optimizer.param_groups[0]["lr"]
+        0.0
+    """
+    name = str(getattr(name, "value", name))
+    options = dict(scheduler_specific_kwargs or {})
+    needs_length = name not in _NEED_NO_LENGTH and "num_stable_steps" not in options
+    for argument, value, is_needed in (
+        ("num_warmup_steps", num_warmup_steps, name in schedules.names() and name not in _NEED_NO_WARMUP),
+        ("num_training_steps", num_training_steps, name in schedules.names() and needs_length),
+    ):
+        if is_needed and value is None:
+            reason = f"the schedule depends on {argument}."
+            raise ConfigError(explain(f"Cannot make the schedule {name!r}:", reason, f"Pass {argument}."))
+    warmup = 0 if name in _NEED_NO_WARMUP else num_warmup_steps or 0
+    return _make(name, optimizer, warmup, num_training_steps, -1, **options)
+
+
+def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LRScheduler:
+    """Return a schedule that keeps the rate. Source: the documented function, as for the following ones."""
+    return _make("constant", optimizer, 0, None, last_epoch)
+
+
+def get_reduce_on_plateau_schedule(optimizer: Optimizer, **kwargs: Any) -> LRScheduler:
+    """Return torch's `ReduceLROnPlateau`; the keywords are its own."""
+    return _make("reduce_lr_on_plateau", optimizer, 0, None, -1, **kwargs)
+
+
+def get_greedy_schedule(optimizer: Optimizer, **kwargs: Any) -> LRScheduler:
+    """Return a `GreedyLR`; the keywords are its own."""
+    return _make("greedy", optimizer, 0, None, -1, **kwargs)
+
+
+def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LRScheduler:
+    """Return a schedule that rises to the rate and keeps it."""
+    return _make("constant_with_warmup", optimizer, num_warmup_steps, None, last_epoch)
+
+
+def get_linear_schedule_with_warmup(
+    optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
+) -> LRScheduler:
+    """Return a schedule that rises to the rate and falls to 0 in straight lines."""
+    return _make("linear", optimizer, num_warmup_steps, num_training_steps, last_epoch)
+
+
+def get_cosine_schedule_with_warmup(
+    optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5, last_epoch: int = -1
+) -> LRScheduler:
+    """Return a schedule that rises to the rate and falls as a cosine does, half a wave by default."""
+    return _make("cosine", optimizer, num_warmup_steps, num_training_steps, last_epoch, num_cycles=num_cycles)
+
+
+def get_cosine_with_hard_restarts_schedule_with_warmup(
+    optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1, last_epoch: int = -1
+) -> LRScheduler:
+    """Return a schedule that rises to the rate and falls `num_cycles` times, each time from the top."""
+    name = "cosine_with_restarts"
+    return _make(name, optimizer, num_warmup_steps, num_training_steps, last_epoch, num_cycles=num_cycles)
+
+
+def get_polynomial_decay_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    lr_end: float = 1e-7,
+    power: float = 1.0,
+    last_epoch: int = -1,
+) -> LRScheduler:
+    """Return a schedule that rises to the rate and falls to `lr_end` as a power of the share that is left."""
+    options = {"lr_end": lr_end, "power": power}
+    return _make("polynomial", optimizer, num_warmup_steps, num_training_steps, last_epoch, **options)
+
+
+def get_inverse_sqrt_schedule(
+    optimizer: Optimizer, num_warmup_steps: int, timescale: int | None = None, last_epoch: int = -1
+) -> LRScheduler:
+    """Return a schedule that rises to the rate and falls as one over the square root of the updates."""
+    return _make("inverse_sqrt", optimizer, num_warmup_steps, None, last_epoch, timescale=timescale)
+
+
+def get_cosine_with_min_lr_schedule_with_warmup(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
+) -> LRScheduler:
+    """Return a cosine that ends at a rate, `min_lr`, or at a share of the first, `min_lr_rate`."""
+    options = {"num_cycles": num_cycles, "min_lr": min_lr, "min_lr_rate": min_lr_rate}
+    return _make("cosine_with_min_lr", optimizer, num_warmup_steps, num_training_steps, last_epoch, **options)
+
+
+def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
+    warmup_lr_rate: float | None = None,
+) -> LRScheduler:
+    """Return the same cosine one update ahead, so that no update has rate 0."""
+    options: dict[str, Any] = {"num_cycles": num_cycles, "min_lr": min_lr, "min_lr_rate": min_lr_rate}
+    options["warmup_lr_rate"] = warmup_lr_rate
+    return _make("cosine_warmup_with_min_lr", optimizer, num_warmup_steps, num_training_steps, last_epoch, **options)
+
+
+def get_wsd_schedule(
+    optimizer: Optimizer,
+    num_warmup_steps: int,
+    num_decay_steps: int,
+    num_training_steps: int | None = None,
+    num_stable_steps: int | None = None,
+    warmup_type: str = "linear",
+    decay_type: str = "cosine",
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    last_epoch: int = -1,
+) -> LRScheduler:
+    """Return a schedule that rises, stays and falls; the run's length or that of the stable part must be given.
+
+    Raises:
+        ConfigError: Neither is given.
+    """
+    if num_training_steps is None and num_stable_steps is None:
+        reason = "nothing says how long its stable part is."
+        asked = "Cannot make a warm-up, stable and decay schedule:"
+        raise ConfigError(explain(asked, reason, "Pass num_training_steps or num_stable_steps."))
+    options: dict[str, Any] = {"num_decay_steps": num_decay_steps, "num_stable_steps": num_stable_steps}
+    options |= {"warmup_type": warmup_type, "decay_type": decay_type}
+    options |= {"min_lr_ratio": min_lr_ratio, "num_cycles": num_cycles}
+    return _make("warmup_stable_decay", optimizer, num_warmup_steps, num_training_steps, last_epoch, **options)
+
+
+def _make(
+    name: str, optimizer: Optimizer, warmup: int, total: int | None, last_step: int, **options: Any
+) -> LRScheduler:
+    if name == "warmup_stable_decay" and options.get("num_stable_steps") is not None:
+        # The stages alone say how long it lasts.
+        total = warmup + int(options["num_stable_steps"]) + int(options.get("num_decay_steps") or 0)
+    config = ScheduleConfig(
+        name=name,
+        num_training_steps=warmup if total is None else total,
+        num_warmup_steps=warmup,
+        last_step=last_step,
+        options={key: value for key, value in options.items() if value is not None},
+    )
+    return build_schedule(config, optimizer)

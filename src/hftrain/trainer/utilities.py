@@ -1,0 +1,101 @@
+"""The documented small functions around a Trainer, for scripts that use them by themselves."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hftrain.trainer import reports
+
+
+def speed_metrics(
+    split: str,
+    start_time: float,
+    num_samples: int | None = None,
+    num_steps: int | None = None,
+    num_tokens: int | None = None,
+) -> dict[str, float]:
+    """Return the runtime since `start_time` and the rates that follow from it.
+
+    Args:
+        split: What the names begin with.
+        start_time: A `time.time()` reading.
+        num_samples: Samples since then.
+        num_steps: Optimizer updates or batches since then.
+        num_tokens: Tokens since then.
+
+    Units:
+        seconds, and so many in a second.
+
+    Source: the documented `speed_metrics`.
+    """
+    start_s = time.perf_counter() - (time.time() - start_time)
+    return reports.speed_metrics(split, start_s, num_samples=num_samples, num_steps=num_steps, num_tokens=num_tokens)
+
+
+def is_main_process(local_rank: int) -> bool:
+    """Tell whether a process is the first of its node, by its local rank. Source: the documented `is_main_process`."""
+    return local_rank in (-1, 0)
+
+
+def total_processes_number(local_rank: int) -> int:
+    """Return the number of processes; 1 for a local rank of -1. Source: the documented `total_processes_number`."""
+    return 1 if local_rank == -1 else torch.distributed.get_world_size()
+
+
+def number_of_arguments(func: Callable[..., Any]) -> int:
+    """Count the arguments that a function still takes. Source: the documented `number_of_arguments`.
+
+    Example:
+        >>> number_of_arguments(functools.partial(lambda a, b: None, 1))
+        1
+    """
+    if isinstance(func, functools.partial):
+        return number_of_arguments(func.func) - len(func.args) - len(func.keywords)
+    return len(inspect.signature(func).parameters)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None, starting_batch_size: int = 128, auto_find_batch_size: bool = False
+) -> Callable[..., Any]:
+    """Call a function with a smaller `batch_size` each time that memory runs out; a decorator, too.
+
+    `TrainingArguments(auto_find_batch_size=True)` does not start again: it splits the batch and keeps the step.
+
+    Args:
+        function: What takes the batch size first.
+        starting_batch_size: The first one to try.
+        auto_find_batch_size: Whether to try others at all.
+
+    Source: the documented `find_executable_batch_size`.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            auto_find_batch_size=auto_find_batch_size,
+        )
+    if not auto_find_batch_size:
+        return functools.partial(function, batch_size=starting_batch_size)
+    from accelerate.utils import find_executable_batch_size as find
+
+    found: Callable[..., Any] = find(function=function, starting_batch_size=starting_batch_size)
+    return found
+
+
+def neftune_post_forward_hook(module: Any, input: Any, output: torch.Tensor) -> torch.Tensor:
+    """Add NEFTune's noise to embeddings while training; for `register_forward_hook`.
+
+    The module's `neftune_noise_alpha` is how much. `TrainingArguments(neftune_noise_alpha=...)` does it for a run.
+
+    Source: the documented `neftune_post_forward_hook`; Jain et al., 2023, arXiv 2310.05914.
+    """
+    if not module.training:
+        return output
+    reach = module.neftune_noise_alpha / (output.size(1) * output.size(2)) ** 0.5
+    return output + torch.zeros_like(output).uniform_(-reach, reach)
