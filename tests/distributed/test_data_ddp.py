@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.resuming import StopAt
 from support.tiny import Net, Stream, make_arguments, make_rows
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hftrain import Seq2SeqTrainingArguments, Trainer, set_seed
 
@@ -245,3 +245,62 @@ def test_samplers_of_the_user_are_shared_out(tmp_path: Path, run_distributed: An
     assert sorted(rounds[:23]) == list(range(23))
     if sampler == "backwards":
         assert rounds[:23] == list(range(22, -1, -1))
+
+
+# -- loaders that accelerate has prepared ------------------------------------------------------------------------------
+
+
+def prepare(accelerator: Any, data: Any, *, even: bool, dispatch: bool) -> Any:
+    accelerator.even_batches = even
+    accelerator.dataloader_config.dispatch_batches = dispatch
+    return accelerator.prepare(DataLoader(data, batch_size=2, shuffle=not isinstance(data, IterableDataset)))
+
+
+def train_prepared(
+    folder: str,
+    *,
+    num: int = 20,
+    kind: str = "map",
+    even: bool = True,
+    dispatch: bool = False,
+    stop: int | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Train on a loader that is shared out already; return this rank's rows, accelerate's own, and the weights."""
+    set_seed(7)
+    data: Any = {"map": Counted, "stream": Stream}[kind](num if kind == "map" else make_rows(num))
+    seen: list[list[int]] = []
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return prepare(self.accelerator, data, even=even, dispatch=dispatch)
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            seen.append([row_of(data.rows, x) for x in inputs["x"]])
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+    arguments = make_arguments(Path(folder), per_device_train_batch_size=2, max_steps=12, save_steps=1000)
+    trainer = Own(Net(dropout=0.2), arguments, train_dataset=data, callbacks=[StopAt(stop)])
+    trainer.train(resume_from_checkpoint=resume)
+    set_seed(arguments.seed)
+    loader, expected = prepare(trainer.accelerator, data, even=even, dispatch=dispatch), []
+    for epoch in range(4):
+        loader.set_epoch(epoch)
+        expected += [[row_of(data.rows, x) for x in batch["x"]] for batch in loader]
+    weights = [p.flatten().tolist() for p in trainer.model.parameters()]
+    return {"seen": seen, "expected": expected[:12], "weights": weights}
+
+
+@pytest.mark.parametrize(
+    "options", [{"num": 21}, {"even": False}, {"kind": "stream"}, {"dispatch": True, "num": 21}], ids=str
+)
+def test_prepared_loader_is_not_shared_out_twice_and_goes_on_exactly(
+    tmp_path: Path, run_distributed: Any, options: dict[str, Any]
+) -> None:
+    whole = run_distributed(train_prepared, folder=str(tmp_path / "a"), **options)
+    assert [each["seen"] for each in whole] == [each["expected"] for each in whole]
+    cut = run_distributed(train_prepared, folder=str(tmp_path / "b"), stop=8, **options)
+    assert [each["seen"] for each in cut] == [each["seen"][:8] for each in whole]
+    rest = run_distributed(train_prepared, folder=str(tmp_path / "b"), resume=True, **options)
+    assert [each["seen"] for each in rest] == [each["seen"][8:] for each in whole]
+    assert [each["weights"] for each in rest] == [each["weights"] for each in whole]

@@ -19,4 +19,6 @@ def accelerator_settings(args: Any, policy: Any, *, device_type: str) -> tuple[s
     mixed = names.get(str(policy.compute_dtype).removeprefix("torch."), "no") if policy.autocast else "no"
     if device_type == "cpu" and mixed == "fp16":
         mixed = "no"
-    return mixed, {k: sharing[k] for k in _LOADER_SETTINGS if k in sharing}
+    # As documented, the order is drawn from the seed; accelerate's own default draws it from the global generator.
+    loading = {"use_seedable_sampler": True, **{k: sharing[k] for k in _LOADER_SETTINGS if k in sharing}}
+    return mixed, {**loading, "data_seed": args.data_seed}

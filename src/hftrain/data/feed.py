@@ -52,6 +52,7 @@ class TrainFeed:
         if isinstance(loader, DispatchLoader):
             loader = loader.loader
         self._reader: Any = loader
+        loader = getattr(loader, "base_dataloader", loader)  # inside one of accelerate's
         if isinstance(loader, DataLoader) and issubclass(type(loader), DataLoader):
             if loader.generator is None:
                 loader.generator = new_generator(seed)
@@ -208,10 +209,6 @@ def _skip_indices(loader: Any, skip: int) -> tuple[Any, int]:
         else:
             batching = {"batch_sampler": SkippedBatches(loader.batch_sampler, skip=skip)}
         return rebuild_loader(loader, **batching, persistent_workers=False), 0
-    if type(loader).__module__.startswith("accelerate.") and is_map_style:
-        from accelerate.data_loader import skip_first_batches
-
-        return skip_first_batches(loader, num_batches=skip), 0
     return loader, skip
 
 

@@ -38,7 +38,7 @@ def is_plain_loader(loader: Any) -> bool:
     return issubclass(type(loader), DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
-def rebuild_loader(loader: Any, *, kind: type[RankLoader] = RankLoader, **changes: Any) -> RankLoader:
+def rebuild_loader(loader: Any, *, kind: type[DataLoader[Any]] = RankLoader, **changes: Any) -> Any:
     """Make a loader again with some arguments changed; batching is not copied and has to be among them."""
     options = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
     return kind(**{**options, **changes})
@@ -92,7 +92,9 @@ def shard_loader(
     """Give one rank its share of a plain loader, such as one that a user's override returned.
 
     Loaders that are sharded already come back as they are: hftrain's own, those with a `DistributedSampler` or its
-    like, accelerate's, and whatever is no torch `DataLoader`.
+    like, and whatever is no torch `DataLoader`. One that `Accelerator.prepare` returned comes back as the torch loader
+    inside, which a run can resume exactly: to train with accelerate's share of the data, to evaluate with hftrain's,
+    which repeats no sample.
 
     Args:
         loader: The loader, the same on all ranks.
@@ -110,6 +112,10 @@ def shard_loader(
     Raises:
         ConfigError: The loader cannot be split.
     """
+    shared, whole = _unprepared(loader)
+    if is_training and shared is not loader:
+        return shared
+    loader = loader if is_training else whole
     if world_size == 1 or _is_sharded(loader):
         return loader
     if not is_plain_loader(loader):
@@ -170,7 +176,7 @@ def _dispatch(
     if is_stream and is_training:
         dataset = EpochStream(dataset, seed=seed, rank=0)
 
-    def build(dataset: Any, sampler: Any) -> RankLoader:
+    def build(dataset: Any, sampler: Any) -> Any:
         if is_stream or is_plain:
             batching = {"batch_size": size, "drop_last": loader.drop_last, **({"sampler": sampler} if is_plain else {})}
         else:
@@ -217,6 +223,32 @@ def _evaluation_share(loader: Any, *, rank: int, world_size: int, split_batches:
     unit = size if batches.drop_last else 1
     sampler = ContiguousShard(batches.sampler, rank=rank, world_size=world_size, unit=unit)
     return {"sampler": sampler, "batch_size": size, "drop_last": batches.drop_last}
+
+
+def _unprepared(loader: Any) -> tuple[Any, Any]:
+    """Return the torch loaders inside one of accelerate's: of this rank's share, and of the whole data.
+
+    Without any inside, or where it does more than share out, that is the loader itself. Told by name, to import none.
+    """
+    loader = loader.dataloader if type(loader).__name__ == "MpDeviceLoaderWrapper" else loader
+    kind = type(loader)
+    if not kind.__module__.startswith("accelerate.") or getattr(loader, "skip_batches", None) != 0:
+        return loader, loader
+    base: Any = loader.base_dataloader
+    if kind.__name__ == "DataLoaderDispatcher":
+        return loader if loader.state.num_processes > 1 else base, base
+    is_batched = base.batch_sampler is not None
+    part: Any = base.dataset if isinstance(base.dataset, IterableDataset) else base.batch_sampler or base.sampler
+    if type(part).__name__ == "IterableDatasetShard":
+        changes = {"dataset": part.dataset, "batch_size": part.batch_size, "drop_last": base.drop_last}
+        return base, rebuild_loader(base, kind=DataLoader, **changes)
+    if type(part).__name__ == "BatchSamplerShard":
+        batches = part.batch_sampler
+        changes = {"batch_sampler": batches} if is_batched else {"sampler": batches, "batch_size": None}
+        return base, rebuild_loader(base, kind=DataLoader, **changes)
+    if isinstance(part, IterableDataset):  # the dataset itself may have given its share, and cannot be asked
+        return base, rebuild_loader(base, batch_size=base.batch_size, drop_last=base.drop_last)
+    return base, base
 
 
 def _is_sharded(loader: Any) -> bool:

@@ -45,6 +45,8 @@ def has_state(data: Any) -> bool:
     """
     while isinstance(data, StreamWrapper):
         data = data.dataset
+    if hasattr(data, "base_dataloader"):  # a loader of accelerate has the methods, whatever is inside
+        return has_state(data.base_dataloader)
     if not (callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))):
         return False
     return not _has_more_than_its_state(getattr(data, "_ex_iterable", None))

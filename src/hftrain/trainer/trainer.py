@@ -1553,9 +1553,7 @@ class Trainer:
             check_lengths(dataset, config)
 
     def _sharded(self, loader: Any, *, is_training: bool) -> Any:
-        """Give each rank its share of a loader that an override returned whole."""
-        if self.strategy.world_size == 1:
-            return loader
+        """Give each rank its share of a loader that an override returned whole, or prepared by accelerate."""
         config = train_loader_config(self.args, has_accelerator=False)
         return shard_loader(
             loader,

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, prepare_data_loader
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from hftrain.core.errors import ConfigError
 from hftrain.data.loaders import LoaderConfig, build_train_loader
-from hftrain.data.sharding import rebuild_loader, shard_loader, split_size
+from hftrain.data.sharding import is_plain_loader, rebuild_loader, shard_loader, split_size
 
 
 class Stream(IterableDataset):
@@ -64,16 +67,10 @@ def test_sharded_loaders_are_left_alone(make):
     assert shard_loader(loader, rank=0, world_size=2, is_training=True) is loader
 
 
-def test_accelerate_loaders_are_left_alone():
-    accelerate = pytest.importorskip("accelerate.data_loader")
-    whole = loader_of(range(8))
-    batches = accelerate.BatchSamplerShard(whole.batch_sampler, num_processes=2, process_index=0)
-    stream = accelerate.IterableDatasetShard(Stream(), batch_size=2, num_processes=2, process_index=0)
-    for loader in (
-        accelerate.DataLoaderShard(range(8), batch_size=2),
-        DataLoader(range(8), batch_sampler=batches),
-        DataLoader(stream, batch_size=2),
-    ):
+def test_shares_of_accelerate_are_left_alone():
+    batches = BatchSamplerShard(loader_of(range(8)).batch_sampler, num_processes=2, process_index=0)
+    stream = IterableDatasetShard(Stream(), batch_size=2, num_processes=2, process_index=0)
+    for loader in (DataLoader(range(8), batch_sampler=batches), DataLoader(stream, batch_size=2)):
         assert shard_loader(loader, rank=0, world_size=2, is_training=True) is loader
 
 
@@ -147,3 +144,30 @@ def test_loaders_that_cannot_be_split_raise(loader, options, message):
 def test_split_size_divides_only_on_request():
     assert split_size(4, world_size=2, split_batches=True) == 2
     assert split_size(3, world_size=2, split_batches=False) == 3
+
+
+def prepared(dataset: Any, rank: int, **options: Any) -> Any:
+    """Return what `Accelerator.prepare` makes of a loader in one of two processes."""
+    loader = DataLoader(dataset, batch_size=2)
+    return prepare_data_loader(loader, num_processes=2, process_index=rank, put_on_device=False, **options)
+
+
+class Numbers(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(7))
+
+
+@pytest.mark.parametrize("options", [{}, {"even_batches": False}, {"split_batches": True}], ids=str)
+@pytest.mark.parametrize("dataset", [range(7), Numbers()], ids=["map", "stream"])
+def test_prepared_loader_keeps_its_share_to_train_and_repeats_nothing_to_evaluate(dataset, options):
+    shares: list[list[int]] = []
+    for rank in (0, 1):
+        given = prepared(dataset, rank, **options)
+        trained = shard_loader(given, rank=rank, world_size=2, is_training=True)
+        assert is_plain_loader(trained)
+        assert [batch.tolist() for batch in trained] == [batch.tolist() for batch in given]
+        evaluated = shard_loader(given, rank=rank, world_size=2, is_training=False, dispatch_batches=False)
+        shares.append([int(value) for batch in evaluated for value in batch])
+    assert sorted(shares[0] + shares[1]) == list(range(7))
+    if isinstance(dataset, range):
+        assert shares[0] + shares[1] == list(range(7))
