@@ -54,7 +54,10 @@ class EvaluateSlots:
 
     Args:
         evaluate_batch: batch -> loss, outputs, labels, logs.
-        count_items: batch -> how many items its mean loss is a mean over.
+        count_items: batch -> how many items its mean loss is a mean over; or, for each of `kinds`, the factor of its
+            loss and the items it stands for.
+        kinds: What the loss may be a mean over, the same in every process.
+        choose_kind: Tells after the last batch which of several it is; collective.
         compute_metrics: The user's function on predictions and labels, or None.
         preprocess_logits: Runs on (logits, labels) before they are kept, or None.
         needs_labels: Whether `compute_metrics` must run: a batch without labels or predictions is then an error.
@@ -64,7 +67,9 @@ class EvaluateSlots:
     """
 
     evaluate_batch: Callable[[Any], StepOutput]
-    count_items: Callable[[Any], int | torch.Tensor]
+    count_items: Callable[[Any], int | torch.Tensor | Mapping[str, tuple[Any, Any]]]
+    kinds: tuple[str, ...] = ("",)
+    choose_kind: Callable[[], str] | None = None
     compute_metrics: Callable[..., Mapping[str, Any]] | None = None
     preprocess_logits: Callable[[Any, Any], Any] | None = None
     needs_labels: bool = False
@@ -93,8 +98,8 @@ class EvaluateLoop:
         self._kept: dict[str, Kept | KeptBatches] = {}
         self._logs = LogWindow(gather_object=group.gather_object)
         self._sum_dtype = torch.float32 if group.device.type == "mps" else torch.float64
-        self._loss_sum: torch.Tensor | float = 0.0
-        self._num_items: torch.Tensor | float = 0.0
+        # For each kind: the sum of the losses, and the items.
+        self._loss_sums: dict[str, tuple[Any, Any]] = dict.fromkeys(slots.kinds, (0.0, 0.0))
         self._num_samples = 0
         self._order: Any = None
 
@@ -209,18 +214,23 @@ class EvaluateLoop:
             return joined
         return put_back(joined, self._order, folder=self.config.spill_dir)
 
-    def _add_loss(self, loss: torch.Tensor, count: int | torch.Tensor) -> None:
+    def _add_loss(self, loss: torch.Tensor, counts: Any) -> None:
         # Double precision, where the device has it: the sum must not depend on how the set is cut into batches.
         loss = loss.to(self._sum_dtype)
-        items = torch.as_tensor(count, device=loss.device, dtype=loss.dtype)
-        # A batch without a single item has no mean; it must not turn the others into NaN.
-        self._loss_sum = self._loss_sum + torch.where(items > 0, loss * items, 0.0)
-        self._num_items = self._num_items + items
+        for kind, (total, num_items) in self._loss_sums.items():
+            factor, count = counts[kind] if isinstance(counts, dict) else (counts, counts)
+            factor = torch.as_tensor(factor, device=loss.device, dtype=loss.dtype)
+            count = torch.as_tensor(count, device=loss.device, dtype=loss.dtype)
+            # A batch without a single item has no mean; it must not turn the others into NaN.
+            self._loss_sums[kind] = total + torch.where(count > 0, loss * factor, 0.0), num_items + count
 
     def _mean_loss(self) -> dict[str, float]:
-        sums = torch.zeros(2, dtype=self._sum_dtype, device=self.group.device)
-        sums[0], sums[1] = self._loss_sum, self._num_items
-        total, count = self._sum_over_ranks(sums).tolist()
+        sums = torch.zeros(len(self._loss_sums), 2, dtype=self._sum_dtype, device=self.group.device)
+        for row, (total, num_items) in zip(sums, self._loss_sums.values(), strict=True):
+            row[0], row[1] = total, num_items
+        means = dict(zip(self._loss_sums, self._sum_over_ranks(sums).tolist(), strict=True))
+        chosen = self.slots.choose_kind() if self.slots.choose_kind is not None else next(iter(means))
+        total, count = means[chosen]
         return {"loss": total / count} if count else {}
 
     def _total_samples(self) -> int:

@@ -254,6 +254,13 @@ class Strategy:
         """Return the ``"sum"``, ``"mean"`` or ``"max"`` over all processes, element by element. Collective."""
         return tensor
 
+    def reduce_later(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
+        """Begin to sum a tensor over all processes; return what will hold the sum, and what waits for it. Collective.
+
+        The wait does not synchronise with a device.
+        """
+        return self.reduce(tensor, op="sum"), lambda: None
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return all processes' rows, in the order of ranks. Collective; synchronises when there are several.
 

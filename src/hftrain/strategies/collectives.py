@@ -6,6 +6,7 @@ Objects travel as JSON, never as pickles: what arrives from another machine is d
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ def reduce(tensor: torch.Tensor, *, op: str, device: torch.device) -> torch.Tens
     result = tensor.detach().to(device, copy=True)
     dist.all_reduce(result, _REDUCE_OPS[op])
     return result / dist.get_world_size() if op == "mean" else result
+
+
+def sum_later(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Callable[[], Any]]:
+    """Begin to sum a tensor over all ranks; return what will hold the sum, and what waits for it."""
+    result = tensor.detach().to(device, copy=True, non_blocking=True)
+    return result, dist.all_reduce(result, dist.ReduceOp.SUM, async_op=True).wait
 
 
 def gather(tensor: torch.Tensor, *, device: torch.device) -> torch.Tensor:

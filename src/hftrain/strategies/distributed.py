@@ -9,6 +9,7 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -122,6 +123,9 @@ class DistributedStrategy(Strategy):
 
     def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return tensor if self.world_size == 1 else collectives.reduce(tensor, op=op, device=self.device)
+
+    def reduce_later(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
+        return super().reduce_later(tensor) if self.world_size == 1 else collectives.sum_later(tensor, self.device)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = super().gather(tensor)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from hftrain.task.loss import IGNORED_LABEL
+
 
 def base_model(model: nn.Module) -> nn.Module:
     """Look through an adapter wrapper (`get_base_model`, as PEFT has it) to the model whose signature counts."""
@@ -83,6 +85,20 @@ def is_causal(model: nn.Module) -> bool:
         config = getattr(base, "config", None)
         return config is not None and not getattr(config, "is_encoder_decoder", False)
     return name.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def own_reduction(model: nn.Module) -> str | None:
+    """Return what a CTC model's configuration says of its loss, ``"mean"`` (over samples) or ``"sum"``; else None."""
+    base = base_model(model)
+    if not type(base).__name__.endswith("ForCTC"):
+        return None
+    return getattr(getattr(base, "config", None), "ctc_loss_reduction", None)
+
+
+def ignored_labels(model: nn.Module) -> tuple[int, ...]:
+    """Return the labels that a model's loss leaves out: -100, and what the configuration of a segmenter names."""
+    other = getattr(getattr(base_model(model), "config", None), "semantic_loss_ignore_index", None)
+    return (IGNORED_LABEL, other) if isinstance(other, int) and other != IGNORED_LABEL else (IGNORED_LABEL,)
 
 
 def is_recomputing(model: Any) -> bool:

@@ -8,21 +8,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.core.errors import TaskError, explain
-from hftrain.core.tree import detach
+from hftrain.core.errors import ConfigError, TaskError, explain, suggest
+from hftrain.core.tree import batch_size_of, detach
 from hftrain.core.types import StepOutput
 from hftrain.task.introspect import (
     accepts_item_count,
     can_return_loss,
     find_label_names,
+    ignored_labels,
     is_causal,
     keys_to_ignore,
+    own_reduction,
     takes_item_count,
 )
-from hftrain.task.loss import IGNORED_LABEL, read_loss, smoothed_loss
+from hftrain.task.items import KINDS, LABELS, SAMPLES, SHIFTED, SUM, MeanOver, counted
+from hftrain.task.loss import read_loss, smoothed_loss
 from hftrain.task.module import TaskModule
+from hftrain.task.noted import plain
 
 LossFunction = Callable[..., torch.Tensor]
+CountItems = Callable[[Any], int | torch.Tensor]
 
 
 class ModelTask(TaskModule):
@@ -34,6 +39,12 @@ class ModelTask(TaskModule):
         label_smoothing: Share of the target spread over all classes; 0 leaves the loss to the model.
         compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` in place of the model's own loss. One that
             does not take the count returns a mean.
+        count_items: What the loss is a mean over: ``"labels"``, ``"shifted_labels"``, ``"samples"``, ``"sum"``, or a
+            function that counts a batch's items. None leaves it to be found, see `mean_over`.
+
+    Attributes:
+        mean_over: What the model's own loss was found to be a mean over; None before.
+        keeps_count: Whether the model is given the count although its own mean is known.
 
     Source: the documented `Trainer` (`model`, `compute_loss_func`, `label_names`, `label_smoothing_factor`).
     """
@@ -45,14 +56,27 @@ class ModelTask(TaskModule):
         label_names: Sequence[str] | None = None,
         label_smoothing: float = 0.0,
         compute_loss_func: LossFunction | None = None,
+        count_items: str | CountItems | None = None,
     ) -> None:
         super().__init__(model)
+        if isinstance(count_items, str) and count_items not in KINDS:
+            raise ConfigError(
+                explain(
+                    f"count_items={count_items!r} was given.",
+                    f"It is none of {', '.join(KINDS)}.",
+                    f"{suggest(count_items, KINDS)} A function that counts a batch's items will do as well.",
+                )
+            )
         self.label_names = list(find_label_names(model) or ["labels"] if label_names is None else label_names)
         self.label_smoothing = label_smoothing
         self.use_loss(compute_loss_func)
         self.can_return_loss = can_return_loss(model)
         self.accepts_item_count = accepts_item_count(model)
         self.is_causal = is_causal(model)
+        self.ignored_labels = ignored_labels(model)
+        self.count_rule = count_items
+        self.mean_over: MeanOver | None = None
+        self.keeps_count = False
         self.keys_to_ignore = keys_to_ignore(model)
 
     def use_loss(self, function: LossFunction | None) -> None:
@@ -79,7 +103,8 @@ class ModelTask(TaskModule):
         key = self.label_key(inputs)
         labels: Any = None if key is None else inputs[key]
         if not self.label_smoothing and self.compute_loss_func is None:
-            outputs = self._call(model, inputs, num_items_in_batch if self.accepts_item_count else None)
+            count = plain(num_items_in_batch, divides=lambda: self.gives_count)
+            outputs = self._call(model, inputs, count if self.gives_count else None)
             return read_loss(outputs, model_name=type(self.model).__name__), outputs
         if labels is None and self.compute_loss_func is None:
             raise TaskError(
@@ -102,9 +127,8 @@ class ModelTask(TaskModule):
             logits = outputs
         else:
             logits = outputs[1 if takes_labels else 0]
-        loss = smoothed_loss(
-            logits, labels, smoothing=self.label_smoothing, shift=self.is_causal, num_items=num_items_in_batch
-        )
+        count = plain(num_items_in_batch, divides=lambda: True)
+        loss = smoothed_loss(logits, labels, smoothing=self.label_smoothing, shift=self.is_causal, num_items=count)
         return loss, outputs
 
     def training_step(self, batch: Any) -> StepOutput:
@@ -172,19 +196,80 @@ class ModelTask(TaskModule):
         names = ["labels", *self.label_names] if len(self.label_names) == 1 else ["labels"]
         return next((name for name in names if batch.get(name) is not None), None)
 
-    def count_items(self, batch: Any) -> int | torch.Tensor:
-        """Return how many labels the loss is a mean over: those other than -100, aligned as the model aligns them.
+    @property
+    def gives_count(self) -> bool:
+        """Whether the model is given the item count: it takes it, and its own mean would not do."""
+        if not self.accepts_item_count or self.count_rule is not None:
+            return False
+        return self.mean_over is None or self.mean_over.needs_count or self.keeps_count
 
-        A causal model never predicts position 0, unless the collator shifted the labels itself (`shift_labels`).
-        Without integer labels the samples are counted.
+    @property
+    def kind(self) -> str:
+        """What the loss is a mean over: as the user says, as was found, or by the documented rule."""
+        if isinstance(self.count_rule, str):
+            return self.count_rule
+        return self.rule if self.mean_over is None or not self.returns_loss else self.mean_over.kind
+
+    @property
+    def rule(self) -> str:
+        """What the loss is taken to be a mean over before it was tried: the labels that a class name tells of."""
+        reduction = own_reduction(self.model) if self.returns_loss else None
+        if reduction is not None:
+            return SUM if reduction == "sum" else SAMPLES
+        return SHIFTED if self.is_causal else LABELS
+
+    def count_items(self, batch: Any) -> int | torch.Tensor:
+        """Return what a batch's loss weighs: how many items it is a mean over, 1 for a sum.
+
+        Labels are those other than -100, without the first of each sample if they are shifted, unless the collator
+        shifted them (`shift_labels`). Without integer labels the samples are counted.
         """
+        return self.count_rule(batch) if callable(self.count_rule) else self.count_as(self.kind, batch)
+
+    def count_labels(self, batch: Any) -> int | torch.Tensor:
+        """Return the documented item count, `num_items_in_batch`: the labels that are predicted."""
+        if callable(self.count_rule):
+            return self.count_rule(batch)
+        kind = self.kind
+        return self.count_as(kind if kind in (LABELS, SHIFTED) else SHIFTED if self.is_causal else LABELS, batch)
+
+    def count_as(self, kind: str, batch: Any) -> int | torch.Tensor:
+        """Return how many items of a kind a batch holds, without synchronising; 1 for ``"sum"``."""
+        if kind == SUM:
+            return 1
+        labels = self.label_tensor(batch) if kind != SAMPLES else None
+        if labels is None:
+            return batch_size_of(batch) or 1
+        if kind == SHIFTED and batch.get("shift_labels") is None:
+            labels = labels[..., 1:]
+        return counted(labels, self.ignored_labels).sum()
+
+    def label_tensor(self, batch: Any) -> torch.Tensor | None:
+        """Return the batch's integer labels, as the collator shifted them if it did; None without."""
         key = self.label_key(batch)
-        labels = batch.get("shift_labels") if isinstance(batch, Mapping) else None
-        if labels is None and key is not None and isinstance(batch[key], torch.Tensor):
-            labels = batch[key][..., 1:] if self.is_causal else batch[key]
-        if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
-            return (labels != IGNORED_LABEL).sum()
-        return super().count_items(batch)
+        shifted = batch.get("shift_labels") if isinstance(batch, Mapping) else None
+        labels = shifted if shifted is not None else None if key is None else batch[key]
+        return labels if isinstance(labels, torch.Tensor) and not labels.is_floating_point() else None
+
+    def weights(self, batch: Any) -> dict[str, tuple[int | torch.Tensor, int | torch.Tensor]]:
+        """Return, for each kind of `kinds`, the factor of a batch's loss in the set's, and the items it stands for."""
+        if callable(self.count_rule):
+            count = self.count_rule(batch)
+            return {"": (count, count)}
+        found = {}
+        for kind in self.kinds:
+            count = self.count_as(kind, batch)
+            found[kind] = (count, count if kind != SUM else self.count_as(SAMPLES, batch))
+        return found
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the loss may be a mean over, the likeliest first; one kind once it is known."""
+        if callable(self.count_rule):
+            return ("",)
+        if self.count_rule is not None or self.mean_over is not None or not self.returns_loss:
+            return (self.kind,)
+        return (self.rule, *(kind for kind in KINDS if kind != self.rule))
 
     def _builds_decoder_inputs(self, inputs: Mapping[str, Any]) -> bool:
         """Encoder-decoder models make their decoder inputs from the labels where none are given."""

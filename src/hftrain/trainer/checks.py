@@ -314,7 +314,7 @@ def read_optimizers(made: Any, *, maker: str) -> tuple[Any, Any]:
     )
 
 
-def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any) -> None:
+def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any, count_items: Any) -> None:
     """Raise where a setting that only a plain model's loss reads is given with a task of one's own."""
     if isinstance(task, ModelTask):
         return
@@ -322,6 +322,7 @@ def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any)
         "compute_loss_func": compute_loss_func,
         "label_smoothing_factor": args.label_smoothing_factor or None,
         "label_names": args.label_names,
+        "count_items": count_items,
     }
     given = {name: value for name, value in given.items() if value is not None}
     if given:
@@ -329,7 +330,7 @@ def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any)
             explain(
                 f"{', '.join(given)} was given together with {type(task).__name__}.",
                 "A task computes its own loss and knows its own labels.",
-                "Do it in the task's training_step and evaluation_step.",
+                "Do it in the task's training_step, evaluation_step and count_items.",
                 **given,
             )
         )

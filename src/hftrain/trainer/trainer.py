@@ -65,7 +65,7 @@ from hftrain.strategies.registry import create_strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import is_recomputing
 from hftrain.task.loss import LabelSmoother
-from hftrain.task.model_task import ModelTask
+from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.modes import TrainingMode, is_on
 from hftrain.task.module import TaskModule, as_step_output
 from hftrain.task.noise import add_noise, find_embeddings
@@ -167,6 +167,8 @@ class Trainer:
         fast_dev_run: Rehearse: `train` takes so many steps with a copy of the model, evaluates, saves and resumes in a
             temporary folder, says how long a step took, and leaves nothing behind; `evaluate` and `predict` take so
             many batches. Callbacks hear it all; trackers and the Hub do not. None for a real run, True for one batch.
+        count_items: What a plain model's loss is a mean over, where it is not to be found out: ``"labels"``,
+            ``"shifted_labels"``, ``"samples"``, ``"sum"``, or a function that counts a batch's items.
         loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
@@ -200,6 +202,7 @@ class Trainer:
         spill_dir: str | Path | None = None,
         save_policy: SavePolicy | None = None,
         fast_dev_run: bool | int | None = None,
+        count_items: str | CountItems | None = None,
         loggers: str | Logger | Sequence[str | Logger] | None = None,
         tokenizer: Any = None,
         callback: Sequence[Any] | None = None,
@@ -222,7 +225,7 @@ class Trainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.spill_dir = None if spill_dir is None else Path(spill_dir).absolute()
         self._check_eval_data()
-        self.model_init, self.compute_loss_func = model_init, compute_loss_func
+        self.model_init, self.compute_loss_func, self.count_items = model_init, compute_loss_func, count_items
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self.optimizer: torch.optim.Optimizer | None = optimizers[0]
         self.lr_scheduler: Any = optimizers[1]
@@ -230,7 +233,7 @@ class Trainer:
         self.processing_class = _one_of(processing_class, tokenizer, new="processing_class", old="tokenizer")
         self._start_idle()
         self._take_model(model)
-        check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func)
+        check_unused_by_task(self.args, self.task, compute_loss_func=compute_loss_func, count_items=count_items)
         self._check_evaluating()
         self.data_collator = data_collator or self._default_collator()
         self._resolve_hooks(given)
@@ -339,6 +342,7 @@ class Trainer:
                 label_names=self.args.label_names,
                 label_smoothing=self.args.label_smoothing_factor,
                 compute_loss_func=self.compute_loss_func,
+                count_items=self.count_items,
             )
         check_task(self.task)
         self.model: nn.Module = self.strategy.unwrap(self.task.model)
@@ -850,9 +854,19 @@ class Trainer:
             spill_dir=self.spill_dir,
             returns_predictions=not is_replaced,
         )
+        plain = self.task if isinstance(self.task, ModelTask) else None
+        search = self._shares.search
+
+        def weights(batch: Any) -> Any:
+            assert plain is not None
+            search.look_at(batch)
+            return plain.weights(batch)
+
         slots = EvaluateSlots(
             evaluate_batch=evaluate_batch,
-            count_items=self.task.count_items,
+            count_items=self.task.count_items if plain is None else weights,
+            kinds=("",) if plain is None else plain.kinds,
+            choose_kind=None if plain is None else search.agree,
             compute_metrics=None if loss_only else self.compute_metrics,
             needs_labels=not is_prediction,
             preprocess_logits=self.preprocess_logits_for_metrics,
@@ -1206,13 +1220,15 @@ class Trainer:
             mode.enter(model)
         if mode is not None and mode.train_weights is not None:
             mode.train_weights()
+        shares = self._shares if self._shares.is_on else None
+        # Of the batch as it was counted: overrides may return another, and pop its labels.
+        share = 1 if shares is None else shares.share_of(inputs, num_items_in_batch)
+        num_items = num_items_in_batch if shares is None else shares.noted(num_items_in_batch)
         inputs = self._prepare_inputs(inputs)
-        # Before compute_loss, whose overrides may pop the labels.
-        share = self._shares.of(inputs, num_items_in_batch) if self._shares.is_on else None
         with self.compute_loss_context_manager():
-            loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        if share is not None:
-            loss = self._shares.weigh(loss, share)
+            loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items)
+        if shares is not None:
+            loss = shares.weigh(loss, share, num_items_in_batch)
         self._backward(loss)
         return loss.detach()
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hftrain.core.errors import TaskError, explain
 from hftrain.core.log import get_logger
-from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import batch_size_of
 from hftrain.task.introspect import takes_item_count
+from hftrain.task.items import SAMPLES, SUM
 from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule
+from hftrain.task.noted import Note, NotedCount
+from hftrain.trainer.means import MeanSearch
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -22,9 +24,11 @@ logger = get_logger(__name__)
 
 Count = int | torch.Tensor
 
+_SEES_COUNT = ("get_batch_samples", "_get_num_items_in_batch", "training_step", "compute_loss")
+
 
 class LossShares:
-    """Decide once per run whether items are counted and losses weighed, and do it.
+    """Count the items of a step, and multiply each micro-batch's loss by its share of them.
 
     Args:
         trainer: Its task counts the items; its arguments and hooks say who divides.
@@ -33,29 +37,44 @@ class LossShares:
     def __init__(self, trainer: Trainer) -> None:
         args = trainer.args
         self.trainer = trainer
+        self.plain = trainer.task if isinstance(trainer.task, ModelTask) else None
         self.num_ranks = trainer.strategy.world_size if args.average_tokens_across_devices else 1
+        self.is_on = args.gradient_accumulation_steps > 1 or self.num_ranks > 1
+        self.search = MeanSearch(trainer)
         function = trainer.compute_loss_func if callable(trainer.compute_loss_func) else None
+        is_overridden = trainer._is_overridden("compute_loss")
         # What an override of compute_loss returns is divided already if it says so, or leaves a mark in the place of
         # the function, as other libraries do.
         says = getattr(trainer, "loss_is_scaled_for_ga", None)
         is_marked = trainer.compute_loss_func is not None and function is None
-        self.is_divided = bool(is_marked if says is None else says) and trainer._is_overridden("compute_loss")
+        self.is_divided = bool(is_marked if says is None else says) and is_overridden
+        # Whoever computes the loss in the user's code is handed the count, and may or may not divide by it.
+        self._is_users = is_overridden or function is not None
         divides = (
             takes_item_count(function)
             if function is not None
             else trainer.model_accepts_loss_kwargs or args.label_smoothing_factor
         )
-        self.may_divide = bool(divides and trainer._loss_takes_count and isinstance(trainer.task, ModelTask))
-        self.is_on = args.gradient_accumulation_steps > 1 or self.num_ranks > 1
+        self._may_divide = bool(divides and trainer._loss_takes_count and self.plain is not None)
+        self._is_read = function is not None or any(map(trainer._is_overridden, _SEES_COUNT))
         self._does_divide: bool | None = None
+        self._note: Note | None = None
         self._window_samples = 1
-        if isinstance(trainer.task, ModelTask):
-            trainer.task.accepts_item_count = trainer.model_accepts_loss_kwargs
+        self._counted: dict[int, tuple[Any, Count]] = {}
+        self._total: Count | None = None
+        self._wait: Callable[[], Any] | None = None
+        if self.plain is not None:
+            self.plain.accepts_item_count = trainer.model_accepts_loss_kwargs
+            # Its copies divide exactly by a count; their means are weighed by samples.
+            self.plain.keeps_count = getattr(trainer.strategy, "num_devices", 1) > 1
+
+    # -- counting --------------------------------------------------------------------------------------------------
 
     def take(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Count | None]:
         """Take a step's micro-batches, and note how many samples they hold for losses that nothing else weighs."""
+        self._total, self._counted = None, {}
         taken = self.trainer._slot_get_batch_samples(epoch_iterator, num_batches, device)
         if not isinstance(taken, (tuple, list)) or len(taken) != 2 or not isinstance(taken[0], (list, tuple)):
             raise TaskError(
@@ -73,61 +92,99 @@ class LossShares:
 
     def count(self, batches: list[Any], device: torch.device | None) -> Count | None:
         """Return the items of a step, over all ranks if asked for; None where nobody needs them. Collective."""
-        if not batches or not (self.is_on or self.may_divide or self.is_divided):
+        if not batches or not (self.is_on or self._may_divide or self.is_divided):
             return None
+        task = self.plain
+        if task is not None:
+            self.search.look(batches)
+            if (self._may_divide or self.is_divided) and not all(map(task.label_key, batches)):
+                return None
+            if not (self.is_on or self._is_users or task.label_smoothing or task.gives_count):
+                return None
+        counts = [self._items_of(batch) for batch in batches]
+        self._counted = {id(batch): (batch, count) for batch, count in zip(batches, counts, strict=True)}
+        self._total, wait = self._sum(counts, device)
+        if self._is_read or (task is not None and (task.label_smoothing or task.gives_count)):
+            wait()
+        else:
+            # Nobody reads it before the loss is weighed, so the exchange and the forward pass overlap.
+            self._wait = wait
+        if task is None or not self._is_read or task.kind not in (SAMPLES, SUM):
+            return self._total
+        # The documented count, which the user's code may divide by.
+        labels, wait = self._sum([task.count_labels(batch) for batch in batches], device)
+        wait()
+        return labels
+
+    def _items_of(self, batch: Any) -> Count:
         task = self.trainer.task
-        needs_labels = self.may_divide or self.is_divided
-        if needs_labels and isinstance(task, ModelTask) and not all(map(task.label_key, batches)):
-            return None
-        num_items: Any = sum(task.count_items(batch) for batch in batches)
-        if self.num_ranks > 1:
-            num_items = self.trainer.strategy.reduce(torch.as_tensor(num_items, device=device), op="sum")
-        return num_items  # type: ignore[no-any-return]
+        is_countable = self.plain is not None or type(task).count_items is not TaskModule.count_items
+        if is_countable or self.trainer.args.gradient_accumulation_steps > 1 or batch_size_of(batch) is not None:
+            return task.count_items(batch)
+        # As DDP weighs it by itself.
+        return 1
 
-    @staticmethod
-    def weigh(loss: torch.Tensor, share: tuple[Any, Any]) -> torch.Tensor:
-        """Multiply a loss by its share; one that is a mean over no item (NaN) has none."""
-        # In this order, so that the counts take the loss's floating-point type.
-        weighed = loss * share[0] / share[1]
-        return torch.where(share[0] > 0, weighed, 0.0) if isinstance(share[0], torch.Tensor) else weighed
+    def _sum(self, counts: list[Any], device: torch.device | None) -> tuple[Count, Callable[[], Any]]:
+        total = sum(counts)
+        if self.num_ranks == 1:
+            return total, lambda: None
+        return self.trainer.strategy.reduce_later(torch.as_tensor(total, device=device))
 
-    def of(self, inputs: Any, num_items: Count | None) -> tuple[Any, Any]:
-        """Return the fraction, as numerator and denominator, that a micro-batch's loss is multiplied by.
+    # -- weighing --------------------------------------------------------------------------------------------------
 
-        DDP averages gradients over ranks: where the count is over all ranks, the fraction takes that back.
+    def share_of(self, batch: Any, num_items: Count | None) -> Count:
+        """Return what a micro-batch weighs: as it was counted, before anything was made of it."""
+        if num_items is None:
+            return batch_size_of(batch) or 1
+        counted = self._counted.get(id(batch))
+        return self._items_of(batch) if counted is None or counted[0] is not batch else counted[1]
+
+    def noted(self, num_items: Count | None) -> Count | None:
+        """Return the count to hand to `compute_loss`: for the user's code, the first notes what becomes of it."""
+        is_new = self._does_divide is None and self._is_users and num_items is not None
+        if not is_new or self.is_divided or not self.trainer._loss_takes_count:
+            return num_items
+        if self.trainer._is_overridden("compute_loss") and self.trainer.compiler.config is not None:
+            # What is compiled cannot take notes.
+            self._does_divide = self._may_divide
+            return num_items
+        self._note = Note()
+        return NotedCount.make(num_items, self._note)  # type: ignore[arg-type]
+
+    def weigh(self, loss: torch.Tensor, share: Count, num_items: Count | None) -> torch.Tensor:
+        """Multiply a loss by its share of the step; one that is a mean over no item (NaN) has none.
+
+        DDP averages gradients over ranks: where the count is over all ranks, that is taken back.
         """
         if self.is_divided:
-            return 1, 1
+            return loss
         if num_items is None:
-            return batch_size_of(inputs) or 1, self._window_samples
-        if self.may_divide and self._divides(inputs, num_items):
-            return self.num_ranks, 1
-        return self.trainer.task.count_items(inputs) * self.num_ranks, num_items
+            return loss * share / self._window_samples
+        if self._divides():
+            return loss * self.num_ranks
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+        total = num_items if self._total is None else self._total
+        if not isinstance(share, torch.Tensor):
+            return loss * (share * self.num_ranks) / total
+        share = share.to(loss.device, non_blocking=True)
+        # In this order, so that the counts take the loss's floating-point type.
+        return torch.where(share > 0, loss * (share * self.num_ranks) / total, 0.0)
 
-    def _divides(self, inputs: Any, num_items: Count) -> bool:
-        """Find out, once per run, whether the loss divides by the item count it is given; collective until known.
-
-        Many transformers models, and many functions, take the count and ignore it: only the loss itself tells. While
-        it does not (every rank's is 0 or NaN), it is taken for a mean, as one over no item has to be.
-        """
-        trainer = self.trainer
+    def _divides(self) -> bool:
+        """Tell whether the loss is divided by the item count already; collective the first time, for a user's loss."""
+        if not self._is_users:
+            return self.plain is not None and bool(self.plain.label_smoothing or self.plain.gives_count)
         if self._does_divide is None:
-            losses = []
-            with trainer._evaluating("eval", casts=False), torch.no_grad(), trainer.compute_loss_context_manager():
-                for count in (num_items, 2 * num_items):
-                    with preserved_rng():
-                        # The task's, for a split model is called from outside; a copy, for overrides may pop labels.
-                        loss = trainer._slot_compute_loss(trainer.task.model, dict(inputs), num_items_in_batch=count)
-                        losses.append(float(loss))
-            # A loss of 0 or NaN tells nothing; then another rank or the next micro-batch may.
-            tells = math.isfinite(losses[0]) and losses[0] != 0
-            verdict = 0 if not tells else 1 if math.isclose(*losses, rel_tol=1e-2) else 2
-            device = trainer.strategy.device
-            verdict = int(trainer.strategy.reduce(torch.tensor(verdict, device=device), op="max"))
-            self._does_divide = None if verdict == 0 else verdict == 2
-            if verdict == 1 and trainer.compute_loss_func is not None:
+            note, trainer = self._note or Note(), self.trainer
+            divides = note.is_read if note.divides is None else note.divides
+            self._does_divide = not trainer.strategy.all_true(not divides)
+            self._note = None
+            function = trainer.compute_loss_func
+            if callable(function) and takes_item_count(function) and not self._does_divide:
                 logger.warning(
-                    "compute_loss_func takes num_items_in_batch, but its loss does not change with it: it is taken for "
-                    "the mean over a micro-batch's items. A sum must be divided by num_items_in_batch."
+                    "compute_loss_func takes num_items_in_batch and does not use it: its loss is taken for the mean "
+                    "over a micro-batch's items. A sum must be divided by num_items_in_batch."
                 )
-        return bool(self._does_divide)
+        return self._does_divide

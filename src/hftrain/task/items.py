@@ -1,0 +1,207 @@
+"""What a model's loss is a mean over: found by comparing the loss of two samples with the losses of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+LABELS, SHIFTED, SAMPLES, SUM = "labels", "shifted_labels", "samples", "sum"
+KINDS = (LABELS, SHIFTED, SAMPLES, SUM)
+
+
+@dataclass(frozen=True, slots=True)
+class MeanOver:
+    """What a loss is a mean over.
+
+    Args:
+        kind: One of `KINDS`; ``"sum"`` is a loss that adds up over samples.
+        needs_count: The model's loss is such a mean only if it is given the number of items to divide by.
+        is_exact: Whether that reproduces the loss, rather than being the nearest.
+        is_final: Whether it was found, rather than assumed until a batch tells.
+    """
+
+    kind: str
+    needs_count: bool = False
+    is_exact: bool = True
+    is_final: bool = True
+
+    def code(self) -> int:
+        """Return a number for processes to exchange, of which the largest wins."""
+        return 16 * self.is_final + 4 * KINDS.index(self.kind) + 2 * self.needs_count + (not self.is_exact)
+
+    @classmethod
+    def from_code(cls, code: int) -> MeanOver:
+        """Return what `code` stands for."""
+        index, flags = divmod(code % 16, 4)
+        return cls(KINDS[index], needs_count=bool(flags & 2), is_exact=not flags & 1, is_final=code >= 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two samples of a batch with unequal numbers of items.
+
+    Args:
+        one: A batch of the first sample; the whole batch where it cannot be cut.
+        other: A batch of the second; None where there is none.
+        both: A batch of the two.
+        twice: A batch of the first, repeated.
+    """
+
+    one: Any
+    other: Any = None
+    both: Any = None
+    twice: Any = None
+
+    def filled(self) -> Pair:
+        """Return a pair that takes as many losses as any other, for processes that share a model."""
+        return self if self.other is not None else Pair(self.one, self.one, self.one, self.one)
+
+
+def pick_pair(batch: Any, labels_BxT: torch.Tensor | None, ignored: Sequence[int], *, even: bool) -> Pair | None:
+    """Take the samples with the most and the fewest labels out of a batch.
+
+    Args:
+        batch: The batch.
+        labels_BxT: Its labels, one for each position; None where each sample is one item.
+        ignored: Labels that do not count.
+        even: Whether a batch helps whose samples hold equally many.
+
+    Returns:
+        None where the batch tells nothing.
+    """
+    size = _size_of(batch) if labels_BxT is None else len(labels_BxT)
+    first, last = 0, size - 1
+    is_uneven = labels_BxT is None and size > 1
+    if labels_BxT is not None:
+        counts = counted(labels_BxT, ignored).flatten(1).sum(1).tolist()
+        full = [index for index, count in enumerate(counts) if count]
+        if not full:
+            return None
+        first, last = max(full, key=counts.__getitem__), min(full, key=counts.__getitem__)
+        is_uneven = counts[first] != counts[last]
+    if not (is_uneven or even) or not size:
+        return None
+    parts = [take_samples(batch, indices, size) for indices in ([first], [last], [first, last], [first, first])]
+    if any(part is None for part in parts):
+        return Pair(batch) if even else None
+    return Pair(*parts) if is_uneven else Pair(parts[0])
+
+
+def counted(labels: torch.Tensor, ignored: Sequence[int]) -> torch.Tensor:
+    """Return which labels count, as booleans."""
+    counts = labels != ignored[0]
+    for label in ignored[1:]:
+        counts = counts & (labels != label)
+    return counts
+
+
+def take_samples(batch: Any, indices: list[int], size: int) -> Any:
+    """Return a batch of some samples of a batch of `size`; None where something in it is not one entry per sample."""
+    if isinstance(batch, torch.Tensor):
+        return batch if not batch.dim() else batch[indices] if len(batch) == size else None
+    if isinstance(batch, Mapping):
+        items = {name: (take_samples(value, indices, size), value) for name, value in batch.items()}
+        if any(part is None and value is not None for part, value in items.values()):
+            return None
+        return {name: part for name, (part, _) in items.items()}
+    if isinstance(batch, (list, tuple)):
+        return [batch[index] for index in indices] if len(batch) == size else None
+    return batch
+
+
+def find_mean(
+    pair: Pair,
+    loss_of: Callable[[Any, int | None], float],
+    *,
+    rule: str,
+    kinds: Sequence[str],
+    count: Callable[[str, Any], int],
+    takes_count: bool,
+    is_rough: bool,
+) -> MeanOver:
+    """Find what a loss is a mean over.
+
+    Args:
+        pair: The samples.
+        loss_of: Returns the loss of a batch, given a number of items to divide by or None. Called equally often,
+            whatever it returns, so that processes that share a model stay together.
+        rule: What is assumed where these samples do not tell.
+        kinds: What to consider; the first is taken where several fit.
+        count: kind, batch -> its number of items.
+        takes_count: Whether `loss_of` may make use of the number.
+        is_rough: Whether it computes in 16 bits.
+
+    Raises:
+        Exception: What `loss_of` raises when it is given no number, unless it needs one.
+    """
+    counts = {kind: count(kind, pair.one) for kind in kinds}
+    assumed, divided = MeanOver(rule, is_final=False), False
+    if takes_count:
+        number = max(counts[kinds[0]], 1)
+        with_count, with_twice = loss_of(pair.one, number), loss_of(pair.one, 2 * number)
+        total = 2 * number * (with_count - with_twice)
+        divided = math.isfinite(total) and not _is_close(with_count, with_twice, 1e-3)
+    needs_count = MeanOver(rule, needs_count=True)
+    try:
+        one, again = loss_of(pair.one, None), loss_of(pair.one, None)
+        rest = [loss_of(batch, None) for batch in (pair.other, pair.both, pair.twice) if batch is not None]
+    except Exception:
+        if not divided:
+            raise
+        return needs_count
+    if not math.isfinite(one):
+        return needs_count if divided else assumed
+    if not _is_close(one, again, 1e-3 if is_rough else 1e-6):
+        # It draws random numbers of its own, so that two losses cannot be compared.
+        return needs_count if divided else MeanOver(rule)
+    if divided:
+        # What is left of the loss as the number grows is not divided: a router's loss, say.
+        items = total / ((one - (2 * with_twice - with_count)) or math.nan)
+        return _nearest_count(items, counts, is_rough=is_rough) or needs_count
+    if not rest or not all(map(math.isfinite, rest)):
+        return assumed
+    ratios = {kind: counts[kind] / max(counts[kind] + count(kind, pair.other), 1) for kind in kinds}
+    return _compare(one, *rest, ratios=ratios, epsilon=1e-4 if is_rough else 1e-6) or assumed
+
+
+def _nearest_count(items: float, counts: Mapping[str, int], *, is_rough: bool) -> MeanOver | None:
+    if not math.isfinite(items):
+        return None
+    errors = {kind: abs(items - number) for kind, number in counts.items()}
+    tolerance = max(0.25, (5e-3 if is_rough else 1e-4) * items)
+    return next((MeanOver(kind) for kind, error in errors.items() if error <= tolerance), None)
+
+
+def _compare(
+    one: float, other: float, both: float, twice: float, *, ratios: Mapping[str, float], epsilon: float
+) -> MeanOver | None:
+    """Find the first sample's part in the loss of both, and whose ratio of items that is."""
+    scale, gap = max(abs(one), abs(other)), abs(one - other)
+    if abs(twice - 2 * one) <= 1e-2 * scale and abs(both - one - other) <= 1e-2 * scale:
+        return MeanOver(SUM) if scale else None
+    noise = abs(twice - one)
+    if noise > 1e-2 * scale:
+        # The same sample twice has another loss: samples are compared with each other.
+        return MeanOver(SAMPLES, is_exact=False)
+    noise = max(noise, epsilon * scale)
+    if gap < 20 * noise:
+        return None
+    part, doubt = (both - other) / (one - other), max(4 * noise / gap, 1e-3)
+    errors = {kind: abs(part - ratio) for kind, ratio in ratios.items()}
+    best = next((kind for kind, error in errors.items() if error <= doubt), min(errors, key=errors.__getitem__))
+    others = [abs(ratio - ratios[best]) for ratio in ratios.values() if abs(ratio - ratios[best]) > 1e-9]
+    is_exact = errors[best] <= max(doubt, min(others, default=0.0) / 4)
+    return MeanOver(best if is_exact or -doubt <= part <= 1 + doubt else SAMPLES, is_exact=is_exact)
+
+
+def _is_close(one: float, other: float, tolerance: float) -> bool:
+    return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-12)
+
+
+def _size_of(batch: Any) -> int:
+    values = batch.values() if isinstance(batch, Mapping) else [batch]
+    return next((len(value) for value in values if isinstance(value, torch.Tensor) and value.dim()), 0)

@@ -1,0 +1,200 @@
+"""Whatever a model's loss is a mean over: gradients do not depend on the split, nor `eval_loss` on the batch size."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Rows, make_arguments
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from hftrain import ConfigError, Trainer, TrainerCallback, set_seed
+
+NUM_CLASSES, LENGTH, NUM_ROWS = 7, 6, 8
+
+
+class Words(nn.Module):
+    """The mean over labels, in a model of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, NUM_CLASSES).double()
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls: list[bool] = []
+        self.num_calls = 0
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        self.seen += 1
+        self.num_calls += 1
+        self.calls.append(self.training)
+        logits = self.layer(x)
+        return {"loss": self.loss(logits, labels, **kwargs), "logits": logits}
+
+
+class PerSample(Words):
+    """The mean over samples of each one's own mean, as CTC has it."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        each = cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1)
+        return (each / (labels != -100).sum(1).clamp(min=1)).mean()
+
+
+class Shifts(Words):
+    """Predicts the next label, which its name does not tell."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Divides(Shifts):
+    """The same, divided by the count it is given, with a part that is not divided."""
+
+    accepts_loss_kwargs = True
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        count = kwargs.get("num_items_in_batch")
+        total = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return total / ((labels[:, 1:] != -100).sum() if count is None else count) + self.layer.weight.square().mean()
+
+
+class NeedsCount(Words):
+    """Gives a sum unless it is given a count."""
+
+    accepts_loss_kwargs = True
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        total = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return total / kwargs["num_items_in_batch"]
+
+
+class Sums(Words):
+    """The sum over labels."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class Contrasts(Words):
+    """Compares the samples of a batch with each other."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        features = logits.mean(1)
+        return cross_entropy(features @ features.T, torch.arange(len(features)))
+
+
+def make_rows(num: int = NUM_ROWS) -> Rows:
+    """Return sequences of 2 to 6 labels."""
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for index in range(num):
+        labels = torch.randint(0, NUM_CLASSES, (LENGTH,), generator=generator)
+        labels[2 + index * 3 % (LENGTH - 1) :] = -100
+        rows.append({"x": 3 * torch.randn(LENGTH, 3, generator=generator, dtype=torch.float64), "labels": labels})
+    return rows
+
+
+def batch_of(rows: Rows) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def make_model(kind: type[Words]) -> Words:
+    set_seed(0)
+    return kind()
+
+
+def whole(kind: type[Words]) -> tuple[float, torch.Tensor]:
+    """Return the loss of all samples in one batch, and its gradient."""
+    model, batch = make_model(kind), batch_of(make_rows())
+    count = {"num_items_in_batch": (batch["labels"] != -100).sum()} if kind is NeedsCount else {}
+    loss = model(**batch, **count)["loss"]
+    loss.backward()
+    return loss.item(), gradient_of(model)
+
+
+def gradient_of(model: Words) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone()
+
+
+def gradient(folder: Path, kind: type[Words], *, size: int, **options: Any) -> torch.Tensor:
+    """Return the gradient of the first step of a run, over all samples."""
+    found: list[torch.Tensor] = []
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            found.append(gradient_of(model))
+
+    arguments = make_arguments(
+        folder, per_device_train_batch_size=size, gradient_accumulation_steps=NUM_ROWS // size, max_steps=1,
+        max_grad_norm=0.0, learning_rate=0.0,
+    )  # fmt: skip
+    Trainer(make_model(kind), arguments, train_dataset=make_rows(), callbacks=[Keep], **options).train()
+    return found[0]
+
+
+def eval_losses(folder: Path, kind: type[Words], **options: Any) -> list[float]:
+    losses = []
+    for size in (2, 3, 8):
+        arguments = make_arguments(folder, per_device_eval_batch_size=size)
+        losses.append(Trainer(make_model(kind), arguments, eval_dataset=make_rows(), **options).evaluate()["eval_loss"])
+    return losses
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("kind", [Words, PerSample, Shifts, Divides, NeedsCount])
+def test_gradient_is_that_of_the_whole_batch(tmp_path: Path, kind: type[Words], size: int) -> None:
+    torch.testing.assert_close(gradient(tmp_path, kind, size=size), whole(kind)[1], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [Words, PerSample, Shifts, Divides])
+def test_eval_loss_is_that_of_the_whole_set(tmp_path: Path, kind: type[Words]) -> None:
+    assert eval_losses(tmp_path, kind) == pytest.approx([whole(kind)[0]] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_sum_is_averaged_over_micro_batches_and_reported_per_sample(tmp_path: Path, size: int) -> None:
+    loss, expected = whole(Sums)
+    found = gradient(tmp_path, Sums, size=size, **({"count_items": "sum"} if size == 1 else {}))
+    torch.testing.assert_close(found, expected * size / NUM_ROWS)
+    assert eval_losses(tmp_path, Sums) == pytest.approx([loss / NUM_ROWS] * 3)
+
+
+def test_contrastive_loss_is_weighed_by_samples_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows, model = make_rows(), make_model(Contrasts)
+    with caplog.at_level(logging.WARNING, "hftrain"):
+        found = eval_losses(tmp_path, Contrasts)
+    of_3 = [model(**batch_of(rows[start : start + 3]))["loss"].item() for start in (0, 3, 6)]
+    assert found[1] == pytest.approx((3 * of_3[0] + 3 * of_3[1] + 2 * of_3[2]) / 8)
+    assert caplog.text.count("The loss of Contrasts is not the mean over samples or labels") == 3
+
+
+def test_user_says_what_the_loss_is_a_mean_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = [eval_losses(tmp_path, Words, count_items=rule) for rule in ("samples", lambda batch: len(batch["x"]))]
+    rows, model = make_rows(), make_model(Words)
+    parts = [model(**batch_of(rows[start : start + 2]))["loss"].item() for start in range(0, 8, 2)]
+    assert found[0] == found[1]
+    assert found[0][0] == pytest.approx(sum(parts) / 4)
+    assert not caplog.records
+    with pytest.raises(ConfigError, match=r"count_items='label'.*'labels'"):
+        eval_losses(tmp_path, Words, count_items="label")
+
+
+@pytest.mark.parametrize("kind", [Words, PerSample, Divides])
+def test_search_leaves_no_trace(tmp_path: Path, kind: type[Words]) -> None:
+    model = make_model(kind)
+    arguments = make_arguments(
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, learning_rate=0.0
+    )
+    before = torch.get_rng_state()
+    trainer = Trainer(model, arguments, train_dataset=make_rows(), eval_dataset=make_rows())
+    trainer.evaluate()
+    assert (float(model.seen), model.num_calls) == (2, 2)
+    trainer.train()
+    assert (float(model.seen), model.num_calls, model.calls) == (6, 6, [False] * 2 + [True] * 4)
+    assert before.shape == torch.get_rng_state().shape

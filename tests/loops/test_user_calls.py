@@ -1,0 +1,78 @@
+"""What a user wrote is called for the run's own batches, as often as the documentation says and never in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.tiny import Net, Rows, make_arguments, make_rows
+from torch.utils.data import Dataset, default_collate
+
+from hftrain import Trainer
+
+
+class Reads(Dataset[dict[str, torch.Tensor]]):
+    """Remembers which samples were read."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.read.append(index)
+        return self.rows[index]
+
+
+class Calls(Trainer):
+    """Remembers in which mode its hooks were called."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.calls: list[str] = []
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(f"loss {'train' if model.training else 'eval'}")
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        self.calls.append("prepare")
+        return super()._prepare_inputs(inputs)
+
+
+def test_hooks_functions_and_data_are_called_for_the_runs_own_batches_only(tmp_path: Path) -> None:
+    data, evaluated, sizes = Reads(make_rows(16)), Reads(make_rows(6, seed=2)), []
+
+    def collate(samples: list[Any]) -> Any:
+        sizes.append(len(samples))
+        return default_collate(samples)
+
+    def loss_of(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        trainer.calls.append("function")
+        total = torch.nn.functional.cross_entropy(outputs[0], labels, reduction="sum")
+        return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        trainer.calls.append(f"metrics of {len(prediction.label_ids)}")
+        return {"score": 1.0}
+
+    def preprocess(logits: Any, labels: Any) -> Any:
+        trainer.calls.append("preprocess")
+        return logits
+
+    arguments = make_arguments(
+        tmp_path, num_train_epochs=1, gradient_accumulation_steps=2, eval_strategy="epoch",
+        metric_for_best_model="score", save_strategy="epoch", load_best_model_at_end=True,
+    )  # fmt: skip
+    trainer = Calls(
+        Net(), arguments, train_dataset=data, eval_dataset=evaluated, data_collator=collate,
+        compute_loss_func=loss_of, compute_metrics=metrics, preprocess_logits_for_metrics=preprocess,
+    )  # fmt: skip
+    trainer.train()
+    of_evaluation = ["prepare", "loss eval", "function", "preprocess"] * 2
+    assert trainer.calls == [*["prepare", "loss train", "function"] * 4, *of_evaluation, "metrics of 6"]
+    assert (sorted(data.read), evaluated.read) == (list(range(16)), list(range(6)))
+    assert sizes == [4, 4, 4, 4, 4, 2]
