@@ -253,6 +253,33 @@ def test_a_subclass_with_a_weighted_loss_and_even_batches(tmp_path, accumulation
     assert_parity([ours, theirs])
 
 
+def generating(trainer: Any) -> Any:
+    """Return a Trainer that makes another batch of what it is given, as those do that generate completions."""
+
+    class GeneratingTrainer(trainer):
+        model_accepts_loss_kwargs = False
+
+        def _prepare_inputs(self, inputs):
+            inputs = super()._prepare_inputs(inputs)
+            return {name: torch.cat([value, value, value]) for name, value in inputs.items()}
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            self.model_accepts_loss_kwargs = False  # set again when the model is looked at
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    return GeneratingTrainer
+
+
+def test_a_subclass_that_makes_batches_of_another_size(tmp_path):
+    rows = make_rows("bert", 24)
+    options = {"learning_rate": 1e-3, "gradient_accumulation_steps": 3, "kind": generating}
+    assert_parity(both(tmp_path, "bert", rows, **options))
+
+
 def test_label_smoothing_of_labels_that_are_no_classes_is_refused(tmp_path):
     # transformers switches the smoothing off here, with a warning.
     model = make_model("bert", problem_type="multi_label_classification")

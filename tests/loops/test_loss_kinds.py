@@ -198,3 +198,45 @@ def test_search_leaves_no_trace(tmp_path: Path, kind: type[Words]) -> None:
     trainer.train()
     assert (float(model.seen), model.num_calls, model.calls) == (6, 6, [False] * 2 + [True] * 4)
     assert before.shape == torch.get_rng_state().shape
+
+
+class Multiplies(Trainer):
+    """Makes other batches than it is given, as trainers that generate completions do."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        return {name: torch.cat([value] * 3) for name, value in prepared.items()}
+
+
+class FromText(Multiplies):
+    """The same, from samples that hold no tensor."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        rows = full_rows()
+        return super()._prepare_inputs(batch_of([rows[int(row["name"])] for row in inputs]))
+
+
+def full_rows() -> Rows:
+    """Return sequences whose labels all count."""
+    return [{**row, "labels": row["labels"].clamp(min=0)} for row in make_rows()]
+
+
+@pytest.mark.parametrize("kind", [Multiplies, FromText])
+def test_batches_of_another_size_train_with_the_full_gradient(tmp_path: Path, kind: type[Trainer]) -> None:
+    model, found = make_model(Words), []
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            found.append(gradient_of(model))
+
+    arguments = make_arguments(
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1, max_grad_norm=0.0,
+        learning_rate=0.0, remove_unused_columns=False,
+    )  # fmt: skip
+    rows: Any = full_rows() if kind is Multiplies else [{"name": str(index)} for index in range(NUM_ROWS)]
+    own = {} if kind is Multiplies else {"data_collator": list}
+    trainer = kind(model, arguments, train_dataset=rows, callbacks=[Keep], **own)
+    trainer.train()
+    expected = make_model(Words)
+    expected(**batch_of(full_rows()))["loss"].backward()
+    torch.testing.assert_close(found[0], gradient_of(expected), rtol=1e-6, atol=1e-9)

@@ -92,7 +92,9 @@ def pick_pair(batch: Any, labels_BxT: torch.Tensor | None, ignored: Sequence[int
 
 
 def counted(labels: torch.Tensor, ignored: Sequence[int]) -> torch.Tensor:
-    """Return which labels count, as booleans."""
+    """Return which labels count, as booleans; of a mask those that are set."""
+    if labels.dtype == torch.bool:
+        return labels
     counts = labels != ignored[0]
     for label in ignored[1:]:
         counts = counts & (labels != label)
