@@ -158,3 +158,31 @@ def _rename_sharded_ddp(args: ArgumentFields) -> None:
         raise _conflict("sharded_ddp", given, "fsdp", args.fsdp)
     args.fsdp = shardings
     _deprecate("sharded_ddp", f"fsdp={' '.join(shardings)!r}")
+
+
+# What those who write from memory call settings.
+COMMON_NAMES = {
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "batch_size": "per_device_train_batch_size",
+    "clip_grad_norm": "max_grad_norm",
+    "epochs": "num_train_epochs",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "grad_accum_steps": "gradient_accumulation_steps",
+    "grad_clip": "max_grad_norm",
+    "gradient_clip_val": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "log_every_n_steps": "logging_steps",
+    "log_steps": "logging_steps",
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "max_epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "num_workers": "dataloader_num_workers",
+    "optimizer": "optim",
+    "out_dir": "output_dir",
+    "save_every": "save_steps",
+    "scheduler": "lr_scheduler_type",
+    "train_batch_size": "per_device_train_batch_size",
+    "train_epochs": "num_train_epochs",
+}

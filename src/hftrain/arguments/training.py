@@ -7,13 +7,31 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hftrain.arguments.renames import COMMON_NAMES
 from hftrain.arguments.serialization import ArgumentSerialization
 from hftrain.arguments.setters import ArgumentSetters
 from hftrain.arguments.settle import settle
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import UnknownArgumentError, explain, suggest
+from hftrain.core.lightning import TRAINER_KEYWORDS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+# Arguments of the Trainer.
+_TRAINERS = frozenset(
+    {
+        "callbacks", "compute_loss_func", "compute_metrics", "data_collator", "eval_dataset", "fast_dev_run", "loggers",
+        "model", "model_init", "optimizers", "precision", "processing_class", "save_policy", "strategy",
+        "tokenizer", "train_dataset",
+    }
+)  # fmt: skip
+_ELSEWHERE = {
+    "devices": TRAINER_KEYWORDS["devices"],
+    "early_stopping": "Pass callbacks=[EarlyStoppingCallback(...)] to the Trainer.",
+    "early_stopping_patience": "Pass callbacks=[EarlyStoppingCallback(early_stopping_patience=...)] to the Trainer.",
+    "gpus": TRAINER_KEYWORDS["gpus"],
+    "num_gpus": TRAINER_KEYWORDS["gpus"],
+}
 
 
 class _InitSignature:
@@ -66,13 +84,16 @@ def _refuse_unknown_names(cls: type, given: dict[str, Any]) -> None:
         return
     for name in given:
         if name not in known:
-            raise ConfigError(
-                explain(
-                    f"{cls.__name__}({name}=...) was asked for.",
-                    f"{cls.__name__} has no setting {name!r}.",
-                    suggest(name, known),
-                )
-            )
+            asked, reason = f"{cls.__name__}({name}=...) was asked for.", f"{cls.__name__} has no setting {name!r}."
+            raise UnknownArgumentError(explain(asked, reason, _remedy(name, known)))
+
+
+def _remedy(name: str, known: frozenset[str]) -> str:
+    if name in COMMON_NAMES:
+        return f"Did you mean {COMMON_NAMES[name]!r}?"
+    if name in _TRAINERS:
+        return f"Pass {name}=... to the Trainer."
+    return _ELSEWHERE.get(name) or suggest(name, known)
 
 
 @functools.cache

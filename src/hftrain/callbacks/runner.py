@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from hftrain.callbacks.base import TrainerCallback
+from hftrain.callbacks.checks import check_callback
 from hftrain.callbacks.spellings import CONTEXT, HandlerSpellings
 from hftrain.core.errors import CheckpointError, TaskError, explain, suggest
 from hftrain.core.events import EVENTS
@@ -187,17 +188,9 @@ class CallbackHandler(HandlerSpellings):
         self._resolve()
 
     def _append(self, callback: Any) -> None:
+        check_callback(callback)
         callback = callback() if isinstance(callback, type) else callback
         name = type(callback).__name__
-        if not any(callable(getattr(callback, event, None)) for event in EVENTS):
-            raise TaskError(
-                explain(
-                    f"{name} was given as a callback.",
-                    "It has no method that is named after an event.",
-                    f"Derive it from TrainerCallback and override one of: {', '.join(EVENTS)}.",
-                    callback=callback,
-                )
-            )
         if any(type(present) is type(callback) for present in self.callbacks):
             warnings.warn(f"There is already a {name} among the callbacks; both will be called.", stacklevel=4)
         self.callbacks.append(callback)

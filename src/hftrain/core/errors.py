@@ -15,6 +15,10 @@ class ConfigError(HFTrainError, ValueError):
     """A setting that cannot work; raised before a device or process group is touched."""
 
 
+class UnknownArgumentError(ConfigError, TypeError):
+    """A keyword that a function does not take; a `TypeError` too, which code for several versions catches."""
+
+
 class MissingDependencyError(HFTrainError, ImportError):
     """An optional package is absent or too old."""
 

@@ -1,6 +1,11 @@
-"""What Lightning's names are called here, for the errors that meet them."""
+"""What Lightning's names are called here, for the errors that meet them. Imports nothing of it."""
 
 from __future__ import annotations
+
+from typing import Any
+
+_PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
+_BASES = ("LightningModule", "LightningDataModule", "Callback")
 
 LIGHTNING_NAMES = {
     "Callback": "Use TrainerCallback.",
@@ -19,3 +24,169 @@ LIGHTNING_NAMES = {
     "WandbLogger": "Set report_to='wandb' in TrainingArguments, or use WandbCallback.",
     "seed_everything": "Use set_seed.",
 }
+
+# Lightning's events, by the event here that comes at the same time.
+_EVENTS = {
+    "on_after_backward": "on_pre_optimizer_step",
+    "on_before_optimizer_step": "on_pre_optimizer_step",
+    "on_before_zero_grad": "on_optimizer_step",
+    "on_fit_end": "on_train_end",
+    "on_fit_start": "on_train_begin",
+    "on_predict_batch_end": "on_prediction_step",
+    "on_predict_end": "on_predict",
+    "on_predict_epoch_end": "on_predict",
+    "on_save_checkpoint": "on_save",
+    "on_test_batch_end": "on_prediction_step",
+    "on_test_end": "on_evaluate",
+    "on_test_epoch_end": "on_evaluate",
+    "on_train_batch_end": "on_step_end",
+    "on_train_batch_start": "on_step_begin",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_train_epoch_start": "on_epoch_begin",
+    "on_train_start": "on_train_begin",
+    "on_validation_batch_end": "on_prediction_step",
+    "on_validation_end": "on_evaluate",
+    "on_validation_epoch_end": "on_evaluate",
+}
+# Its events that nothing here corresponds to, and what to do.
+_OTHER_EVENTS = {
+    "on_before_backward": "Override training_step of a Trainer subclass.",
+    "on_exception": "Put train() into try and except.",
+    "on_load_checkpoint": "Derive a callback from ExportableState too, whose state is in each checkpoint.",
+    **dict.fromkeys(
+        (
+            "on_predict_batch_start", "on_predict_epoch_start", "on_predict_start", "on_sanity_check_end",
+            "on_sanity_check_start", "on_test_batch_start", "on_test_epoch_start", "on_test_start",
+            "on_validation_batch_start", "on_validation_epoch_start", "on_validation_start",
+        ),
+        "Override evaluate() or prediction_step() of a Trainer subclass.",
+    ),
+}  # fmt: skip
+# What those who know Keras, or write from memory, call events.
+_MISNOMERS = {
+    "on_batch_begin": "on_step_begin",
+    "on_batch_end": "on_step_end",
+    "on_batch_start": "on_step_begin",
+    "on_checkpoint_save": "on_save",
+    "on_epoch_start": "on_epoch_begin",
+    "on_eval": "on_evaluate",
+    "on_eval_end": "on_evaluate",
+    "on_evaluate_end": "on_evaluate",
+    "on_evaluation": "on_evaluate",
+    "on_evaluation_end": "on_evaluate",
+    "on_logging": "on_log",
+    "on_save_end": "on_save",
+    "on_step_start": "on_step_begin",
+}
+
+# Methods of a callback that nothing calls, and what to do.
+CALLBACK_METHODS = {
+    **{
+        name: f"Define {event}(self, args, state, control, **kwargs)."
+        for name, event in {**_EVENTS, **_MISNOMERS}.items()
+    },
+    **_OTHER_EVENTS,
+    "on_save_checkpoint": "Define on_save, or derive from ExportableState too, whose state is in each checkpoint.",
+}
+
+_EVALUATES = "Define evaluation_step(self, batch); a torchmetrics child of the task sums over batches."
+# Methods of a module, and what to do.
+MODULE_METHODS = {
+    **{name: f"Do it in {event} of a TrainerCallback." for name, event in _EVENTS.items()},
+    **_OTHER_EVENTS,
+    "configure_callbacks": "Pass callbacks=[...] to the Trainer.",
+    "configure_gradient_clipping": "Set max_grad_norm in TrainingArguments.",
+    "configure_model": "Build the network in __init__, as self.model.",
+    "configure_sharded_model": "Build the network in __init__, as self.model.",
+    "eval_step": "Define evaluation_step(self, batch).",
+    "evaluate_step": "Define evaluation_step(self, batch).",
+    "lr_scheduler_step": "Return the schedule from configure_optimizers; it is stepped once per update.",
+    "on_after_batch_transfer": "Do it at the start of the step, or in the collator.",
+    "on_before_batch_transfer": "Do it in the collator.",
+    "on_save_checkpoint": "Keep the state in a buffer of self.model, or in a callback that is an ExportableState.",
+    "optimizer_step": "Do it in on_pre_optimizer_step or on_optimizer_step of a TrainerCallback.",
+    "optimizer_zero_grad": "Leave it out: gradients are set to None after each update.",
+    "predict_dataloader": "Pass the dataset to predict().",
+    "predict_step": "Define prediction_step(self, batch).",
+    "test_dataloader": "Pass the dataset to evaluate() or predict().",
+    "test_epoch_end": "Do it in on_evaluate of a TrainerCallback.",
+    "test_step": "evaluation_step serves test sets too: trainer.evaluate(test_set, metric_key_prefix='test').",
+    "test_step_end": _EVALUATES,
+    "train_dataloader": "Pass train_dataset to the Trainer, or override its get_train_dataloader.",
+    "train_step": "Define training_step(self, batch).",
+    "training_epoch_end": "Do it in on_epoch_end of a TrainerCallback.",
+    "training_step_end": "Do it at the end of training_step(self, batch).",
+    "transfer_batch_to_device": "Override _prepare_inputs of a Trainer subclass.",
+    "val_dataloader": "Pass eval_dataset to the Trainer, or override its get_eval_dataloader.",
+    "val_step": "Define evaluation_step(self, batch).",
+    "valid_step": "Define evaluation_step(self, batch).",
+    "validation_epoch_end": "Do it in on_evaluate of a TrainerCallback.",
+    "validation_step": "Rename it to evaluation_step(self, batch).",
+    "validation_step_end": _EVALUATES,
+}
+
+# Attributes of a module that its methods use, and what to do.
+MODULE_ATTRIBUTES = {
+    "all_gather": "Return the values as outputs, which are gathered over processes.",
+    "current_epoch": "A TrainerCallback gets it as state.epoch.",
+    "device": "The batch is on the device already; make new tensors with device=batch[...].device.",
+    "global_step": "A TrainerCallback gets it as state.global_step.",
+    "hparams": "Keep settings as attributes in __init__.",
+    "log": "Return StepOutput(loss=loss, logs={'name': value}).",
+    "log_dict": "Return StepOutput(loss=loss, logs={'name': value, ...}).",
+    "logger": "Return StepOutput(loss=loss, logs={...}), which every tracker gets.",
+    "lr_schedulers": "A TrainerCallback gets it as lr_scheduler.",
+    "manual_backward": "Return the loss; the Trainer runs the backward pass.",
+    "optimizers": "Return the loss; the Trainer steps the optimizer. A TrainerCallback gets it as optimizer.",
+    "save_hyperparameters": "Keep settings as attributes in __init__.",
+    "trainer": "A task does not know its Trainer; a TrainerCallback gets args, state and control.",
+}
+
+# Keywords of its Trainer, and what to do.
+TRAINER_KEYWORDS = {
+    "accelerator": "A GPU is taken where there is one; set use_cpu=True in TrainingArguments to avoid it.",
+    "accumulate_grad_batches": "Set gradient_accumulation_steps in TrainingArguments.",
+    "benchmark": "Set torch.backends.cudnn.benchmark = True.",
+    "check_val_every_n_epoch": "Set eval_strategy='epoch' in TrainingArguments.",
+    "default_root_dir": "Pass the folder to TrainingArguments.",
+    "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True).",
+    "deterministic": "Set full_determinism=True in TrainingArguments.",
+    "devices": "Start one process per device: torchrun --nproc_per_node=N script.py, or hftrain.launch.",
+    "enable_checkpointing": "Set save_strategy='no' in TrainingArguments.",
+    "enable_progress_bar": "Set disable_tqdm=True in TrainingArguments.",
+    "gpus": "Start one process per device: torchrun --nproc_per_node=N script.py, or hftrain.launch.",
+    "gradient_clip_val": "Set max_grad_norm in TrainingArguments.",
+    "limit_train_batches": "Pass a shorter train_dataset, set max_steps, or use fast_dev_run.",
+    "limit_val_batches": "Pass a shorter eval_dataset, or use fast_dev_run.",
+    "log_every_n_steps": "Set logging_steps in TrainingArguments.",
+    "logger": "Pass loggers=..., or set report_to in TrainingArguments.",
+    "max_epochs": "Set num_train_epochs in TrainingArguments.",
+    "max_time": "Stop from a callback: control.should_training_stop = True.",
+    "num_nodes": "Start the processes with torchrun --nnodes=N.",
+    "num_sanity_val_steps": "Set eval_on_start=True in TrainingArguments, or rehearse with fast_dev_run.",
+    "overfit_batches": "Pass a shorter train_dataset.",
+    "plugins": "Pass strategy= and precision=.",
+    "profiler": "Profile train() with torch.profiler, in a callback that steps it.",
+    "sync_batchnorm": "Convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
+    "val_check_interval": "Set eval_strategy='steps' and eval_steps in TrainingArguments.",
+}
+
+# Attributes of its Trainer, and what to do.
+TRAINER_ATTRIBUTES = {
+    "callback_metrics": "Read state.log_history.",
+    "current_epoch": "Read state.epoch.",
+    "fit": "Call train().",
+    "global_step": "Read state.global_step.",
+    "lightning_module": "Read task, or model.",
+    "logged_metrics": "Read state.log_history.",
+    "save_checkpoint": "Call save_model(), or set control.should_save = True in a callback.",
+    "test": "Call evaluate(test_set, metric_key_prefix='test').",
+    "validate": "Call evaluate().",
+}
+
+
+def lightning_base(thing: Any) -> str | None:
+    """Return which of Lightning's classes an object, or a class, derives from; None if none."""
+    kind = thing if isinstance(thing, type) else type(thing)
+    names = [each.__name__ for each in kind.__mro__ if each.__module__.partition(".")[0] in _PACKAGES]
+    return next((name for name in _BASES if name in names), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from operator import attrgetter
@@ -33,6 +33,7 @@ class Registry(Generic[T]):
     Args:
         kind: What the names stand for, as error messages should call it (``"strategy"``).
         group: The entry-point group that other packages use.
+        elsewhere: What other libraries call things, and the name here, for the error that meets it.
 
     Example:
         >>> registry = Registry[dict]("box", group="hftrain.boxes")
@@ -41,9 +42,10 @@ class Registry(Generic[T]):
         {'size': 1, 'colour': 'red'}
     """
 
-    def __init__(self, kind: str, *, group: str) -> None:
+    def __init__(self, kind: str, *, group: str, elsewhere: Mapping[str, str] | None = None) -> None:
         self.kind = kind
         self.group = group
+        self._elsewhere = elsewhere or {}
         self._entries: dict[str, _Entry] = {}
         self._has_entry_points = False
 
@@ -111,7 +113,7 @@ class Registry(Generic[T]):
                 explain(
                     f"{self.kind}={name!r} was asked for.",
                     f"No {self.kind} has that name.",
-                    suggest(name, self._entries),
+                    f"Did you mean {ours!r}?" if (ours := self._elsewhere.get(name)) else suggest(name, self._entries),
                     **{self.kind: name},
                 )
             )

@@ -8,7 +8,9 @@ from hftrain.core.errors import MissingDependencyError, explain
 from hftrain.core.registry import Registry
 from hftrain.loggers.base import Logger
 
-loggers: Registry[Logger] = Registry("tracker", group="hftrain.loggers")
+loggers: Registry[Logger] = Registry(
+    "tracker", group="hftrain.loggers", elsewhere={"comet": "comet_ml", "tb": "tensorboard", "azureml": "azure_ml"}
+)
 loggers.register("azure_ml", "hftrain.loggers.azure_ml:AzureMLLogger", summary="Azure Machine Learning")
 loggers.register("clearml", "hftrain.loggers.clearml:ClearMLLogger", summary="ClearML")
 loggers.register("codecarbon", "hftrain.loggers.codecarbon:CodeCarbonLogger", summary="CodeCarbon, emissions")

@@ -7,7 +7,23 @@ import torch
 from hftrain.core.registry import Registry
 from hftrain.precision.base import Precision
 
-precisions: Registry[Precision] = Registry("precision", group="hftrain.precisions")
+precisions: Registry[Precision] = Registry(
+    "precision",
+    group="hftrain.precisions",
+    elsewhere={
+        "16-mixed": "fp16",
+        "16-true": "fp16_true",
+        "32": "fp32",
+        "32-true": "fp32",
+        "64-true": "fp64",
+        "bf16-mixed": "bf16",
+        "bf16-true": "bf16_true",
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "float32": "fp32",
+        "half": "fp16",
+    },
+)
 
 precisions.register("fp32", "hftrain.precision.full:FullPrecision", summary="float32 throughout")
 precisions.register(

@@ -10,7 +10,19 @@ from hftrain.core.registry import Registry
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.environment import launched_world_size
 
-strategies: Registry[Strategy] = Registry("strategy", group="hftrain.strategies")
+strategies: Registry[Strategy] = Registry(
+    "strategy",
+    group="hftrain.strategies",
+    elsewhere={
+        "ddp_find_unused_parameters_true": "ddp_find_unused",
+        "ddp_fork": "ddp",
+        "ddp_notebook": "ddp",
+        "ddp_spawn": "ddp",
+        "dp": "data_parallel",
+        "fsdp2": "fsdp",
+        "single_device": "single",
+    },
+)
 
 strategies.register("single", "hftrain.strategies.single:SingleDeviceStrategy", summary="one process, one device")
 strategies.register("mps", "hftrain.strategies.single:MPSStrategy", summary="one process, an Apple GPU")

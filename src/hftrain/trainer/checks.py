@@ -18,6 +18,7 @@ from hftrain.data.sizes import has_length
 from hftrain.strategies.base import Strategy
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
+from hftrain.trainer.tasks import check_not_lightning
 
 
 class NoModelError(ConfigError, RuntimeError):
@@ -83,6 +84,7 @@ def check_model(model: Any, model_init: Any) -> None:
                 model_init=model_init,
             )
         )
+    check_not_lightning(model)
     if model is not None and not isinstance(model, nn.Module):
         name = model.__name__ if isinstance(model, type) else None
         raise TaskError(
@@ -204,18 +206,6 @@ def check_eval_data(args: Any, eval_dataset: Any) -> None:
             )
 
 
-def check_one_set(dataset: Any) -> None:
-    """Raise where a dict of datasets, such as what load_dataset returns, stands where one of them belongs."""
-    if isinstance(dataset, Mapping) and len(dataset) and 0 not in dataset:
-        raise ConfigError(
-            explain(
-                f"A {type(dataset).__name__} was given as one dataset.",
-                f"It has no sample 0, but the keys {', '.join(map(repr, dataset))}.",
-                "Pass one of its values; eval_dataset and evaluate() alone take several sets.",
-            )
-        )
-
-
 def check_train_data(args: Any, dataset: Any) -> None:
     """Raise unless there is something to train on and a way to tell how long."""
     if dataset is None:
@@ -231,28 +221,6 @@ def check_train_data(args: Any, dataset: Any) -> None:
     elif len(dataset) == 0:
         raise ConfigError(
             explain("train() was called.", "train_dataset is empty.", "Pass a dataset with at least one sample.")
-        )
-
-
-def check_task(task: TaskModule) -> None:
-    """Raise unless the task keeps its side of the contract: a `model` that holds every trainable parameter."""
-    if "model" not in dict(task.named_children()):
-        raise TaskError(
-            explain(
-                f"{type(task).__name__} was given as the task.",
-                "It has no child called 'model', which is what a strategy places and wraps.",
-                "Assign the network to self.model in __init__ (after super().__init__()).",
-            )
-        )
-    outside = [name for name, p in task.named_parameters() if p.requires_grad and name.partition(".")[0] != "model"]
-    if outside:
-        raise TaskError(
-            explain(
-                f"{type(task).__name__} was given as the task.",
-                f"It has trainable parameters outside its model ({', '.join(outside[:5])}), "
-                "which no strategy would synchronise or shard.",
-                "Move them into the module assigned to self.model.",
-            )
         )
 
 

@@ -7,14 +7,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hftrain.core.errors import ConfigError, explain
+from hftrain.core.lightning import TRAINER_ATTRIBUTES
+from hftrain.core.uncalled import find_uncalled
 
 _STATEFUL = "Keep your own state in a callback that exports it (ExportableState), or override _save_checkpoint."
 _LOADERS = "Override get_train_dataloader, get_eval_dataloader or get_test_dataloader."
+_LOOP = (
+    "There is one loop; override training_step, compute_loss, get_batch_samples or _maybe_log_save_evaluate, or pass a "
+    "callback."
+)
 _SEARCH = "Override train(), which gets the trial, or _report_to_hp_search."
 
 # Every underscored hook the Hugging Face Trainer has, and what to do where this Trainer does not call it. Which ones it
 # does call is told by the class itself: it defines them.
 DOCUMENTED: dict[str, str] = {
+    "_add_sm_patterns_to_gitignore": "Write the file before training.",
     "_activate_neftune": "",
     "_align_special_tokens": "Set the model's config before it is given to the Trainer.",
     "_deactivate_neftune": "",
@@ -31,10 +38,7 @@ DOCUMENTED: dict[str, str] = {
     "_get_output_dir": "",
     "_get_train_sampler": "",
     "_hp_search_setup": _SEARCH,
-    "_inner_training_loop": (
-        "There is one loop; override training_step, compute_loss, get_batch_samples or _maybe_log_save_evaluate, or "
-        "pass a callback."
-    ),
+    "_inner_training_loop": _LOOP,
     "_is_attention_mask_causal": "Prepare the batch in the collator or in _prepare_inputs.",
     "_issue_warnings_after_load": "Override _load_from_checkpoint.",
     "_load_best_model": "",
@@ -63,8 +67,35 @@ DOCUMENTED: dict[str, str] = {
     "_sorted_checkpoints": "Override _rotate_checkpoints.",
     "_tune_save_checkpoint": _SEARCH,
     "_wrap_model": "",
+    "compare_trainer_and_checkpoint_args": (
+        "What a resume cannot go on with is refused, and what changed is reported, without it; compare more in "
+        "on_train_begin of a callback."
+    ),
     "floating_point_ops": "",
     "store_flos": "",
+}
+
+# Those that came with version 5, and ordinary names. A class that uses one of them itself has a helper of that name,
+# written before transformers took it.
+NEWER: dict[str, str] = {
+    "_build_accelerator_args": "Pass strategy= and precision=, or set accelerator_config.",
+    "_clip_grad_norm": "Set max_grad_norm, or do it in on_pre_optimizer_step of a callback.",
+    "_defer_fsdp_gradient_reduction": "Pass strategy=FSDPStrategy(...).",
+    "_finalize_training": "Override train(), or do it in on_train_end of a callback.",
+    "_get_grad_norm": "Read it in _maybe_log_save_evaluate.",
+    "_has_mixed_mesh_grads": "Pass strategy=FSDPStrategy(...).",
+    "_init_training_state": "Do it in on_train_begin of a callback, which gets the state.",
+    "_mixed_mesh_grad_norm": "Pass strategy=FSDPStrategy(...).",
+    "_prepare_for_training": "Override _wrap_model, create_optimizer or create_scheduler.",
+    "_run_epoch": _LOOP,
+    "_sync_replicated_trainable_parameters": "Pass strategy=FSDPStrategy(...).",
+    "_track_num_input_tokens": "Set include_num_input_tokens_seen.",
+    "_update_auto_batch_size": "Set auto_find_batch_size.",
+    "_validate_args": "Do it in __init__.",
+    "end": "Leave it out: trackers and processes end with the program.",
+    "get_cp_size": "Leave it out: contexts are not split over processes.",
+    "get_sp_size": "Leave it out: sequences are not split over processes.",
+    "load_generation_config": "Set generation_config in Seq2SeqTrainingArguments to a GenerationConfig.",
 }
 
 # Private by name, but downstream classes set them.
@@ -94,6 +125,10 @@ def check_hooks(trainer: Any, base: type, *, given: Mapping[str, Any]) -> None:
                     remedy or "Override one of the documented methods instead.",
                 )
             )
+    newer = {name: remedy for name, remedy in NEWER.items() if not hasattr(base, name)}
+    for name, remedy in find_uncalled(kind, called=(), known=newer):
+        reason = "This Trainer does not call it, so it would change nothing."
+        raise ConfigError(explain(f"{kind.__name__} defines {name}.", reason, remedy))
     taken = {name for name in vars(base) if _is_private(name) and name not in DOCUMENTED and _defines(kind, base, name)}
     for name, value in vars(trainer).items():
         is_ours = _is_private(name) and name not in _SETTABLE and (name not in given or given[name] is not value)
@@ -107,6 +142,13 @@ def check_hooks(trainer: Any, base: type, *, given: Mapping[str, Any]) -> None:
                 "Choose another name.",
             )
         )
+
+
+def missing_attribute(kind: type, name: str) -> str:
+    """Word the error of an attribute that a Trainer lacks: what to do, if other Trainers have it."""
+    message = f"{kind.__name__!r} object has no attribute {name!r}"
+    remedy = DOCUMENTED.get(name) or NEWER.get(name) or TRAINER_ATTRIBUTES.get(name)
+    return f"{message}. {remedy}" if remedy else message
 
 
 def _users_class(kind: type, base: type) -> type | None:

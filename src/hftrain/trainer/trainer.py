@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -78,20 +78,19 @@ from hftrain.trainer.checks import (
     check_eval_data,
     check_evaluation,
     check_model,
-    check_one_set,
     check_optimizer,
     check_parts,
     check_save_policy,
     check_sharding,
     check_step,
     check_strategy,
-    check_task,
     check_tensor_parallel,
     check_train_data,
     check_unused_by_task,
     read_optimizers,
 )
 from hftrain.trainer.counting import count_tokens, token_counter
+from hftrain.trainer.datasets import check_kind, check_one_set
 from hftrain.trainer.debugging import debug_callbacks
 from hftrain.trainer.engines import check_made
 from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
@@ -108,11 +107,12 @@ from hftrain.trainer.evaluating import (
 from hftrain.trainer.fitting import SMALLER_BATCH, check_fitting, with_smaller_batches
 from hftrain.trainer.foresight import check_ahead, check_fits
 from hftrain.trainer.generating import generates
-from hftrain.trainer.hooks import call_with, check_hooks
+from hftrain.trainer.hooks import call_with, check_hooks, missing_attribute
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.instep import in_step
 from hftrain.trainer.interrupts import saves_at_all
 from hftrain.trainer.ipex import optimize_with_ipex
+from hftrain.trainer.keywords import refusing_unknown
 from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.nodes import check_nodes
 from hftrain.trainer.numerics import check_training, prepare_model
@@ -133,6 +133,7 @@ from hftrain.trainer.searching import TrialRun, search, trying
 from hftrain.trainer.session import TrainSession
 from hftrain.trainer.setup import place_task
 from hftrain.trainer.signatures import accepts, takes_trial, taking
+from hftrain.trainer.tasks import check_not_lightning, check_task
 from hftrain.trainer.weighing import LossShares
 from hftrain.trainer.whereabouts import report_late_ranks, whereabouts
 
@@ -181,6 +182,7 @@ class Trainer:
     """
 
     @measuring_init
+    @refusing_unknown
     def __init__(
         self,
         model: TaskModule | nn.Module | None = None,
@@ -251,6 +253,12 @@ class Trainer:
             check_optimizer(self.optimizer, self.lr_scheduler, self.model)
 
     def _check_eval_data(self) -> None:
+        if not self._is_overridden("get_train_dataloader"):
+            check_kind(self.train_dataset, "train_dataset")
+        if not self._is_overridden("get_eval_dataloader"):
+            sets = self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else [self.eval_dataset]
+            for dataset in sets:
+                check_kind(dataset, "eval_dataset")
         check_save_policy(self.args, self.save_policy)
         check_cadences(self.args, self._eval_sets, eval_steps=self.args.eval_steps)
         check_eval_data(self.args, self.eval_dataset)
@@ -263,7 +271,7 @@ class Trainer:
         check_tensor_parallel(self.get_tp_size(), self.strategy, is_handled=self.is_deepspeed_enabled)
         if not self._is_overridden("get_train_dataloader"):
             check_train_data(self.args, self.train_dataset)
-            self._check_columns(self.train_dataset)
+            self._check_columns(self.train_dataset, role="train_dataset")
             if not self._is_overridden("_get_train_sampler"):
                 self._check_lengths(self.train_dataset, is_training=True)
         if self.args.eval_strategy != "no" and self.eval_dataset is not None:
@@ -333,6 +341,7 @@ class Trainer:
     def _adopt_model(self, model: nn.Module) -> None:
         """Make `model` the one to train: a plain module becomes a `ModelTask`."""
         bare = self.strategy.unwrap(model)
+        check_not_lightning(bare)
         if isinstance(bare, TaskModule):
             self.task: TaskModule = bare
             model = self.task.model if "model" in dict(bare.named_children()) else bare
@@ -413,6 +422,14 @@ class Trainer:
 
     def _is_overridden(self, name: str) -> bool:
         return name in vars(self) or getattr(type(self), name) is not getattr(Trainer, name)
+
+    if not TYPE_CHECKING:
+        # Hidden from type checkers, for which every attribute would exist.
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):
+                # A property raised an AttributeError of its own: let it speak.
+                return object.__getattribute__(self, name)
+            raise AttributeError(missing_attribute(type(self), name))
 
     def _start_idle(self) -> None:
         """Set what only a running verb changes."""
@@ -1461,7 +1478,7 @@ class Trainer:
         return self._eval_loader(test_dataset, description="test")
 
     def _eval_loader(self, dataset: Any, *, description: str) -> Any:
-        self._check_columns(dataset)
+        self._check_columns(dataset, role="test_dataset" if description == "test" else "eval_dataset")
         config = eval_loader_config(self.args, has_accelerator=self.strategy.device_type not in ("cpu", "xla"))
 
         def make() -> Any:
@@ -1544,8 +1561,9 @@ class Trainer:
             return None
         return {"keep": keep, "model_name": type(self.model).__name__, "description": description}
 
-    def _check_columns(self, dataset: Any) -> None:
-        """Refuse, before anything is launched, data of which the model takes no column."""
+    def _check_columns(self, dataset: Any, *, role: str = "eval_dataset") -> None:
+        """Refuse, before anything is launched, what is no dataset, and data of which the model takes no column."""
+        check_kind(dataset, role)
         check_one_set(dataset)
         keep = self._columns_to_keep()
         names = None if keep is None or not has_length(dataset) or not len(dataset) else known_columns(dataset)

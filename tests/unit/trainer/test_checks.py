@@ -23,11 +23,11 @@ from hftrain.trainer.checks import (
     check_model,
     check_optimizer,
     check_parts,
-    check_task,
     check_train_data,
     check_unused_by_task,
     read_optimizers,
 )
+from hftrain.trainer.tasks import check_task
 
 
 class Strange:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.source import ROOT
 from support.tiny import Net, make_arguments, make_rows
 
-from hftrain import ConfigError, Trainer
-from hftrain.trainer.hooks import DOCUMENTED, call_with
+from hftrain import ConfigError, Seq2SeqTrainer, Trainer
+from hftrain.trainer.hooks import DOCUMENTED, NEWER, call_with
 
 UNCALLED = [name for name in DOCUMENTED if not hasattr(Trainer, name)]
 
@@ -20,6 +22,21 @@ def test_documented_hook_that_nothing_calls_is_refused(tmp_path: Path, name: str
     with pytest.raises(ConfigError, match=f"Mine defines {name}") as caught:
         kind(Net(), make_arguments(tmp_path))
     assert DOCUMENTED[name] in str(caught.value)
+
+
+RECORDED = json.loads((ROOT / "tests/documented/trainer_methods.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("version", RECORDED)
+def test_every_method_of_a_recorded_trainer_is_ours_or_has_a_remedy(version: str) -> None:
+    known = {**DOCUMENTED, **NEWER, **vars(Trainer), **vars(Seq2SeqTrainer)}
+    assert [name for name in RECORDED[version] if name not in known] == []
+
+
+def test_names_with_a_remedy_are_those_of_some_version() -> None:
+    recorded = {name for names in RECORDED.values() for name in names}
+    older = {"_gather_and_numpify", "_save_scaler", "_save_tpu", "_sorted_checkpoints", "_load_scaler"}
+    assert [name for name in (*DOCUMENTED, *NEWER) if name not in recorded | older] == []
 
 
 def test_inner_loop_is_among_them() -> None:

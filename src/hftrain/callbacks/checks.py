@@ -1,0 +1,44 @@
+"""What a callback must be for the runner to take it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hftrain.core.errors import TaskError, explain
+from hftrain.core.events import EVENTS
+from hftrain.core.lightning import CALLBACK_METHODS, LIGHTNING_NAMES, lightning_base
+from hftrain.core.uncalled import find_uncalled
+
+
+def check_callback(callback: Any) -> None:
+    """Raise unless a callback, a class or an instance, has a method for an event, and none that nothing would call.
+
+    Raises:
+        TaskError: It is one of Lightning's, has no such method, or one under a name that looks as if.
+    """
+    kind = callback if isinstance(callback, type) else type(callback)
+    # Lightning's own base class has on_train_end, which takes other arguments.
+    if lightning_base(kind) == "Callback" and not callable(getattr(kind, "on_step_end", None)):
+        raise TaskError(
+            explain(
+                f"Cannot use {kind.__name__}, a callback of Lightning's:",
+                "its methods are called by other names and with other arguments.",
+                LIGHTNING_NAMES.get(kind.__name__)
+                or "Derive it from hftrain.TrainerCallback; on_train_batch_end becomes "
+                "on_step_end(self, args, state, control, **kwargs).",
+            )
+        )
+    if lightning_base(kind) is None:
+        for name, remedy in find_uncalled(kind, called=EVENTS, known=CALLBACK_METHODS):
+            raise TaskError(
+                explain(f"{kind.__name__} defines {name}.", "Nothing calls it, so it would do nothing.", remedy)
+            )
+    if not any(callable(getattr(callback, event, None)) for event in EVENTS):
+        raise TaskError(
+            explain(
+                f"{kind.__name__} was given as a callback.",
+                "It has no method that is named after an event.",
+                f"Derive it from TrainerCallback and override one of: {', '.join(EVENTS)}.",
+                callback=callback,
+            )
+        )

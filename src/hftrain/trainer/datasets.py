@@ -1,0 +1,80 @@
+"""What can be read as a dataset, and what is given in the place of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from hftrain.core.errors import ConfigError, explain
+from hftrain.core.lightning import lightning_base
+from hftrain.trainer.eval_sets import EvalSet
+
+_LOADERS = {
+    "train_dataset": "get_train_dataloader",
+    "eval_dataset": "get_eval_dataloader",
+    "test_dataset": "get_test_dataloader",
+}
+
+
+def check_kind(dataset: Any, role: str) -> None:
+    """Raise where something else was given as a dataset.
+
+    Args:
+        dataset: What was given; None passes.
+        role: The argument: ``"train_dataset"``, ``"eval_dataset"`` or ``"test_dataset"``.
+
+    Raises:
+        ConfigError: It names what to give instead.
+    """
+    found = _find_problem(dataset, role)
+    if found is not None:
+        reason, remedy = found
+        raise ConfigError(explain(f"Cannot use a {type(dataset).__name__} as {role}:", reason, remedy))
+
+
+def check_one_set(dataset: Any) -> None:
+    """Raise where a dict of datasets, such as what load_dataset returns, stands where one of them belongs."""
+    if isinstance(dataset, Mapping) and len(dataset) and 0 not in dataset:
+        raise ConfigError(
+            explain(
+                f"A {type(dataset).__name__} was given as one dataset.",
+                f"It has no sample 0, but the keys {', '.join(map(repr, dataset))}.",
+                "Pass one of its values; eval_dataset and evaluate() alone take several sets.",
+            )
+        )
+
+
+def _find_problem(dataset: Any, role: str) -> tuple[str, str] | None:
+    """Return why something cannot be read as a dataset, and what to give instead; None where it can."""
+    loader = _LOADERS[role]
+    if isinstance(dataset, DataLoader):
+        return (
+            "the Trainer makes the loader, for each process its own.",
+            "Pass the loader's dataset and data_collator=loader.collate_fn, and set the batch size in "
+            f"TrainingArguments; or override {loader} to return the loader.",
+        )
+    if lightning_base(dataset) == "LightningDataModule":
+        return (
+            "a LightningDataModule makes loaders, and the Trainer makes them itself.",
+            f"Pass one of its datasets, or override {loader} to return its loader.",
+        )
+    if isinstance(dataset, (str, bytes)):
+        return "it is text, and no sample.", "If it names a dataset, load it first."
+    if hasattr(dataset, "iloc"):
+        return "a number does not give one of its rows.", "Pass datasets.Dataset.from_pandas(frame)."
+    if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset):
+        return "it can be read only once, and not by several processes.", "Pass a list, or an IterableDataset."
+    if isinstance(dataset, (list, tuple)) and dataset and _is_set(dataset[0]):
+        if role == "eval_dataset":
+            return "its elements are datasets themselves.", "Pass a dict of them: the names appear in the metrics."
+        return "its elements are datasets themselves.", "Join them: torch.utils.data.ConcatDataset([...])."
+    return None
+
+
+def _is_set(element: Any) -> bool:
+    """Tell whether an element of a list is a dataset, and not a sample."""
+    if isinstance(element, (list, tuple)):
+        return bool(element) and isinstance(element[0], Mapping)
+    return isinstance(element, (Dataset, EvalSet)) or hasattr(element, "column_names")

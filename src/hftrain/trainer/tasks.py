@@ -1,0 +1,89 @@
+"""What a task must be for a Trainer to take it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from hftrain.core.errors import TaskError, explain
+from hftrain.core.events import EVENTS
+from hftrain.core.lightning import MODULE_METHODS, lightning_base
+from hftrain.core.uncalled import find_uncalled
+from hftrain.task.module import TaskModule
+
+_STEPS = ("training_step", "evaluation_step", "prediction_step", "count_items")
+_CALLED = (*_STEPS, "configure_optimizers", "metrics", "forward")
+
+
+def check_not_lightning(model: Any) -> None:
+    """Raise if a model is one of Lightning's modules, whose hooks nothing here calls.
+
+    Raises:
+        TaskError: It is.
+    """
+    if lightning_base(model) == "LightningModule" and not isinstance(model, TaskModule):
+        name = type(model).__name__
+        raise TaskError(
+            explain(
+                f"Cannot train {name}, a LightningModule:",
+                "its hooks are not called here.",
+                "Derive it from hftrain.TaskModule, with the network in self.model, validation_step as "
+                "evaluation_step(self, batch), and steps that return what they logged; see docs/from_lightning.md.",
+            )
+        )
+
+
+def check_task(task: TaskModule) -> None:
+    """Raise unless the task keeps its side of the contract: a `model` that holds every trainable parameter."""
+    if "model" not in dict(task.named_children()):
+        raise TaskError(
+            explain(
+                f"{type(task).__name__} was given as the task.",
+                "It has no child called 'model', which is what a strategy places and wraps.",
+                "Assign the network to self.model in __init__ (after super().__init__()).",
+            )
+        )
+    outside = [name for name, p in task.named_parameters() if p.requires_grad and name.partition(".")[0] != "model"]
+    if outside:
+        raise TaskError(
+            explain(
+                f"{type(task).__name__} was given as the task.",
+                f"It has trainable parameters outside its model ({', '.join(outside[:5])}), "
+                "which no strategy would synchronise or shard.",
+                "Move them into the module assigned to self.model.",
+            )
+        )
+    _check_names(type(task))
+    _check_signatures(task)
+
+
+def _check_names(kind: type[TaskModule]) -> None:
+    """Raise where a class defines a method that nothing would call, under a name that looks as if."""
+    if lightning_base(kind) is not None:
+        # It serves both libraries.
+        return
+    known = {event: f"Do it in {event} of a TrainerCallback." for event in EVENTS} | MODULE_METHODS
+    for name, remedy in find_uncalled(kind, called=_CALLED, known=known):
+        raise TaskError(
+            explain(f"{kind.__name__} defines {name}.", "Nothing calls it, so it would do nothing.", remedy)
+        )
+
+
+def _check_signatures(task: TaskModule) -> None:
+    """Raise where a step cannot be called with the batch alone."""
+    for name in _STEPS:
+        step = getattr(task, name)
+        try:
+            signature = inspect.signature(step)
+        except ValueError:
+            continue
+        try:
+            signature.bind(None)
+        except TypeError as error:
+            raise TaskError(
+                explain(
+                    f"Cannot call {type(task).__name__}.{name}{signature}:",
+                    f"it is called with the batch alone ({error}).",
+                    f"Define {name}(self, batch).",
+                )
+            ) from None
