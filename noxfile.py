@@ -225,7 +225,7 @@ def tests_xla(session: nox.Session) -> None:
 @nox.session(name="tests-deepspeed")
 def tests_deepspeed(session: nox.Session) -> None:
     """Run the DeepSpeed tests on the CPU: its launchers, and two processes with each stage of ZeRO."""
-    install(session, "test", "deepspeed")
+    install(session, "test", "deepspeed", "transformers")
     pytest(session, "deepspeed", *NO_HANG)
 
 

@@ -34,7 +34,7 @@ from hftrain.strategies.deepspeed.config import (
 )
 from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_processes
 from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
-from hftrain.strategies.deepspeed.zero3 import is_partitioned, load_whole, rows_of, split_for_nvme, whole_of
+from hftrain.strategies.deepspeed.zero3 import is_partitioned, load_whole, rows_of, settled, split_for_nvme, whole_of
 from hftrain.strategies.lockstep import SplittingStrategy
 
 # Known once the data is open.
@@ -321,18 +321,21 @@ class DeepSpeedStrategy(SplittingStrategy):
                 "each process writes its rows to model_shard-*.safetensors, and no model.safetensors is written."
             )
             return {}
-        return whole_of(bare, is_main=self.is_main)
+        with settled(self._engine):
+            return whole_of(bare, is_main=self.is_main)
 
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         bare = self.unwrap(model)
         if not is_partitioned(bare) or find(self.config, _GATHERS):
             return None
-        return rows_of(bare, rank=self.rank, world_size=self.world_size)
+        with settled(self._engine):
+            return rows_of(bare, rank=self.rank, world_size=self.world_size)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         bare = self.unwrap(model)
         if is_partitioned(bare):
-            return load_whole(bare, state, is_main=self.is_main)
+            with settled(self._engine):
+                return load_whole(bare, state, is_main=self.is_main)
         return bare.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,21 @@ def split_for_nvme(model: nn.Module, config: dict[str, Any]) -> None:
 
     # DeepSpeed 0.19's engine makes buffers of 16 bits for parameters of 32, on a device without float16.
     deepspeed.zero.Init(module=model, config_dict_or_path=config)
+
+
+@contextmanager
+def settled(engine: Any) -> Iterator[None]:
+    """Let no parameter of an engine be whole, or on its way, as DeepSpeed does for its own checkpoints. Collective.
+
+    The last forward pass may have fetched what it took for the next layers, and what is on its way cannot be split.
+    """
+    optimizer = getattr(engine, "optimizer", None)
+    if hasattr(optimizer, "checkpoint_event_prologue"):
+        optimizer.checkpoint_event_prologue()
+        yield
+        optimizer.checkpoint_event_epilogue()
+    else:
+        yield
 
 
 def rows_of(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Shard]:

@@ -1,0 +1,69 @@
+"""ZeRO-3 with a transformers model on two real processes."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.resuming import StopAt
+from support.tiny import make_arguments
+
+from hftrain import Trainer, set_seed
+
+pytestmark = pytest.mark.deepspeed
+pytest.importorskip("transformers")
+
+BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+
+
+def make_config() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+
+
+def make_rows() -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(0, 32, (16, 6), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def train(folder: str, *, stop: int | None = None, resume: bool = False, **zero: Any) -> list[float]:
+    from transformers import LlamaForCausalLM
+
+    set_seed(5)
+    config = {"stage": 3, **dict.fromkeys(BUCKETS, "auto"), **zero}
+    args = make_arguments(
+        Path(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1,
+        save_strategy="steps", save_steps=2, max_steps=4, deepspeed={"zero_optimization": config},
+    )  # fmt: skip
+    trainer = Trainer(
+        LlamaForCausalLM(make_config()), args, train_dataset=make_rows(), eval_dataset=make_rows()[:5],
+        callbacks=[StopAt(stop)],
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry[name] for entry in trainer.state.log_history for name in ("loss", "eval_loss") if name in entry]
+
+
+def train_and_resume(folder: str) -> dict[str, list[list[float]]]:
+    """Save right after evaluations, which leave parameters on their way to the next layers; stop, and go on."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # DeepSpeed's use of torch
+    answers = {}
+    for is_gathered in (False, True):
+        zero = {"stage3_gather_16bit_weights_on_model_save": is_gathered}
+        whole = train(f"{folder}/whole {is_gathered}", **zero)
+        train(f"{folder}/parts {is_gathered}", stop=2, **zero)
+        answers[str(is_gathered)] = [whole, train(f"{folder}/parts {is_gathered}", resume=True, **zero)]
+    return answers
+
+
+def test_run_with_automatic_buckets_saves_after_evaluating_and_resumes(tmp_path: Path, run_distributed: Any) -> None:
+    for answer in run_distributed(train_and_resume, folder=str(tmp_path)):
+        for whole, resumed in answer.values():
+            assert len(whole) == 8
+            assert resumed == pytest.approx(whole, rel=1e-6)
