@@ -11,6 +11,7 @@ import pytest
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import StrategyError, Trainer, TrainerCallback, launch
+from hftrain.strategies.ddp import DDPStrategy
 
 pytestmark = pytest.mark.distributed
 
@@ -62,3 +63,12 @@ def test_launch_names_the_rank_that_failed_and_not_the_one_that_noticed(tmp_path
         launch(train_until, str(tmp_path), num_processes=2, fails_on=rank)
     assert f"The process of rank {rank} failed: Traceback" in str(caught.value)
     assert "\nValueError: something of the user's\n" in str(caught.value)
+
+
+def train_with(strategy: Any, folder: str) -> None:
+    Trainer(Net(), make_arguments(Path(folder)), train_dataset=make_rows(8), strategy=strategy).train()
+
+
+def test_strategy_that_was_made_before_the_launch_is_refused_instead_of_waiting(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match="It was made before the processes were launched"):
+        launch(train_with, DDPStrategy(use_cpu=True), str(tmp_path), num_processes=2)

@@ -33,7 +33,7 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
         warn_once(
             f"half_precision_backend={args.half_precision_backend!r} has no effect without fp16=True or bf16=True."
         )
-    if asked is not None and chosen and not asked.startswith(chosen[0]):
+    if asked is not None and chosen and asked != chosen[0]:
         raise ConfigError(
             explain(
                 f"precision={asked!r} was asked for together with {_field(args)}=True.",

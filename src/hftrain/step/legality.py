@@ -39,8 +39,9 @@ def check_legal(strategy: Strategy, precision: Precision) -> None:
     Call before `Strategy.launch`: allocates nothing on a device, though torch asks the driver about a GPU.
 
     Raises:
-        ConfigError: They do not; the message says why.
+        ConfigError: They do not; the message says why. Or the strategy was made in another process.
     """
+    strategy.check_processes()
     policy, kind = precision.policy, strategy.device_type
     capability = torch.cuda.get_device_capability(strategy.planned_device) if kind == "cuda" else None
     reason = (

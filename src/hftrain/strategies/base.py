@@ -13,10 +13,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from hftrain.core.errors import StrategyError, explain
+from hftrain.core.errors import ConfigError, StrategyError, explain
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.strategies.board import Board
+from hftrain.strategies.environment import launched_rank, launched_world_size
 from hftrain.strategies.whole import check_whole
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Strategy:
 
     def __init__(self, planned_device: torch.device, *, place_model: bool = True) -> None:
         self.rank, self.local_rank, self.world_size = 0, 0, 1
+        self._made_in = launched_rank(), launched_world_size()
         self.planned_device = planned_device
         self.place_model = place_model
         self.non_blocking: bool | None = None
@@ -116,6 +118,23 @@ class Strategy:
         """Return what `accelerate.Accelerator(...)` must be told to describe this strategy; asked after `launch`."""
         return {"cpu": True} if self.device_type == "cpu" else {}
 
+    def check_processes(self) -> None:
+        """Raise unless this process is the one that the strategy was made in.
+
+        Raises:
+            ConfigError: It was made before a launcher started this process, and takes itself for another rank.
+        """
+        rank, world_size = launched_rank(), launched_world_size()
+        if self._made_in != (rank, world_size):
+            made_as = "rank {} of {}".format(*self._made_in)
+            raise ConfigError(
+                explain(
+                    f"Cannot use this {type(self).__name__} as rank {rank} of {world_size}.",
+                    f"It was made before the processes were launched, as {made_as}, and would wait for the others.",
+                    "Make the strategy and the Trainer inside the function that launch() calls, or pass a name.",
+                )
+            )
+
     def check_model(self, model: nn.Module) -> None:
         """Raise `ConfigError` unless the strategy can train a model; asked before `launch`, touches no device."""
         check_whole(model, name=self.name, world_size=self.world_size)
@@ -130,6 +149,7 @@ class Strategy:
     def launch(self) -> None:
         """Take the device, and meet the other processes; doing so again changes nothing. Collective."""
         if self._device is None:
+            self.check_processes()
             self._take(self.planned_device)
 
     def close(self) -> None:

@@ -79,10 +79,12 @@ class DistributedStrategy(Strategy):
         Uses the process group that exists, else the one the launcher describes, else a group of one process.
 
         Raises:
+            ConfigError: See `check_processes`.
             StrategyError: Fewer processes met than the launcher announced.
         """
         if self._device is not None:
             return
+        self.check_processes()
         spare_forked_processes()
         if dist.is_initialized():
             device = self._join()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.tiny import Net, make_arguments, make_rows
 
-from hftrain import ConfigError, launch
+from hftrain import ConfigError, Trainer, launch
 from hftrain.strategies.ddp import DDPStrategy
+from hftrain.strategies.fsdp.strategy import FSDPStrategy
+from hftrain.strategies.single import SingleDeviceStrategy
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
@@ -47,3 +51,18 @@ def test_fork_within_a_process_group_is_refused() -> None:
 
 def test_one_process_is_this_one() -> None:
     assert launch(max, 1, 2, num_processes=1, key=lambda number: -number) == [1]
+
+
+@pytest.mark.parametrize("kind", [DDPStrategy, FSDPStrategy, SingleDeviceStrategy])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_strategy_or_trainer_of_another_process_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, rank: str
+) -> None:
+    strategy, rows = kind(use_cpu=True), make_rows(8)
+    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=rows, strategy=kind(use_cpu=True))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(ConfigError, match=rf"Cannot use this {kind.__name__} as rank {rank} of 2.*as rank 0 of 1"):
+        Trainer(Net(), make_arguments(tmp_path), train_dataset=rows, strategy=strategy)
+    with pytest.raises(ConfigError, match="inside the function that launch"):
+        trainer.train()
