@@ -35,7 +35,7 @@ def settled(engine: Any) -> Iterator[None]:
 
     The last forward pass may have fetched what it took for the next layers, and what is on its way cannot be split.
     """
-    optimizer = getattr(engine, "optimizer", None)
+    optimizer: Any = getattr(engine, "optimizer", None)
     if hasattr(optimizer, "checkpoint_event_prologue"):
         optimizer.checkpoint_event_prologue()
         yield
