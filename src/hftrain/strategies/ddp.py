@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.distributed import DistributedStrategy
+from hftrain.strategies.unfreezing import follow_parameters
 
 # Newer versions of torch renamed the option and warn about the older name.
 _BUFFERS_OPTION = "forward_sync_buffers"
@@ -85,7 +86,10 @@ class DDPStrategy(DistributedStrategy):
             ConfigError: No parameter requires a gradient, so there is nothing to average.
         """
         if make_optimizer is None or isinstance(model, DistributedDataParallel):
-            return super().setup(model, make_optimizer, policy)
+            wrapped, optimizer = super().setup(model, make_optimizer, policy)
+            if isinstance(wrapped, DistributedDataParallel):
+                follow_parameters(wrapped)
+            return wrapped, optimizer
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError(
                 explain(
@@ -96,6 +100,7 @@ class DDPStrategy(DistributedStrategy):
             )
         device_ids = [self.device.index] if self.place_model and self.device_type != "cpu" else None
         wrapped = DistributedDataParallel(self.place(model), device_ids=device_ids, **self._options)
+        follow_parameters(wrapped)
         return wrapped, make_optimizer(self.unwrap(wrapped))
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:

@@ -36,6 +36,7 @@ from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_pr
 from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
 from hftrain.strategies.deepspeed.zero3 import is_partitioned, load_whole, rows_of, settled, split_for_nvme, whole_of
 from hftrain.strategies.lockstep import SplittingStrategy
+from hftrain.strategies.unfreezing import FixedParameters
 
 # Known once the data is open.
 _PLANNED = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
@@ -233,13 +234,12 @@ class DeepSpeedStrategy(SplittingStrategy):
         fill(config, [*model_values(model), *precision_values(config, half)])
         if "train_batch_size" not in config:
             config.setdefault("train_micro_batch_size_per_gpu", 1)  # without a Trainer; nothing but its timers read it
-        optimizer = None
         # Neither is what people choose one by one: they chose the optimizer.
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("zero_force_ds_cpu_optimizer", False)
-        if "optimizer" not in self.makes:
-            optimizer = make_optimizer(model)
+        optimizer = None if "optimizer" in self.makes else make_optimizer(model)
         engine = self._engine = self._initialize(model, optimizer, config)
+        self._trained = FixedParameters(self.unwrap(engine), engine="DeepSpeed")
         # Else it counts micro-steps, and the last update of an epoch may have fewer.
         engine.set_gradient_accumulation_boundary(True)
         # The loop steps it, at the end of each update, as it does with others.
@@ -292,6 +292,7 @@ class DeepSpeedStrategy(SplittingStrategy):
 
     def step(self) -> bool:
         """Clip, update the parameters and drop the gradients; False if an overflow made it skip. Collective."""
+        self._trained.check()
         self._engine.step()
         return bool(self._engine.was_step_applied())
 

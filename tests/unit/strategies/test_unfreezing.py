@@ -1,0 +1,23 @@
+"""Parameters that an engine cannot begin to train in mid-run."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from hftrain.core.errors import StrategyError
+from hftrain.strategies.unfreezing import FixedParameters
+
+
+def test_unfrozen_and_frozen_parameters_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    fixed = FixedParameters(model, engine="DeepSpeed")
+    fixed.check()
+    model[0].bias.requires_grad_(True)
+    with pytest.raises(StrategyError, match=r"'0\.bias' while the training runs.*DeepSpeed decides"):
+        fixed.check()
+    model[0].bias.requires_grad_(False)
+    model[1].weight.requires_grad_(False)
+    with pytest.raises(StrategyError, match=r"'1\.weight'"):
+        fixed.check()
