@@ -100,8 +100,15 @@ def _settings_of_type(hint: Any) -> dict[str, Any]:
         settings |= {"nargs": "?", "const": True}
     choices = list(_choices(members[0])) if len(members) == 1 else []
     if choices:
-        settings["metavar"] = "{" + ",".join(choices) + "}"
+        settings["choices"] = _Choices(getattr(choice, "value", choice) for choice in _choices(members[0]).values())
     return settings
+
+
+class _Choices(list[Any]):
+    """The values that help and other tools show; the reader has judged what comes here, and made a member of it."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
 
 
 class _OneOrMore(argparse.Action):
@@ -129,6 +136,8 @@ def _choices(member: Any) -> dict[str, Any]:
 def _reader(hint: Any) -> Callable[[str], Any]:
     """Return a function that reads text as one of a type's members, the strictest that fits."""
     members = sorted(_members(hint), key=_rank)
+    if len(members) == 1 and members[0] in (int, float, str):
+        return typing.cast("Callable[[str], Any]", members[0])
     parsers = [_parser(member) for member in members]
     known = [choice for member in members for choice in _choices(member)]
     names = " or ".join(str(getattr(member, "__name__", member)) for member in members)

@@ -58,14 +58,19 @@ class HfArgumentParser(argparse.ArgumentParser):
         if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
             asked, reason = f"HfArgumentParser({kind!r}) was asked for.", "That is no dataclass, so it has no fields."
             raise ConfigError(explain(asked, reason, "Decorate the class with @dataclass, and give the class itself."))
-        hints, group = _type_hints(kind), self.add_argument_group(kind.__name__)
+        hints, title = _type_hints(kind), getattr(kind, "_argument_group_name", kind.__name__)
+        group = self.add_argument_group(title)
         for field in _fields(kind):
             hint = hints[field.name]
             group.add_argument(*option_names(field), **option_settings(field, hint))
             if field.default is True and is_flag(hint):
                 opposites = dict.fromkeys((f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}"))
                 group.add_argument(
-                    *opposites, action="store_false", dest=field.name, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+                    *opposites,
+                    action="store_false",
+                    dest=field.name,
+                    default=argparse.SUPPRESS,
+                    help=field.metadata.get("help"),
                 )
 
     def parse_args_into_dataclasses(

@@ -136,7 +136,7 @@ def test_boolean_without_default_is_off() -> None:
     [
         ("--color bleu", "'bleu' is no Color. Did you mean 'blue'?"),
         ("--mode fasst", "Did you mean 'fast'?"),
-        ("--count many", "'many' is no int"),
+        ("--count many", "invalid int value: 'many'"),
         ("--is_on perhaps", "'perhaps' is no bool"),
         ("--table [1]", "'[1]' is no dict"),
         ("--pair 3", "'3' is no tuple"),
@@ -296,3 +296,41 @@ def test_file_beside_the_script_is_found_and_the_command_line_wins(tmp_path: Pat
     command = [sys.executable, str(tmp_path / "train.py"), "--seed", "9", "--own", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["beside 9 5 ['--own', '1']", "42"]
+
+
+class Tone(Enum):
+    LOW = "low"
+    HIGH = "high"
+
+
+@dataclass
+class Shown:
+    _argument_group_name = "What is shown"
+
+    number: int = 1
+    share: float = 0.5
+    text: str = "a"
+    tone: Tone = Tone.LOW
+    kind: Literal["x", 2] = "x"
+    is_on: bool = field(default=True, metadata={"help": "Whether it is on."})
+
+
+def test_options_are_those_that_argparse_shows() -> None:
+    parser = HfArgumentParser(Shown, prog="script")
+    actions = {action.dest: action for action in reversed(parser._actions)}
+    assert [actions[name].type for name in ("number", "share", "text")] == [int, float, str]
+    assert (actions["tone"].choices, actions["kind"].choices) == (["low", "high"], ["x", 2])
+    shown = " ".join(parser.format_help().split())
+    for part in ("What is shown:", "--tone {low,high}", "--kind {x,2}", "[--no_is_on]", "--no_is_on, --no-is-on"):
+        assert part in shown
+    (read,) = parser.parse_args_into_dataclasses(["--tone", "high", "--kind", "2", "--no_is_on"])
+    assert (read.tone, read.kind, read.is_on) == (Tone.HIGH, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [(["--number", "x"], "invalid int value: 'x'"), (["--tone", "hgh"], "high")]
+)
+def test_wrong_values_are_told_as_argparse_does(words: Any, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        HfArgumentParser(Shown).parse_args_into_dataclasses(words)
+    assert message in capsys.readouterr().err
