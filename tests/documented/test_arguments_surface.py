@@ -11,7 +11,21 @@ from hftrain.arguments import Seq2SeqTrainingArguments, TrainingArguments
 
 SURFACE = json.loads((Path(__file__).parent / "documented_surface.json").read_text(encoding="utf-8"))["versions"]
 CLASSES = {"TrainingArguments": TrainingArguments, "Seq2SeqTrainingArguments": Seq2SeqTrainingArguments}
-LATER = {"parallelism_config": None, "project": "huggingface", "trackio_space_id": "trackio"}
+LATER = {
+    "activation_checkpointing": None,
+    "activation_checkpointing_kwargs": None,
+    "dataloader_in_order": True,
+    "dataloader_multiprocessing_context": None,
+    "ddp_static_graph": None,
+    "enable_jit_checkpoint": False,
+    "parallelism_config": None,
+    "project": "huggingface",
+    "train_sampling_strategy": "random",
+    "trackio_bucket_id": None,
+    "trackio_space_id": "trackio",
+    "trackio_static_space_id": None,
+    "use_cache": None,
+}
 
 
 def documented(version: str, cls: str) -> dict[str, dict]:

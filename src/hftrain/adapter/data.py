@@ -26,6 +26,7 @@ def train_loader_config(args: Any, *, has_accelerator: bool) -> LoaderConfig:
         dispatch_batches=sharing.get("dispatch_batches"),
         use_seedable_sampler=bool(sharing.get("use_seedable_sampler", True)),
         seed=data_seed(args),
+        shuffle=args.train_sampling_strategy != "sequential",
         **_worker_options(args, has_accelerator),
     )
 
@@ -57,18 +58,24 @@ def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -
         is_training: Evaluations are ordered by `sortish_sampler` alone.
 
     Raises:
-        ConfigError: `group_by_length` and `sortish_sampler` are both set.
+        ConfigError: `sortish_sampler` and `group_by_length` or `train_sampling_strategy` are both set.
     """
     is_sortish = bool(getattr(args, "sortish_sampler", False))
-    if is_sortish and args.group_by_length:
+    is_grouped = args.group_by_length or args.train_sampling_strategy == "group_by_length"
+    if is_sortish and (is_grouped or args.train_sampling_strategy != "random"):
+        given = (
+            "group_by_length=True"
+            if args.group_by_length
+            else f"train_sampling_strategy={args.train_sampling_strategy!r}"
+        )
         raise ConfigError(
             explain(
-                "group_by_length=True and sortish_sampler=True were asked for.",
+                f"{given} and sortish_sampler=True were asked for.",
                 "Both choose the order of the training data.",
                 "Keep one of the two.",
             )
         )
-    if not is_sortish and not (args.group_by_length and is_training):
+    if not is_sortish and not (is_grouped and is_training):
         return None
     if is_sortish and not is_training and not args.eval_do_concat_batches:
         logger.warning("sortish_sampler leaves evaluations unsorted: eval_do_concat_batches=False keeps their batches.")
@@ -108,4 +115,5 @@ def _worker_options(args: Any, has_accelerator: bool) -> dict[str, Any]:
         "pin_memory": bool(args.dataloader_pin_memory and has_accelerator),
         "persistent_workers": bool(args.dataloader_persistent_workers and args.dataloader_num_workers > 0),
         "prefetch_factor": args.dataloader_prefetch_factor,
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
     }

@@ -55,6 +55,7 @@ def strategy_request(
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
         "broadcast_buffers": args.ddp_broadcast_buffers,
         "find_unused_parameters": args.ddp_find_unused_parameters,
+        "static_graph": args.ddp_static_graph,
         "timeout_s": None if args.ddp_timeout == _DEFAULT_TIMEOUT_S else args.ddp_timeout,
     }
     if "fsdp" in engines:
@@ -174,7 +175,7 @@ def _check_preset(name: str, wanted: dict[str, Any]) -> None:
     """Raise where an argument takes back what a strategy's name says."""
     for option, value in strategies.resolve(name)[1].items():
         if wanted.get(option, value) != value:
-            shown = f"ddp_{option}" if option == "find_unused_parameters" else option
+            shown = f"ddp_{option}" if option in ("find_unused_parameters", "static_graph") else option
             raise ConfigError(
                 explain(
                     f"strategy={name!r} was asked for together with {shown}={wanted[option]!r}.",

@@ -51,6 +51,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "half_precision_backend": ("auto", "cuda_amp", "cpu_amp", "apex"),
     "auto_find_batch_size": (True, False, "smaller_batch"),
     "fp16_opt_level": ("O0", "O1", "O2", "O3"),
+    "dataloader_multiprocessing_context": (None, "fork", "spawn", "forkserver"),
+    "train_sampling_strategy": ("random", "sequential", "group_by_length", "batch_rebalance"),
     "include_num_input_tokens_seen": (True, False, None, "all", "non_padding"),
 }
 _INTERVALS = {"logging_steps": "logging_strategy", "eval_steps": "eval_strategy", "save_steps": "save_strategy"}

@@ -31,6 +31,7 @@ def check_combinations(args: ArgumentFields) -> None:
     _check_plateau(args)
     _check_precision(args)
     _check_workers(args)
+    _check_order(args)
     _check_accumulation(args)
     _check_fsdp(args)
     _check_fsdp_config(args)
@@ -113,10 +114,24 @@ def _check_precision(args: ArgumentFields) -> None:
 def _check_workers(args: ArgumentFields) -> None:
     if args.dataloader_num_workers > 0:
         return
-    for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
+    for name in (
+        "dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context",
+    ):  # fmt: skip
         if getattr(args, name):
             reason = "It concerns loading processes, and there are none."
             raise _refuse(args, reason, f"Set dataloader_num_workers, or drop {name}.", name, "dataloader_num_workers")
+
+
+def _check_order(args: ArgumentFields) -> None:
+    if not args.dataloader_in_order:
+        reason = "Batches that come as they are ready have no place by which a resume could find the next one."
+        raise _refuse(args, reason, "Leave it True.", "dataloader_in_order")
+    if args.train_sampling_strategy == "batch_rebalance":
+        reason = "Its batches have unequal sizes, and a place in the data counts samples in batches of one size."
+        raise _refuse(args, reason, "Use train_sampling_strategy='group_by_length'.", "train_sampling_strategy")
+    if args.group_by_length and args.train_sampling_strategy == "sequential":
+        reason = "Both choose the order of the training data."
+        raise _refuse(args, reason, "Keep one of the two.", "group_by_length", "train_sampling_strategy")
 
 
 def _check_accumulation(args: ArgumentFields) -> None:

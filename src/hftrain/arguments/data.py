@@ -22,6 +22,17 @@ class DataArguments:
     dataloader_prefetch_factor: int | None = field(
         default=None, metadata={"help": "Batches that each loading process prepares ahead."}
     )
+    dataloader_multiprocessing_context: str | None = field(
+        default=None,
+        metadata={"help": "How loading processes start: 'fork', 'spawn' or 'forkserver'; None is Python's own choice."},
+    )
+    dataloader_in_order: bool = field(
+        default=True, metadata={"help": "Take batches in their order; False is refused, for no resume would be exact."}
+    )
+    train_sampling_strategy: str = field(
+        default="random",
+        metadata={"help": "Order of the training data: 'random', 'sequential' or 'group_by_length'."},
+    )
     remove_unused_columns: bool | None = field(
         default=True, metadata={"help": "Drop dataset columns that the model's forward does not take."}
     )

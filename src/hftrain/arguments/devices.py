@@ -48,6 +48,10 @@ class DistributionArguments:
         default=None,
         metadata={"help": "Handed to DistributedDataParallel; None is False with gradient checkpointing, else True."},
     )
+    ddp_static_graph: bool | None = field(
+        default=None,
+        metadata={"help": "Handed to DistributedDataParallel: every micro-step runs the same operations."},
+    )
     ddp_timeout: int = field(default=1800, metadata={"help": "Seconds until a collective operation is given up."})
     fsdp: list[FSDPOption] | str | None = field(
         default="",

@@ -30,6 +30,16 @@ class PrecisionArguments:
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Arguments of the model's gradient_checkpointing_enable, a dict or JSON text."}
     )
+    activation_checkpointing: bool | None = field(
+        default=None, metadata={"help": "Another name of gradient_checkpointing; wins over it."}
+    )
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Another name of gradient_checkpointing_kwargs; wins over it."}
+    )
+    use_cache: bool | None = field(
+        default=None,
+        metadata={"help": "Set the model's config.use_cache, also for generation; None leaves it as it is."},
+    )
     use_liger_kernel: bool | None = field(
         default=False, metadata={"help": "Replace parts of the model by Liger kernels."}
     )

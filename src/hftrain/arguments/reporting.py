@@ -55,3 +55,9 @@ class ReportingArguments:
     project: str = field(default="huggingface", metadata={"help": "Project name for Trackio."})
     trackio_space_id: str | None = field(default="trackio", metadata={"help": "Space that Trackio synchronises with."})
     tpu_metrics_debug: bool = field(default=False, metadata={"help": "Old form of debug='tpu_metrics_debug'."})
+    trackio_bucket_id: str | None = field(
+        default=None, metadata={"help": "Bucket that Trackio's Space keeps its data in; None is Trackio's own choice."}
+    )
+    trackio_static_space_id: str | bool | None = field(
+        default=None, metadata={"help": "Static Space that shows the run once it has ended; None or False makes none."}
+    )

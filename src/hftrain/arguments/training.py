@@ -34,6 +34,13 @@ _ELSEWHERE = {
 }
 
 
+_TWINS = {
+    f"{first}_checkpointing{end}": f"{second}_checkpointing{end}"
+    for first, second in (("gradient", "activation"), ("activation", "gradient"))
+    for end in ("", "_kwargs")
+}
+
+
 class _InitSignature:
     """Show the names that `__init__` takes: editors and `inspect` would show those of `__new__`."""
 
@@ -76,6 +83,14 @@ class TrainingArguments(ArgumentSetters, ArgumentSerialization):
 
     def __post_init__(self) -> None:
         settle(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Two names of one setting hold one value, whichever is assigned; None says nothing.
+        twin = _TWINS.get(name)
+        if twin is not None:
+            value = vars(self).get(twin) if value is None and name.startswith("activation") else value
+            super().__setattr__(twin, value)
+        super().__setattr__(name, value)
 
 
 def _refuse_unknown_names(cls: type, given: dict[str, Any]) -> None:

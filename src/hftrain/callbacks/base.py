@@ -82,6 +82,9 @@ class TrainerCallback:
     ) -> CallbackResult:
         """Hear that a batch of an evaluation or prediction is done."""
 
+    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
+        """Hear that a push to the Hub begins, before the model card is written."""
+
 
 class ExportableState:
     """Mix into a callback whose state belongs in checkpoints.

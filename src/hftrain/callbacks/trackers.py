@@ -75,6 +75,8 @@ class TrackerCallback(TrainerCallback, ExportableState):
             "logging_dir": args.logging_dir,
             "project": args.project,
             "space_id": args.trackio_space_id,
+            "bucket_id": args.trackio_bucket_id,
+            "static_space_id": args.trackio_static_space_id or None,
             "is_private": args.hub_private_repo,
             "hparams": args.to_sanitized_dict(),
             "model_config": dict(settings) if isinstance(settings, Mapping) else {},

@@ -25,6 +25,7 @@
         on_train_end
     evaluate(): each batch: on_prediction_step; at the end on_log, then on_evaluate
     predict():  each batch: on_prediction_step; at the end on_predict
+    a push to the Hub: on_push_begin before the model card is written
 """
 
 from __future__ import annotations
@@ -45,4 +46,5 @@ EVENTS: tuple[str, ...] = (
     "on_save",
     "on_log",
     "on_prediction_step",
+    "on_push_begin",
 )

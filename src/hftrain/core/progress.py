@@ -60,6 +60,11 @@ class TrainerControl:
         """Return what a checkpoint stores, in the documented form."""
         return {"args": dict(self.__dict__), "attributes": {}}
 
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> TrainerControl:
+        """Build the control that returned `state`."""
+        return cls(**state["args"])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cadence:

@@ -41,6 +41,7 @@ class LoaderConfig:
         pin_memory: Put batches in page-locked memory.
         persistent_workers: Keep the workers between epochs.
         prefetch_factor: Batches that each worker loads ahead; None for torch's own choice.
+        multiprocessing_context: How workers start; None for Python's own choice.
         seed: Seeds the training order and the workers.
         shuffle: Whether training reads in random order; streams have their own.
         split_batches: Whether `batch_size` is shared among the ranks.
@@ -59,6 +60,7 @@ class LoaderConfig:
     pin_memory: bool = False
     persistent_workers: bool = False
     prefetch_factor: int | None = None
+    multiprocessing_context: str | None = None
     seed: int = 42
     shuffle: bool = True
     split_batches: bool = False
@@ -332,6 +334,7 @@ def _options(config: LoaderConfig, *, collate: Collate, rank: int, seed: int | N
         "pin_memory": config.pin_memory,
         "persistent_workers": config.persistent_workers,
         "prefetch_factor": config.prefetch_factor,
+        "multiprocessing_context": config.multiprocessing_context,
         "generator": new_generator(config.seed),
         "worker_init_fn": partial(start_worker, rank=rank, seed=seed),
     }

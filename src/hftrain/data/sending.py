@@ -13,17 +13,18 @@ import torch
 from hftrain.core.errors import ConfigError, explain
 
 
-def check_sendable(parts: Mapping[str, Any], *, num_workers: int) -> None:
+def check_sendable(parts: Mapping[str, Any], *, num_workers: int, method: str | None = None) -> None:
     """Raise unless worker processes, as Python starts them here, can be given all parts; what tensors hold is not read.
 
     Args:
         parts: Datasets and collators, by the names they have for the user.
         num_workers: Without any, nothing is sent.
+        method: How they start; None for Python's own choice.
 
     Raises:
         ConfigError: A part cannot be pickled; the error names it.
     """
-    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    method = method or multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if num_workers == 0 or method == "fork":
         return
     for name, part in parts.items():

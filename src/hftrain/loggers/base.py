@@ -26,6 +26,8 @@ class RunFacts:
         logging_dir: Where event files go, if the user says so.
         project: Trackio's project.
         space_id: The Space that Trackio synchronises with.
+        bucket_id: The bucket that Trackio's Space keeps its data in.
+        static_space_id: The static Space that shows the run once it has ended.
         is_private: Whether what is created there is private.
         hparams: The arguments, as `to_sanitized_dict` returns them.
         model_config: What the model's `config` says.
@@ -40,6 +42,8 @@ class RunFacts:
     logging_dir: str | None = None
     project: str = "huggingface"
     space_id: str | None = None
+    bucket_id: str | None = None
+    static_space_id: str | None = None
     is_private: bool | None = None
     hparams: Mapping[str, Any] = field(default_factory=dict)
     model_config: Mapping[str, Any] = field(default_factory=dict)

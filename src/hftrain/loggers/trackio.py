@@ -11,7 +11,8 @@ from hftrain.loggers.base import Logger, RunFacts
 class TrackioLogger(Logger):
     """Report to Trackio: to the local database, and to the Space `trackio_space_id` unless that is None.
 
-    The project is `project`. Trackio itself reads TRACKIO_DIR.
+    The project is `project`. With `trackio_static_space_id` the ended run is put into a Space that only shows it.
+    Trackio itself reads TRACKIO_DIR.
 
     Source: the documented `TrackioCallback`.
     """
@@ -21,11 +22,15 @@ class TrackioLogger(Logger):
 
     def __init__(self) -> None:
         self._run: Any = None
+        self._facts: RunFacts | None = None
 
     def start(self, run: RunFacts) -> None:
         """Start or continue a run; record the settings."""
         import trackio
 
+        # Older versions do not take a bucket.
+        bucket = {} if run.bucket_id is None else {"bucket_id": run.bucket_id}
+        self._facts = run
         self._run = trackio.init(
             project=run.project,
             name=run.run_id or run.name,
@@ -34,6 +39,7 @@ class TrackioLogger(Logger):
             config=run.config,
             resume="allow" if run.run_id else "never",
             embed=False,
+            **bucket,
         )
         self.run_id = self._run.name
 
@@ -42,7 +48,27 @@ class TrackioLogger(Logger):
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Finish the run."""
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
+        """Finish the run, and put it into its static Space."""
+        if self._run is None:
+            return
+        self._run.finish()
+        self._run = None
+        run = self._facts
+        if run is None or run.static_space_id is None:
+            return
+        import trackio
+
+        if run.space_id is not None:
+            trackio.freeze(
+                space_id=run.space_id, project=run.project, new_space_id=run.static_space_id, private=run.is_private
+            )
+            return
+        bucket = {} if run.bucket_id is None else {"bucket_id": run.bucket_id}
+        trackio.sync(
+            project=run.project,
+            sdk="static",
+            space_id=run.static_space_id,
+            private=run.is_private,
+            force=True,
+            **bucket,
+        )

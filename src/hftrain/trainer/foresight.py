@@ -178,7 +178,8 @@ def _check_workers(trainer: Trainer) -> None:
     parts: dict[str, Any] = {f"eval_dataset {name!r}": dataset for name, dataset in _eval_sets(trainer).items()}
     if not trainer._is_overridden("get_train_dataloader"):
         parts |= {"train_dataset": trainer.train_dataset, "data_collator": trainer.data_collator}
-    check_sendable(parts, num_workers=trainer.args.dataloader_num_workers)
+    method = trainer.args.dataloader_multiprocessing_context
+    check_sendable(parts, num_workers=trainer.args.dataloader_num_workers, method=method)
 
 
 def _check_evaluations(trainer: Trainer) -> None:

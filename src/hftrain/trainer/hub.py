@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ class TrainerHub:
         if self.trainer.args.push_to_hub and not self.trainer.fast_dev_run:
             self.trainer.init_hf_repo()
 
-    def open(self, *, token: str | None = None) -> None:
+    def open(self, *, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, or find it.
 
         Raises:
@@ -58,7 +59,7 @@ class TrainerHub:
         if not self.trainer.is_world_process_zero():
             return
         check_writable(self.trainer.output_dir)
-        uploads = self._made()
+        uploads = self._made(private=private)
         try:
             uploads.open_repo(token=token)
         except ConfigError:
@@ -108,7 +109,16 @@ class TrainerHub:
                 self.uploads.config.model_id,
             )
 
-    def push(self, *, message: str, blocking: bool, token: str | None, revision: str | None, **card: Any) -> Any:
+    def push(
+        self,
+        *,
+        message: str,
+        blocking: bool,
+        token: str | None,
+        revision: str | None,
+        private: bool | None,
+        **card: Any,
+    ) -> Any:
         """Save the model to the output folder and push that; collective. See `Trainer.push_to_hub`."""
         require_hub("push_to_hub()")
         if self.trainer._session is not None:
@@ -116,6 +126,7 @@ class TrainerHub:
         self.trainer.save_model(_internal_call=True)
         if not self.trainer.is_world_process_zero():
             return None
+        self._made(private=private)
         return self._push_output(message=message, blocking=blocking, token=token, revision=revision, card=card)
 
     def write_card(self, **given: Any) -> None:
@@ -146,9 +157,11 @@ class TrainerHub:
         if renew is not None:
             renew(str(trainer.output_dir))  # PEFT adds what it knows of its adapters
 
-    def _made(self) -> Uploads:
+    def _made(self, *, private: bool | None = None) -> Uploads:
         if self.uploads is None:
             self.uploads = Uploads(hub_config(self.trainer.args, output_dir=self.trainer.output_dir))
+        if private is not None:
+            self.uploads.config = replace(self.uploads.config, private=private)
         return self.uploads
 
     def _push_checkpoint(self, checkpoint: Path) -> None:
@@ -163,6 +176,7 @@ class TrainerHub:
         if uploads.is_busy and not (uploads.config.always_push or keeps_all):
             logger.info("Skipped the push of step %d: the previous one has not ended.", trainer.state.global_step)
             return
+        trainer.callback_handler.fire("on_push_begin")
         trainer.create_model_card(model_name=self._model_name(), tags=self._model_tags())
         files = {**model_files(checkpoint), CARD: trainer.output_dir / CARD}
         message = f"Training in progress, step {trainer.state.global_step}"
@@ -178,6 +192,7 @@ class TrainerHub:
         card: Mapping[str, Any] | None = None,
     ) -> Any:
         trainer, uploads = self.trainer, self._made()
+        trainer.callback_handler.fire("on_push_begin")
         card = dict(card or {})
         tags = [*self._model_tags(), *_as_list(card.pop("tags", None))]
         card.setdefault("model_name", self._model_name())

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hftrain.core.log import warn_once
 from hftrain.task.liger import apply_liger_kernels
 from hftrain.task.noise import find_embeddings
 from hftrain.task.quantized import check_quantized, is_quantized
 from hftrain.task.recompute import recompute_activations, switch_cache_off
 from hftrain.trainer.ipex import check_ipex
+from hftrain.trainer.placement import check_not_sharded
 from hftrain.trainer.replicas import check_copies
 
 if TYPE_CHECKING:
@@ -24,15 +26,29 @@ Undo = Callable[[], None]
 def prepare_model(trainer: Trainer) -> None:
     """Refuse a model that the settings cannot work with, and put Liger kernels into it; at construction."""
     args, model = trainer.args, trainer.model
+    check_not_sharded(model)
     if trainer.neftune_noise_alpha is not None:
         find_embeddings(model)
     if args.use_ipex:
         check_ipex()
+    if args.use_cache is not None:
+        _set_cache(model, use_cache=args.use_cache)
     if args.use_liger_kernel:
         apply_liger_kernels(model, args.liger_kernel_config)
     if is_quantized(model):
         # Moving quantized weights fails or loses them.
         trainer.strategy.place_model = False
+
+
+def _set_cache(model: nn.Module, *, use_cache: bool) -> None:
+    config = getattr(model, "config", None)
+    if config is None or isinstance(config, Mapping):
+        warn_once(f"use_cache={use_cache} has no effect: {type(model).__name__} has no config to set it in.")
+        return
+    config.use_cache = use_cache
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.use_cache = use_cache
 
 
 class ModelChanges:

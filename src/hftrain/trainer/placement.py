@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from hftrain.core.errors import ConfigError, explain
+
 _NO_ACCELERATOR = ("cpu", "disk", "meta")
 
 
@@ -17,6 +19,22 @@ def is_spread(model: nn.Module) -> bool:
     if getattr(model, "is_parallelizable", False) and getattr(model, "model_parallel", False):
         return True
     return len({parameter.device for parameter in model.parameters()}) > 1
+
+
+def check_not_sharded(model: nn.Module) -> None:
+    """Refuse a model that was sharded when it was loaded: it exchanges its gradients by rules of its own.
+
+    Raises:
+        ConfigError: It is one of `from_pretrained(distributed_config=...)`.
+    """
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        raise ConfigError(
+            explain(
+                f"Cannot train {type(model).__name__} as it was loaded with distributed_config=DistributedConfig(...):",
+                "the processes' parts of it would be wrapped and exchanged a second time by the strategy.",
+                "Load it without distributed_config, and let strategy='fsdp' shard it.",
+            )
+        )
 
 
 def tensor_parallel_size(model: nn.Module, deepspeed_config: Any = None) -> int:

@@ -178,7 +178,8 @@ def _geometry(trainer: Trainer, loader: Any) -> dict[str, Any]:
         "samples": len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
         "data_seed": data_seed(args),
         "drop_last": args.dataloader_drop_last,
-        "grouping": None if grouping is None else grouping.batch_size,
+        # 0: in the data's own order.
+        "grouping": grouping.batch_size if grouping else 0 if args.train_sampling_strategy == "sequential" else None,
         "seedable": bool(read_accelerator_config(args).get("use_seedable_sampler", True)),
         "own_shares": has_own_shares(loader),
         "precision": policy.name,

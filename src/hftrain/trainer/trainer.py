@@ -983,11 +983,12 @@ class Trainer:
         """The future of the newest push in the background, None before the first; it may be done."""
         return self._hub.newest
 
-    def init_hf_repo(self, token: str | None = None) -> None:
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository on the Hub, or find it; the main process does.
 
         Args:
             token: Access token for this call; None takes `args.hub_token` or the stored login.
+            private: Whether a new repository is private; None takes `args.hub_private_repo`.
 
         Raises:
             ConfigError: The Hub refuses the name or the token; a Hub that does not answer is warned of.
@@ -995,7 +996,7 @@ class Trainer:
 
         Source: the documented `Trainer.init_hf_repo`.
         """
-        self._hub.open(token=token)
+        self._hub.open(token=token, private=private)
 
     def init_git_repo(self, at_init: bool = False) -> None:
         """Do what `init_hf_repo` does; pushes need no git clone, and no file is ever deleted.
@@ -1056,6 +1057,7 @@ class Trainer:
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
+        private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Save the model into `output_dir` with a model card, and push the folder; collective, the main process pushes.
@@ -1067,6 +1069,7 @@ class Trainer:
             blocking: Wait for the end.
             token: Access token for this push; None takes `args.hub_token` or the stored login.
             revision: Branch for this push, created if absent; None takes `args.hub_revision`, then the main branch.
+            private: Whether a new repository is private; None takes `args.hub_private_repo`.
             **kwargs: For `create_model_card`; `tags` are added to those of the model and of the card.
 
         Returns:
@@ -1080,7 +1083,9 @@ class Trainer:
 
         Source: the documented `Trainer.push_to_hub`.
         """
-        return self._hub.push(message=commit_message, blocking=blocking, token=token, revision=revision, **kwargs)
+        return self._hub.push(
+            message=commit_message, blocking=blocking, token=token, revision=revision, private=private, **kwargs
+        )
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback: an instance, or a class that takes no arguments."""
@@ -1748,6 +1753,14 @@ class Trainer:
         Source: the documented `Trainer.get_tp_size`.
         """
         return tensor_parallel_size(self.model, getattr(self.strategy, "config", None))
+
+    def get_cp_size(self) -> int:
+        """Return over how many processes a sequence is split: 1. Source: the documented `Trainer.get_cp_size`."""
+        return 1
+
+    def get_sp_size(self) -> int:
+        """Return over how many processes a sequence is split: 1. Source: the documented `Trainer.get_sp_size`."""
+        return 1
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make `accelerator` anew; launches the strategy. Collective."""
