@@ -137,6 +137,21 @@ def test_train_and_evaluate_report_their_documented_numbers(tmp_path: Path) -> N
     }  # fmt: skip
 
 
+def test_the_epoch_is_a_number_from_the_beginning_on(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Curriculum(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(self.state.epoch)
+            self.log({"share": 0.5 + self.state.epoch})
+            return super().compute_loss(*args, **kwargs)
+
+    trainer = Curriculum(Net(), make_arguments(tmp_path, max_steps=2), train_dataset=make_rows(8))
+    trainer.train()
+    assert seen == [0.0, 0.5]
+    assert trainer.state.log_history[0] == {"share": 0.5, "epoch": 0.0, "step": 0}
+
+
 def test_results_do_not_tell_how_long_the_model_took_to_place(tmp_path: Path) -> None:
     rows = make_rows(4)
     trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=rows, eval_dataset=rows)

@@ -184,6 +184,8 @@ class TrainSession:
         vars(trainer.state).update(vars(fresh))
         state = trainer.state
         state.max_steps, state.num_train_epochs = max_steps, num_epochs
+        if state.epoch is None:
+            state.epoch = 0.0
         if trainer._trial_run is not None:
             trainer._trial_run.describe(state)
         state.train_batch_size = trainer.args.train_batch_size
