@@ -64,15 +64,16 @@ def collate(rows: Rows) -> dict[str, torch.Tensor]:
     return {"labels" if name == "label" else name: value for name, value in batch.items()}
 
 
-def make_tokenizer() -> Any:
-    """Build a tokenizer in memory whose words are single letters."""
+def make_tokenizer(**tokens: str | None) -> Any:
+    """Build a tokenizer in memory whose words are single letters; it pads with "[PAD]" unless told another token."""
     import tokenizers
     import transformers
 
     vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]")
+    named = {"pad_token": "[PAD]", "unk_token": "[UNK]", **tokens}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **named)
 
 
 def run_options(**options: Any) -> dict[str, Any]:

@@ -79,8 +79,11 @@ def write_model(
     """Write a model, what its task holds beside it, the processing class and the arguments."""
     save_weights(model, folder, state_dict=weights, safe=bool(trainer.args.save_safetensors))
     save_task_state(own, folder)
-    if hasattr(trainer.processing_class, "save_pretrained"):
-        trainer.processing_class.save_pretrained(str(folder))
+    tool = trainer.processing_class
+    if tool is None:
+        tool = getattr(trainer.data_collator, "tokenizer", None)
+    if hasattr(tool, "save_pretrained"):
+        tool.save_pretrained(str(folder))
     save_arguments(arguments, folder)
 
 

@@ -198,6 +198,47 @@ def _prompts(inputs: Mapping[str, Any], generate: Callable[..., Any], *, label_n
     return {name: value for name, value in inputs.items() if name not in left_out and accepts(generate, name)}
 
 
+# -- special tokens --------------------------------------------------------------------------------------------------
+
+
+def align_special_tokens(model: nn.Module, tool: Any) -> dict[str, int]:
+    """Give a model's configurations the tokens that end, begin and pad a text in its tokenizer; mutates them.
+
+    Tokens that the tokenizer does not define stay as they are, and so do further tokens that end a text.
+
+    Args:
+        model: Its `config` and `generation_config` are changed, if it has them as transformers' models do.
+        tool: A tokenizer, or a processor that holds one; others change nothing.
+
+    Returns:
+        The tokens that were changed, by name.
+    """
+    tokenizer = tool if hasattr(tool, "pad_token_id") else getattr(tool, "tokenizer", None)
+    config, generation = getattr(model, "config", None), getattr(model, "generation_config", None)
+    if tokenizer is None or not callable(getattr(config, "get_text_config", None)):
+        return {}
+    config = config.get_text_config()  # type: ignore[union-attr]
+    changed: dict[str, int] = {}
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        token, own = getattr(tokenizer, name, None), _tokens_of(config, name)
+        known = generation is None or token in _tokens_of(generation, name)
+        if token is None or (token in own and known):
+            continue
+        ends, is_list = name == "eos_token_id", isinstance(getattr(config, name, None), list)
+        others = [each for each in own if each != token]
+        setattr(config, name, [token, *others] if ends and is_list else token)
+        if generation is not None:
+            others = [each for each in _tokens_of(generation, name) if each not in (None, token)]
+            setattr(generation, name, [token, *others] if ends else token)
+        changed[name] = token
+    return changed
+
+
+def _tokens_of(config: Any, name: str) -> list[Any]:
+    found = getattr(config, name, None)
+    return found if isinstance(found, list) else [found]
+
+
 # -- padding ---------------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +266,8 @@ def fill_with(token: int) -> Callable[[Any], Any]:
     """Return what puts a token where joining batches of different lengths put -100 into token ids; in place."""
 
     def fill(tree: Any) -> Any:
-        if isinstance(tree, numpy.ndarray) and tree.dtype.kind == "i":
+        is_tensor = isinstance(tree, torch.Tensor) and not tree.is_floating_point()
+        if is_tensor or (isinstance(tree, numpy.ndarray) and tree.dtype.kind == "i"):
             tree[tree == IGNORED_LABEL] = token
         return tree
 

@@ -23,7 +23,7 @@ _SEARCH = "Override train(), which gets the trial, or _report_to_hp_search."
 DOCUMENTED: dict[str, str] = {
     "_add_sm_patterns_to_gitignore": "Write the file before training.",
     "_activate_neftune": "",
-    "_align_special_tokens": "Set the model's config before it is given to the Trainer.",
+    "_align_special_tokens": "",
     "_deactivate_neftune": "",
     "_determine_best_metric": "",
     "_evaluate": "",

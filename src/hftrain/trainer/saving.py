@@ -13,7 +13,7 @@ from torch import nn
 from hftrain.adapter.checkpoint import checkpoint_config
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, naming_the_folder, restoring
 from hftrain.checkpoint.foreign import check_foreign, check_foreign_optimizer, is_foreign
-from hftrain.checkpoint.layout import ARGUMENTS, OPTIMIZER, SCALER, SCHEDULER, checkpoint_name
+from hftrain.checkpoint.layout import OPTIMIZER, SCALER, SCHEDULER, checkpoint_name
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import check_geometry
 from hftrain.checkpoint.parts import (
@@ -300,9 +300,12 @@ class RunCheckpoints:
 
     def _report_changed_arguments(self, folder: Path) -> None:
         """Name the arguments whose values the checkpoint's state overrides, and those that change the rhythm."""
-        if not (folder / ARGUMENTS).exists():
+        try:
+            saved, current = load_arguments(folder), self.trainer.args.to_dict()
+        except CheckpointError as error:
+            # An override may have written them in its own form; they are read for this report alone.
+            logger.info("The arguments of the checkpoint are not compared with those of this run: %s", error)
             return
-        saved, current = load_arguments(folder), self.trainer.args.to_dict()
         for names, consequence in (
             (_OVERRIDDEN, "whose optimizer and schedule go on with theirs"),
             (_INTERVALS, "the run goes on with the present ones"),
@@ -310,7 +313,7 @@ class RunCheckpoints:
             changed = [
                 f"{name} (was {saved[name]!r}, now {current.get(name)!r})"
                 for name in names
-                if name in saved and saved[name] != current.get(name)
+                if isinstance(saved.get(name), (int, float, str)) and saved[name] != current.get(name)
             ]
             if changed:
                 logger.warning("These arguments changed since the checkpoint, %s: %s.", consequence, ", ".join(changed))

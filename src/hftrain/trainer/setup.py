@@ -36,6 +36,7 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
     if session.resume is not None:
         session.checkpoints.load_model(session.resume)
     place_task(trainer.task, strategy, is_model_placed=True)
+    trainer._align_special_tokens()
     session.changes.apply(trainer.model)
     trainer._forget_schedule()
     forget_taken(trainer)

@@ -106,7 +106,7 @@ from hftrain.trainer.evaluating import (
 )
 from hftrain.trainer.fitting import SMALLER_BATCH, check_fitting, with_smaller_batches
 from hftrain.trainer.foresight import check_ahead, check_fits
-from hftrain.trainer.generating import generates
+from hftrain.trainer.generating import align_special_tokens, generates
 from hftrain.trainer.hooks import call_with, check_hooks, missing_attribute
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.instep import in_step
@@ -1346,6 +1346,16 @@ class Trainer:
             values = [self._prepare_input(value) for value in data]
             return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
         return self.strategy.to_device(data)
+
+    def _align_special_tokens(self) -> None:
+        """Give the model's configurations the tokenizer's special tokens before a training, and say so."""
+        changed = align_special_tokens(self.model, self.processing_class)
+        if changed and self.strategy.is_main:
+            logger.warning(
+                "The special tokens of the tokenizer are not those of the model. The model's config and generation "
+                "config were changed to the tokenizer's: %s.",
+                ", ".join(f"{name}={token}" for name, token in changed.items()),
+            )
 
     def _activate_neftune(self, model: nn.Module) -> nn.Module:
         """Add NEFTune's noise to the embeddings of `model`, until `_deactivate_neftune`; mutates the model."""

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
@@ -194,7 +193,7 @@ def test_metrics_batch_by_batch_keep_nothing(includes: tuple[str, ...]) -> None:
     calls: list[tuple[list[int], bool, Any, Any]] = []
 
     def compute(prediction: EvalPrediction, compute_result: bool) -> dict[str, float] | None:
-        assert isinstance(prediction.predictions, numpy.ndarray)
+        assert isinstance(prediction.predictions, torch.Tensor)
         calls.append((prediction.label_ids.tolist(), compute_result, prediction.inputs, prediction.losses))
         return {"calls": float(len(calls))} if compute_result else None
 

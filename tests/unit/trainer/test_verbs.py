@@ -171,6 +171,40 @@ def test_metrics_batch_by_batch(tmp_path: Path) -> None:
     assert calls == [(4, False), (4, False), (1, True)]
 
 
+def test_metrics_batch_by_batch_get_tensors_as_the_model_gave_them(tmp_path: Path) -> None:
+    seen: list[EvalPrediction] = []
+
+    class Several(Net):
+        main_input_name = "x"
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[Any, ...]:
+            loss, logits = super().forward(x, labels)
+            return loss, logits, (logits.bfloat16(), x.sum())
+
+    def keep(prediction: EvalPrediction, compute_result: bool) -> dict[str, Any]:
+        seen.append(prediction)
+        right = (prediction.predictions[0].argmax(-1) == prediction.label_ids).float()
+        return {"right": right.mean()} if compute_result else {}
+
+    arguments = make_arguments(tmp_path, batch_eval_metrics=True, include_for_metrics=["inputs", "loss"])
+    metrics = Trainer(Several(), arguments, compute_metrics=keep).evaluate(make_rows(6))
+    assert type(metrics["eval_right"]) is float
+    assert [type(part) for part in (seen[0].label_ids, seen[0].inputs, seen[0].losses)] == [torch.Tensor] * 3
+    logits, (low, total) = seen[0].predictions
+    assert (logits.dtype, logits.shape, logits.requires_grad) == (torch.float32, (4, 3), False)
+    assert (low.dtype, total.shape) == (torch.bfloat16, ())
+    assert [len(each.label_ids) for each in seen] == [4, 2]
+    json.dumps(metrics)
+
+
+def test_metric_may_be_a_tensor_of_one_number(tmp_path: Path) -> None:
+    for per_batch in (False, True):
+        arguments = make_arguments(tmp_path, batch_eval_metrics=per_batch)
+        trainer = Trainer(Net(), arguments, compute_metrics=lambda p, compute_result=True: {"a": torch.tensor(0.5)})
+        trainer.evaluate(make_rows(6))
+        assert type(trainer.state.log_history[-1]["eval_a"]) is float
+
+
 def test_batches_are_handed_out_unjoined(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path, eval_do_concat_batches=False))
     output = trainer.predict(make_rows(9))
