@@ -32,7 +32,7 @@ class BatchArguments:
         metadata={"help": "Optimizer updates between two releases of the device's cached memory; None never does."},
     )
     average_tokens_across_devices: bool | None = field(
-        default=False,
+        default=True,
         metadata={"help": "Count the loss's items over all processes: exact means when ranks hold unequal numbers."},
     )
     per_gpu_train_batch_size: int | None = field(
