@@ -30,11 +30,13 @@ class Words(nn.Module):
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
         self.seen += 1
         self.num_calls += 1
         self.calls.append(self.training)
         logits = self.layer(x)
+        if labels is None:
+            return {"logits": logits}
         return {"loss": self.loss(logits, labels, **kwargs), "logits": logits}
 
 
@@ -122,7 +124,9 @@ def gradient_of(model: Words) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone()
 
 
-def gradient(folder: Path, kind: type[Words], *, size: int, **options: Any) -> torch.Tensor:
+def gradient(
+    folder: Path, kind: type[Words], *, size: int, trainer: type[Trainer] = Trainer, **options: Any
+) -> torch.Tensor:
     """Return the gradient of the first step of a run, over all samples."""
     found: list[torch.Tensor] = []
 
@@ -134,7 +138,7 @@ def gradient(folder: Path, kind: type[Words], *, size: int, **options: Any) -> t
         folder, per_device_train_batch_size=size, gradient_accumulation_steps=NUM_ROWS // size, max_steps=1,
         max_grad_norm=0.0, learning_rate=0.0,
     )  # fmt: skip
-    Trainer(make_model(kind), arguments, train_dataset=make_rows(), callbacks=[Keep], **options).train()
+    trainer(make_model(kind), arguments, train_dataset=make_rows(), callbacks=[Keep], **options).train()
     return found[0]
 
 
@@ -191,13 +195,15 @@ def test_search_leaves_no_trace(tmp_path: Path, kind: type[Words]) -> None:
     arguments = make_arguments(
         tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, learning_rate=0.0
     )
-    before = torch.get_rng_state()
+    hooked: list[Any] = []
+    model.layer.register_forward_hook(lambda module, inputs, output: hooked.append(module.training))
+    calls = model.calls
     trainer = Trainer(model, arguments, train_dataset=make_rows(), eval_dataset=make_rows())
     trainer.evaluate()
     assert (float(model.seen), model.num_calls) == (2, 2)
     trainer.train()
-    assert (float(model.seen), model.num_calls, model.calls) == (6, 6, [False] * 2 + [True] * 4)
-    assert before.shape == torch.get_rng_state().shape
+    expected = [False] * 2 + [True] * 4
+    assert (float(model.seen), model.num_calls, calls, hooked) == (6, 6, expected, expected)
 
 
 class Multiplies(Trainer):
@@ -240,3 +246,35 @@ def test_batches_of_another_size_train_with_the_full_gradient(tmp_path: Path, ki
     expected = make_model(Words)
     expected(**batch_of(full_rows()))["loss"].backward()
     torch.testing.assert_close(found[0], gradient_of(expected), rtol=1e-6, atol=1e-9)
+
+
+class ByHand(Trainer):
+    """The documented step, written out: it believes that a model which takes the count has divided by it."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        if not self.model_accepts_loss_kwargs or num_items_in_batch is None:
+            loss = loss / self.args.gradient_accumulation_steps
+        loss.backward()
+        return loss.detach()
+
+
+def test_a_step_written_out_gets_the_loss_that_the_model_has_divided(tmp_path: Path) -> None:
+    ours = gradient(tmp_path, NeedsCount, size=2, trainer=ByHand)
+    torch.testing.assert_close(ours, whole(NeedsCount)[1], rtol=1e-6, atol=1e-9)
+    # The part that is not divided is added up, as in the documented step.
+    extra = make_model(Divides).layer.weight
+    (3 * extra.square().mean()).backward()
+    expected = whole(Divides)[1]
+    expected[: extra.numel()] += extra.grad.flatten()
+    torch.testing.assert_close(gradient(tmp_path, Divides, size=2, trainer=ByHand), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_a_loss_that_needs_its_count_is_evaluated(tmp_path: Path) -> None:
+    assert eval_losses(tmp_path, NeedsCount) == pytest.approx([whole(NeedsCount)[0]] * 3, rel=1e-6)
+
+    def divides(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        return cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+
+    found = eval_losses(tmp_path, Words, compute_loss_func=divides)
+    assert found == pytest.approx([whole(Words)[0]] * 3, rel=1e-6)

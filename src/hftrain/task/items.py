@@ -20,24 +20,33 @@ class MeanOver:
     Args:
         kind: One of `KINDS`; ``"sum"`` is a loss that adds up over samples.
         needs_count: The model's loss is such a mean only if it is given the number of items to divide by.
+        divides: Whether the loss divides by a number of items that it is given.
         is_exact: Whether that reproduces the loss, rather than being the nearest.
         is_final: Whether it was found, rather than assumed until a batch tells.
     """
 
     kind: str
     needs_count: bool = False
+    divides: bool = False
     is_exact: bool = True
     is_final: bool = True
 
     def code(self) -> int:
         """Return a number for processes to exchange, of which the largest wins."""
-        return 16 * self.is_final + 4 * KINDS.index(self.kind) + 2 * self.needs_count + (not self.is_exact)
+        flags = (not self.is_exact, self.needs_count, self.divides)
+        return 32 * self.is_final + 8 * KINDS.index(self.kind) + sum(flag << place for place, flag in enumerate(flags))
 
     @classmethod
     def from_code(cls, code: int) -> MeanOver:
         """Return what `code` stands for."""
-        index, flags = divmod(code % 16, 4)
-        return cls(KINDS[index], needs_count=bool(flags & 2), is_exact=not flags & 1, is_final=code >= 16)
+        index, flags = divmod(code % 32, 8)
+        return cls(
+            KINDS[index],
+            needs_count=bool(flags & 2),
+            divides=bool(flags & 4),
+            is_exact=not flags & 1,
+            is_final=code >= 32,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +156,7 @@ def find_mean(
         with_count, with_twice = loss_of(pair.one, number), loss_of(pair.one, 2 * number)
         total = 2 * number * (with_count - with_twice)
         divided = math.isfinite(total) and not _is_close(with_count, with_twice, 1e-3)
-    needs_count = MeanOver(rule, needs_count=True)
+    needs_count = MeanOver(rule, needs_count=True, divides=True)
     try:
         one, again = loss_of(pair.one, None), loss_of(pair.one, None)
         rest = [loss_of(batch, None) for batch in (pair.other, pair.both, pair.twice) if batch is not None]
@@ -175,7 +184,7 @@ def _nearest_count(items: float, counts: Mapping[str, int], *, is_rough: bool) -
         return None
     errors = {kind: abs(items - number) for kind, number in counts.items()}
     tolerance = max(0.25, (5e-3 if is_rough else 1e-4) * items)
-    return next((MeanOver(kind) for kind, error in errors.items() if error <= tolerance), None)
+    return next((MeanOver(kind, divides=True) for kind, error in errors.items() if error <= tolerance), None)
 
 
 def _compare(

@@ -201,7 +201,8 @@ class ModelTask(TaskModule):
         """Whether the model is given the item count: it takes it, and its own mean would not do."""
         if not self.accepts_item_count or self.count_rule is not None:
             return False
-        return self.mean_over is None or self.mean_over.needs_count or self.keeps_count
+        found = self.mean_over
+        return found is None or found.needs_count or (self.keeps_count and found.divides)
 
     @property
     def kind(self) -> str:

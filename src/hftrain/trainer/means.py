@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,17 @@ from hftrain.task.items import KINDS, SAMPLES, SUM, MeanOver, Pair, find_mean, p
 from hftrain.task.loss import read_loss
 from hftrain.task.model_task import ModelTask
 from hftrain.trainer.evaluating import cast_inputs
-from hftrain.trainer.rehearsal import kept_values
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
+
+_INTERNAL = frozenset(vars(torch.nn.Module()))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_LIBRARIES = frozenset(
+    {"accelerate", "bitsandbytes", "deepspeed", "hftrain", "peft", "torch", "torchao", "transformers"}
+)
 
 
 class MeanSearch:
@@ -31,6 +37,9 @@ class MeanSearch:
 
     Args:
         trainer: Whose model is tried; what is found goes into its task.
+
+    Attributes:
+        found: What this process alone has found in an evaluation.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -41,7 +50,7 @@ class MeanSearch:
         makes_inputs = any(map(trainer._is_overridden, ("_prepare_inputs", "_prepare_input")))
         self._is_open = self.task is not None and self.task.returns_loss and not makes_inputs
         self._num_looks = 0
-        self._found: MeanOver | None = None
+        self.found: MeanOver | None = None
 
     @property
     def is_over(self) -> bool:
@@ -60,7 +69,7 @@ class MeanSearch:
         self._num_looks += 1
         is_shared = strategy.world_size > 1
         # To agree takes an exchange, and to read what lies on a device waits for it: ever more rarely.
-        if (is_shared or not _is_readable(task, batches)) and self._num_looks & (self._num_looks - 1):
+        if self._num_looks & (self._num_looks - 1) and (is_shared or not _is_readable(task, batches)):
             return
         is_new = task.mean_over is None
         pairs = (self._pair(batch, even=False) for batch in batches)
@@ -80,21 +89,26 @@ class MeanSearch:
 
     def look_at(self, batch: Any) -> None:
         """Find out from an evaluation's batch, for `agree` at its end."""
-        if self._found is None and not self.is_over:
-            pair = self._pair(batch, even=False)
-            found = None if pair is None else self._try(pair)
-            self._found = found if found is None or found.is_final else None
+        task = self.task
+        if task is None or self.is_over or (self.found is not None and self.found.is_final):
+            return
+        if task.labels_of(batch) is None and not task.can_return_loss:
+            return
+        # A loss that takes a count tells on any batch.
+        pair = self._pair(batch, even=task.accepts_item_count and self.found is None)
+        if pair is not None:
+            self.found = self._try(pair)
 
     def agree(self) -> str:
         """Return what the loss is a mean over, the same in every process; collective until known."""
         task, strategy = self.task, self.trainer.strategy
         assert task is not None
         if len(task.kinds) > 1:
-            code = -1 if self._found is None else self._found.code()
+            code = -1 if self.found is None or not self.found.is_final else self.found.code()
             code = int(strategy.reduce(torch.tensor(code, device=strategy.device), op="max"))
             if code >= 0:
                 self._settle(MeanOver.from_code(code))
-        self._found = None
+        self.found = None
         return task.kinds[0]
 
     def _settle(self, found: MeanOver) -> None:
@@ -167,37 +181,67 @@ def _is_readable(task: ModelTask, batches: Sequence[Any]) -> bool:
     return all(each is None or each.device.type == "cpu" for each in labels)
 
 
+def _is_users(hook: Any) -> bool:
+    """Tell whether a forward hook is written by a user, and so not called but for the run's own batches."""
+    function = getattr(hook, "func", hook)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return module.partition(".")[0] not in _LIBRARIES
+
+
 @contextmanager
 def _without_trace(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
     """Call a model in evaluation mode, as it is written, and put everything back that this changes."""
     modules = list(model.modules())
-    modes = [(module, module.training) for module in modules]
-    buffers = [(module._buffers, dict(module._buffers)) for module in modules]
-    contents = [(buffer, buffer.clone()) for buffer in model.buffers()]
     # An engine that splits the model keeps notes of its own in the modules.
     is_split = trainer.strategy.shards_model or trainer.is_deepspeed_enabled or trainer.is_tp_enabled
-    values = [] if is_split else [(vars(module), kept_values(vars(module))) for module in modules]
-    compiled: list[tuple[Any, Callable[..., Any]]] = []
-    for module in modules:
-        if module._compiled_call_impl is not None:
-            compiled.append((module, module._compiled_call_impl))
-            module._compiled_call_impl = None
+    kept = [_Kept(module, is_whole=not is_split) for module in modules]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with preserved_rng(), torch.no_grad():
             for module in modules:
-                module.training = False
+                module.training, module._compiled_call_impl = False, None
             yield
     finally:
-        for module, call in compiled:
-            module._compiled_call_impl = call
-        for own, kept in values:
-            for name in own.keys() - kept.keys():
-                del own[name]
-            own.update({name: value for name, value in kept.items() if own.get(name) is not value})
-        for own, kept in buffers:
-            own.update(kept)
+        for each in kept:
+            each.restore()
         with torch.no_grad():
-            for buffer, value in contents:
+            for buffer, value in buffers:
                 buffer.copy_(value)
-        for module, was_training in modes:
-            module.training = was_training
+
+
+class _Kept:
+    """What the call of a module may change of it, and what is changed to call it.
+
+    Args:
+        module: Its user's forward hooks are taken away.
+        is_whole: Keep its own attributes too; containers are kept one level deep.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, is_whole: bool) -> None:
+        self._own = own = vars(module)
+        self._training, self._call, self._buffers = module.training, module._compiled_call_impl, dict(module._buffers)
+        self._hooks = {name: own[name] for name in _HOOKS if is_whole and own[name]}
+        self._attributes: dict[str, tuple[Any, Any]] | None = None
+        if is_whole:
+            values = {name: value for name, value in own.items() if name not in _INTERNAL}
+            self._attributes = {
+                name: (value, value.copy() if type(value) in (list, dict, set) else None)
+                for name, value in values.items()
+            }
+        for name, hooks in self._hooks.items():
+            own[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_users(hook))
+
+    def restore(self) -> None:
+        """Put everything back."""
+        own = self._own
+        own.update(self._hooks, training=self._training, _compiled_call_impl=self._call)
+        own["_buffers"].update(self._buffers)
+        if self._attributes is None:
+            return
+        for name in own.keys() - self._attributes.keys() - _INTERNAL:
+            del own[name]
+        for name, (value, content) in self._attributes.items():
+            own[name] = value
+            if content is not None and value != content:
+                value.clear()
+                value.extend(content) if isinstance(value, list) else value.update(content)

@@ -178,7 +178,7 @@ def _copies(trainer: Trainer, folder: Path, director: _Director) -> Iterator[Non
     """Let a Trainer train copies, into another folder; everything it holds is put back."""
     handler, callbacks = trainer.callback_handler, list(trainer.callback_handler.callbacks)
     owners = [trainer, trainer.args, trainer.state, trainer.control, *callbacks]
-    before = [(vars(owner), kept_values(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
+    before = [(vars(owner), _kept(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
     try:
         if trainer.model_init is None:
             _copy_parts(trainer)
@@ -220,7 +220,7 @@ def _copy_parts(trainer: Trainer) -> None:
     trainer.optimizer, trainer.lr_scheduler = optimizer, schedule
 
 
-def kept_values(values: dict[str, Any]) -> dict[str, Any]:
+def _kept(values: dict[str, Any]) -> dict[str, Any]:
     """Return what to put back: containers of plain values as they are now, everything else by reference."""
     return {name: copy.deepcopy(value) if _is_plain(value) else value for name, value in values.items()}
 

@@ -858,9 +858,12 @@ class Trainer:
             getattr(callback, "replaces_predictions", False) for callback in self.callback_handler.callbacks
         )
 
+        search = self._shares.search
+
         def evaluate_batch(batch: Any) -> StepOutput:
             if jit is not None:
                 self.task.model = jit.for_batch(batch)
+            search.look_at(batch)
             loss, outputs, labels = self.prediction_step(self.task.model, batch, loss_only, ignore_keys)
             return StepOutput(loss=loss, outputs=outputs, labels=labels, logs=self._eval_logs)
 
@@ -872,16 +875,9 @@ class Trainer:
             returns_predictions=not is_replaced,
         )
         plain = self.task if isinstance(self.task, ModelTask) else None
-        search = self._shares.search
-
-        def weights(batch: Any) -> Any:
-            assert plain is not None
-            search.look_at(batch)
-            return plain.weights(batch)
-
         slots = EvaluateSlots(
             evaluate_batch=evaluate_batch,
-            count_items=self.task.count_items if plain is None else weights,
+            count_items=self.task.count_items if plain is None else plain.weights,
             kinds=("",) if plain is None else plain.kinds,
             choose_kind=None if plain is None else search.agree,
             compute_metrics=None if loss_only else self.compute_metrics,
@@ -1410,11 +1406,12 @@ class Trainer:
         """
         inputs = self._prepare_inputs(inputs)
         task = self.task
+        count = self._shares.count_for_evaluation(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             if isinstance(task, ModelTask):
                 ignored = task.keys_to_ignore if ignore_keys is None else ignore_keys
                 output = task.predict_batch(
-                    lambda batch: self._slot_compute_loss(model, batch, return_outputs=True),
+                    lambda batch: self._slot_compute_loss(model, batch, return_outputs=True, num_items_in_batch=count),
                     inputs,
                     loss_only=prediction_loss_only,
                     ignore=ignored,

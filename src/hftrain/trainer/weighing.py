@@ -50,6 +50,9 @@ class LossShares:
         self.is_divided = bool(is_marked if says is None else says) and is_overridden
         # Whoever computes the loss in the user's code is handed the count, and may or may not divide by it.
         self._is_users = is_overridden or function is not None
+        # The documented method takes the mean over ranks back by itself, and so do copies of it.
+        code = getattr(trainer.compute_loss, "__code__", None)
+        self._scales = is_overridden and code is not None and "num_processes" in code.co_names
         divides = (
             takes_item_count(function)
             if function is not None
@@ -65,8 +68,10 @@ class LossShares:
         self._wait: Callable[[], Any] | None = None
         if self.plain is not None:
             self.plain.accepts_item_count = trainer.model_accepts_loss_kwargs
-            # Its copies divide exactly by a count; their means are weighed by samples.
-            self.plain.keeps_count = getattr(trainer.strategy, "num_devices", 1) > 1
+            # Copies on several devices divide exactly by a count, but their means are weighed by samples; and a step
+            # of the user's own may believe that the model has divided.
+            is_copied = getattr(trainer.strategy, "num_devices", 1) > 1
+            self.plain.keeps_count = is_copied or trainer._is_overridden("training_step")
 
     # -- counting --------------------------------------------------------------------------------------------------
 
@@ -116,6 +121,15 @@ class LossShares:
         wait()
         return labels
 
+    def count_for_evaluation(self, batch: Any) -> Count | None:
+        """Return a batch's own item count, for a loss that may divide by it; else None."""
+        task = self.plain
+        if task is None or not self._may_divide or task.label_key(batch) is None:
+            return None
+        found = task.mean_over or self.search.found
+        needs_count = self._is_users or (found is not None and found.needs_count)
+        return task.count_labels(batch) if needs_count else None
+
     def _items_of(self, batch: Any) -> Count:
         task = self.trainer.task
         is_countable = self.plain is not None or type(task).count_items is not TaskModule.count_items
@@ -161,7 +175,7 @@ class LossShares:
         if num_items is None:
             return loss * share / self._window_samples
         if self._divides():
-            return loss * self.num_ranks
+            return loss if self._scales else loss * self.num_ranks
         if self._wait is not None:
             self._wait()
             self._wait = None
