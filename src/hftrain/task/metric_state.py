@@ -1,14 +1,53 @@
-"""What metrics have gathered since their last reset, so that a checkpoint within a logging window loses nothing."""
+"""What metrics have gathered since their last reset: read for a report, or kept by a checkpoint in mid-window."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
+
+
+def read_metrics(
+    metrics: Mapping[str, Any], *, stage: str, gather_object: Callable[[Any], list[Any]]
+) -> dict[str, Any]:
+    """Compute and reset metrics, and return their values; collective where there are any.
+
+    A metric that no rank has updated since its last reset measures nothing: it is left out, and a warning says so once.
+
+    Args:
+        metrics: By name; torchmetrics synchronises ranks in `compute`.
+        stage: Where they were to be updated, for the warning.
+        gather_object: Returns every rank's plain data; collective.
+    """
+    values: dict[str, Any] = {}
+    updated = set().union(*gather_object([name for name in metrics if _is_updated(metrics[name])])) if metrics else ()
+    for name, metric in metrics.items():
+        if name not in updated:
+            warn_once(
+                f"The metric {name!r} is left out: nothing has updated it. Call its update() in {stage}, or leave it "
+                "out of the task's metrics()."
+            )
+            continue
+        with warnings.catch_warnings():
+            # A rank without a batch has not updated it, and takes part all the same.
+            warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+            value = metric.compute()
+        metric.reset()
+        values.update(value if isinstance(value, Mapping) else {name: value})
+    return values
+
+
+def _is_updated(metric: Any) -> bool:
+    """Tell whether a metric was updated since its last reset, as far as it tells."""
+    if isinstance(metric, nn.ModuleDict):
+        return any(_is_updated(member) for member in metric.values())
+    return bool(getattr(metric, "update_called", True))
 
 
 def metric_states(metrics: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -67,7 +67,9 @@ class ModelTask(TaskModule):
                     f"{suggest(count_items, KINDS)} A function that counts a batch's items will do as well.",
                 )
             )
-        self.label_names = list(find_label_names(model) or ["labels"] if label_names is None else label_names)
+        found = find_label_names(model) if label_names is None else label_names
+        self.has_label_names = bool(found)
+        self.label_names = list(found or ["labels"] if label_names is None else found)
         self.label_smoothing = label_smoothing
         self.use_loss(compute_loss_func)
         self.can_return_loss = can_return_loss(model)
@@ -155,9 +157,11 @@ class ModelTask(TaskModule):
             note_outputs: Called with the outputs of a model that was called without labels, and so without `compute`.
         """
         labels = self.labels_of(inputs)
-        if labels is not None or self.can_return_loss or not isinstance(inputs, Mapping):
+        if labels is not None or self._returns_loss_without_labels(inputs):
             loss, outputs = compute(inputs)
             skipped = 1
+            if labels is None and isinstance(inputs, Mapping) and not self.has_label_names:
+                labels = ()  # as documented, so that compute_metrics is called
         else:
             loss, outputs, skipped = None, self._call(self.model, inputs, None), 0
             if note_outputs is not None:
@@ -174,6 +178,16 @@ class ModelTask(TaskModule):
             logits = (outputs,)
         logits = detach(logits)
         return StepOutput(loss=loss, outputs=logits[0] if len(logits) == 1 else logits or None, labels=detach(labels))
+
+    def _returns_loss_without_labels(self, inputs: Any) -> bool:
+        """Tell whether the model computes a loss of a batch that has no labels.
+
+        A batch may say so itself (``return_loss=True``, as collators for CLIP do) if the model takes no labels at all.
+        """
+        asked = inputs.get("return_loss") if isinstance(inputs, Mapping) else True
+        if asked is None:
+            return self.can_return_loss
+        return bool(asked) and (not isinstance(inputs, Mapping) or self.can_return_loss or not self.has_label_names)
 
     @property
     def returns_loss(self) -> bool:

@@ -283,11 +283,7 @@ class TrainSession:
 
     def _log(self, logs: dict[str, Any]) -> None:
         self.counts.read()
-        own: dict[str, Any] = {}
-        for name, metric in self.trainer.task.metrics("train").items():
-            value = metric.compute()
-            metric.reset()
-            own.update({k: float(v) for k, v in (value if isinstance(value, Mapping) else {name: value}).items()})
+        own = {name: float(value) for name, value in self.trainer._read_metrics().items()}
         if self.trainer._is_overridden("_get_learning_rate"):
             self.used_rate = logs["learning_rate"]
             logs["learning_rate"] = self.trainer._get_learning_rate()

@@ -65,6 +65,7 @@ from hftrain.strategies.registry import create_strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import is_recomputing
 from hftrain.task.loss import LabelSmoother
+from hftrain.task.metric_state import read_metrics
 from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.modes import TrainingMode, is_on
 from hftrain.task.module import TaskModule, as_step_output
@@ -1430,12 +1431,8 @@ class Trainer:
 
     def _read_metrics(self) -> dict[str, Any]:
         """Compute and reset the task's metrics; torchmetrics synchronises ranks."""
-        values: dict[str, Any] = {}
-        for name, metric in self.task.metrics("eval" if self._stage != "train" else "train").items():
-            value = metric.compute()
-            metric.reset()
-            values.update(value if isinstance(value, Mapping) else {name: value})
-        return values
+        stage, where = ("train", "training_step") if self._stage == "train" else ("eval", "evaluation_step")
+        return read_metrics(self.task.metrics(stage), stage=where, gather_object=self.strategy.gather_object)
 
     # -- data ----------------------------------------------------------------------------------------------------
 
