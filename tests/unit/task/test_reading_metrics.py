@@ -49,9 +49,8 @@ def test_metric_that_was_never_updated_is_left_out_and_named(tmp_path: Path) -> 
 
 def test_collection_that_was_never_updated_is_left_out(tmp_path: Path) -> None:
     trainer = Trainer(Measured(updates=False), make_arguments(tmp_path), eval_dataset=make_rows(6))
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning, match="'both' is left out"):
         metrics = trainer.evaluate()
-    assert len([each for each in told if "is left out" in str(each.message)]) == 3
     assert not {"eval_accuracy", "eval_micro", "eval_macro", "eval_forgotten"} & metrics.keys()
 
 
