@@ -34,7 +34,8 @@ class DataArguments:
         metadata={"help": "Order of the training data: 'random', 'sequential' or 'group_by_length'."},
     )
     remove_unused_columns: bool | None = field(
-        default=True, metadata={"help": "Drop dataset columns that the model's forward does not take."}
+        default=True,
+        metadata={"help": "Drop dataset columns that the model's forward does not take; next to a task, text."},
     )
     group_by_length: bool = field(
         default=False, metadata={"help": "Put samples of similar length into the same batch."}

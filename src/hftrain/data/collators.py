@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 
 from hftrain.core.errors import ConfigError, TaskError, explain
 from hftrain.core.tree import map_tensors
+from hftrain.data.columns import text_columns
 
 _LABELS = ("label", "label_ids")
 
@@ -141,12 +142,35 @@ def check_pads(tokenizer: Any) -> None:
         )
 
 
+def makes_tensors(collator: Any) -> bool:
+    """Tell whether a collator is a library's, ours or transformers', which have no use for text."""
+    home = getattr(collator, "__module__", type(collator).__module__) or ""
+    name = getattr(collator, "__name__", type(collator).__name__)
+    return home.partition(".")[0] in ("hftrain", "transformers") and "collator" in name.lower()
+
+
 def pad_features(tokenizer: Any, features: list[Any], **options: Any) -> Any:
-    """Return `tokenizer.pad(features, ...)` without the advice against it, meant for those who tokenize there too."""
+    """Return `tokenizer.pad(features, ...)` without the advice against it, meant for those who tokenize there too.
+
+    Raises:
+        TaskError: It fails, and there is text among the columns.
+    """
     known_warnings = getattr(tokenizer, "deprecation_warnings", None)
     if isinstance(known_warnings, dict):
         known_warnings.setdefault("Asking-to-pad-a-fast-tokenizer", True)
-    return tokenizer.pad(features, **options)
+    try:
+        return tokenizer.pad(features, **options)
+    except (TypeError, ValueError) as error:
+        texts = text_columns(features[0]) if isinstance(features[0], Mapping) else []
+        if not texts:
+            raise
+        raise TaskError(
+            explain(
+                f"Cannot make tensors of the columns {', '.join(texts)}:",
+                "they hold text.",
+                "Tokenize it first (dataset.map), remove the columns, or pass a data_collator that does either.",
+            )
+        ) from error
 
 
 def _is_named(feature: Any) -> bool:

@@ -100,7 +100,28 @@ def prune_columns(dataset: Any, *, keep: Iterable[str], model_name: str, descrip
     return dataset.remove_columns(dropped)
 
 
-class ColumnPruner:
+class _Before:
+    """What comes before a collator."""
+
+    def __init__(self, collator: Callable[[list[Any]], Any], description: str) -> None:
+        self.collator = collator
+        self._description = description
+        # Shared memory, because each worker has its own copy of this object.
+        self._has_reported = torch.tensor(False, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to a collator that wants it."""
+        if callable(getattr(self.collator, "set_epoch", None)):
+            self.collator.set_epoch(epoch)  # type: ignore[attr-defined]
+
+    def _tell(self, message: str) -> None:
+        """Log a message, once for all workers."""
+        if not self._has_reported:
+            self._has_reported.fill_(True)
+            _report(message)
+
+
+class ColumnPruner(_Before):
     """Drop the keys that a model cannot take before a collator sees them; can be pickled if the collator can.
 
     Args:
@@ -122,17 +143,9 @@ class ColumnPruner:
         model_name: str,
         description: str,
     ) -> None:
-        self.collator = collator
+        super().__init__(collator, description)
         self._keep = frozenset(keep)
         self._model_name = model_name
-        self._description = description
-        # Shared memory, because each worker has its own copy of this object.
-        self._has_reported = torch.tensor(False, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to a collator that wants it."""
-        if callable(getattr(self.collator, "set_epoch", None)):
-            self.collator.set_epoch(epoch)  # type: ignore[attr-defined]
 
     def __call__(self, features: list[Any]) -> Any:
         """Collate the features without the dropped keys; features that are no mappings are left as they are.
@@ -157,11 +170,76 @@ class ColumnPruner:
             return feature
         if not kept:
             raise _nothing_left(feature, sorted(self._keep), model_name=self._model_name, description=self._description)
-        if not self._has_reported:
-            self._has_reported.fill_(True)
-            dropped = [name for name in feature if name not in kept]
-            _report(_message(dropped, model_name=self._model_name, description=self._description))
+        dropped = [name for name in feature if name not in kept]
+        self._tell(_message(dropped, model_name=self._model_name, description=self._description))
         return kept
+
+
+class TextRemover(_Before):
+    """Drop what no tensor can be made of before a collator sees it; can be pickled if the collator can.
+
+    For data whose useful columns nobody knows, such as what a task reads.
+
+    Args:
+        collator: Makes tensors of a list of samples.
+        description: The set's role, for messages (``"training"``).
+
+    Example:
+        >>> TextRemover(list, description="training")([{"x": 1, "text": "a"}])
+        [{'x': 1}]
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], Any], *, description: str) -> None:
+        super().__init__(collator, description)
+
+    def __call__(self, features: list[Any]) -> Any:
+        """Collate the features without text; the first one tells which columns that is.
+
+        Raises:
+            ConfigError: Nothing else is there.
+        """
+        first = features[0]
+        # The second test is the usual case, and cheap.
+        if not isinstance(first, (dict, Mapping)) or _PLAIN.issuperset(map(type, first.values())):
+            return self.collator(features)
+        texts = text_columns(first)
+        if not texts:
+            return self.collator(features)
+        names = ", ".join(texts)
+        if len(texts) == len(first):
+            raise ConfigError(
+                explain(
+                    f"Cannot make batches of the {self._description} set:",
+                    f"no tensor can be made of its columns ({names}).",
+                    "Tokenize the texts first (dataset.map), or pass a data_collator that does.",
+                )
+            )
+        self._tell(
+            f"Columns of the {self._description} set are left out, as no tensor can be made of them: {names}. A "
+            "data_collator of your own gets them."
+        )
+        return self.collator([{name: value for name, value in f.items() if name not in texts} for f in features])
+
+
+_PLAIN = frozenset({torch.Tensor, int, float, bool})
+
+
+def text_columns(feature: Mapping[str, Any]) -> list[str]:
+    """Name the columns of a sample that hold text, alone or in lists and mappings.
+
+    Example:
+        >>> text_columns({"x": [1, 2], "text": "a", "tokens": ["a", "b"], "answers": {"text": ["a"], "start": [0]}})
+        ['text', 'tokens', 'answers']
+    """
+    return [name for name, value in feature.items() if _is_text(value)]
+
+
+def _is_text(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return bool(value) and _is_text(value[0])
+    if isinstance(value, Mapping):
+        return any(map(_is_text, value.values()))
+    return isinstance(value, (str, bytes))
 
 
 def _message(dropped: Iterable[str], *, model_name: str, description: str) -> str:

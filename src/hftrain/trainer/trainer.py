@@ -38,8 +38,8 @@ from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput, TrainOutput
-from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
-from hftrain.data.columns import ColumnPruner, known_columns, prune_columns, signature_columns
+from hftrain.data.collators import DataCollatorWithPadding, default_data_collator, makes_tensors
+from hftrain.data.columns import ColumnPruner, TextRemover, known_columns, prune_columns, signature_columns
 from hftrain.data.dispatch import takes_turns
 from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler, reading_order
 from hftrain.data.loaders import build_eval_loader, build_train_loader, default_train_sampler
@@ -115,6 +115,7 @@ from hftrain.trainer.interrupts import saves_at_all
 from hftrain.trainer.ipex import optimize_with_ipex
 from hftrain.trainer.keywords import refusing_unknown
 from hftrain.trainer.memory import MemoryTracker, measuring_init
+from hftrain.trainer.mistakes import explain_mistake
 from hftrain.trainer.nodes import check_nodes
 from hftrain.trainer.numerics import check_training, prepare_model
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
@@ -1558,7 +1559,10 @@ class Trainer:
     ) -> Callable[[list[Any]], Any]:
         """Return a collator that drops what the model does not take before it collates."""
         about = self._about_columns(description or "given")
-        return data_collator if about is None else ColumnPruner(data_collator, **about)
+        if about is not None:
+            return ColumnPruner(data_collator, **about)
+        is_pruned = self.args.remove_unused_columns and makes_tensors(data_collator)
+        return TextRemover(data_collator, description=description or "given") if is_pruned else data_collator
 
     def _without_unused_columns(self, dataset: Any, *, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
         pruned = self._remove_unused_columns(dataset, description=description)
@@ -1900,8 +1904,10 @@ class Trainer:
                     self.strategy.watch.where = partial(whereabouts, self)
             with sharing_verbosity():
                 yield
-        except RuntimeError as error:
-            report_late_ranks(self, error)
+        except Exception as error:
+            if isinstance(error, RuntimeError):
+                report_late_ranks(self, error)
+            explain_mistake(self, error)
             raise
         finally:
             self._depth -= 1

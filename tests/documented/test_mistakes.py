@@ -1,0 +1,147 @@
+"""Usual mistakes in a step, a model or its data: the error says what to do, and comes from where the mistake is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, Task, make_arguments, make_rows
+from torch import nn
+
+from hftrain import TaskError, TaskModule, Trainer
+
+
+def train(model: nn.Module, folder: Path, kind: type[Trainer] = Trainer, **options: Any) -> None:
+    kind(model, make_arguments(folder, max_steps=1), train_dataset=make_rows(8), **options).train()
+
+
+class Vector(Task):
+    def training_step(self, batch: Any) -> Any:
+        return nn.functional.cross_entropy(self.model.layers(batch["x"]), batch["labels"], reduction="none")
+
+
+class Detached(Task):
+    def training_step(self, batch: Any) -> Any:
+        return self.model(**batch)[0].detach()
+
+
+class Logs(Task):
+    def training_step(self, batch: Any) -> Any:
+        self.log("loss", 1.0)
+        return super().training_step(batch)
+
+
+class AsksTrainer(Task):
+    def training_step(self, batch: Any) -> Any:
+        return super().training_step(batch).loss * self.current_epoch
+
+
+class AsksColumn(Task):
+    def training_step(self, batch: Any) -> Any:
+        return self.model(batch["pixels"])
+
+
+class LogitsOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class VectorNet(Net):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return (nn.functional.cross_entropy(self.layers(x), labels, reduction="none"),)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (Vector(), r"Vector\.training_step returned: it has the shape \(4,\).*Return its mean"),
+        (Detached(), r"Detached\.training_step returned: no trainable parameter.*detach"),
+        (Logs(), r"Logs\.log: .*Return StepOutput\(loss=loss, logs="),
+        (AsksTrainer(), r"AsksTrainer\.current_epoch: .*state\.epoch"),
+        (AsksColumn(), r"AsksColumn asked its batch for 'pixels'.*x float32 \(4, 4\), labels int64 \(4,\)"),
+        (LogitsOnly(), r"LogitsOnly\.forward.*takes x\. Let forward take the labels and return the loss first"),
+    ],
+)
+def test_mistake_in_a_step_is_told_in_its_words(tmp_path: Path, model: nn.Module, told: str) -> None:
+    with pytest.raises(TaskError, match=told) as caught:
+        train(model, tmp_path)
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_vector_loss_of_a_plain_model_is_refused(tmp_path: Path, accumulation: int) -> None:
+    arguments = make_arguments(tmp_path, max_steps=1, gradient_accumulation_steps=accumulation)
+    with pytest.raises(TaskError, match=r"VectorNet .*no scalar loss"):
+        Trainer(VectorNet(), arguments, train_dataset=make_rows(8)).train()
+
+
+def test_override_that_detaches_is_named(tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model, inputs).detach()
+
+    with pytest.raises(TaskError, match=r"Mine\.compute_loss returned: no trainable"):
+        train(Net(), tmp_path, Mine)
+
+
+class Wrong(Task):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch: Any) -> Any:
+        if self.how == "width":
+            batch["x"] = torch.zeros(4, 5)
+        if self.how == "label":
+            batch["labels"] = batch["labels"] + 7
+        if self.how == "dtype":
+            batch["labels"] = batch["labels"].float()
+        if self.how == "device":
+            batch["x"] = batch["x"].to("cuda")
+        if self.how == "own dict":
+            return {}["x"]
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("width", RuntimeError),
+        ("label", IndexError),
+        ("dtype", RuntimeError),
+        pytest.param("device", Exception, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
+        ("own dict", KeyError),
+    ],
+)
+@pytest.mark.parametrize("verb", ["train", "evaluate"])
+def test_error_of_the_model_itself_comes_with_its_batch(tmp_path: Path, how: str, error: Any, verb: str) -> None:
+    rows = make_rows(8)
+    trainer = Trainer(Wrong(how), make_arguments(tmp_path, max_steps=1), train_dataset=rows, eval_dataset=rows)
+    with pytest.raises(error) as caught:
+        getattr(trainer, verb)()
+    assert not isinstance(caught.value, TaskError)
+    note = "\n".join(caught.value.__notes__)
+    assert re.fullmatch(r"The batch: x float32 \(4, [45]\), labels (int64|float32) \(4,\)\.", note)
+
+
+class Two(TaskModule):
+    """Reads pairs."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return self.model(x).mean() + y.undefined
+
+
+def test_attribute_error_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    rows: Any = [(torch.zeros(4), 1)] * 4
+    trainer = Trainer(Two(nn.Linear(4, 1)), make_arguments(tmp_path, max_steps=1), train_dataset=rows)
+    with pytest.raises(AttributeError, match="undefined") as caught:
+        trainer.train()
+    assert caught.value.__notes__ == ["The batch: list of (float32 (4, 4), int64 (4,))."]
