@@ -18,6 +18,7 @@ ELSEWHERE = ("deepspeed", "data_parallel", "mps", "xla")
 ON_CPU = [row for row in legality_table() if row.device == "cpu" and not row.strategy.startswith(ELSEWHERE)]
 
 
+@pytest.mark.filterwarnings("ignore:AdamW keeps the squares")
 @pytest.mark.parametrize("row", ON_CPU, ids=lambda row: f"{row.strategy}-{row.precision}")
 def test_pair_trains_or_is_refused_with_its_reason(row: object) -> None:
     strategy, precision = create_strategy(row.strategy, use_cpu=True), precisions.create(row.precision)

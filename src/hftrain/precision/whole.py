@@ -10,9 +10,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hftrain.core.errors import ConfigError, explain
+from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import PrecisionPolicy
 from hftrain.precision.base import Precision
+
+_REMEDY = "Use precision='fp16' or 'bf16', which keep the weights in float32."
 
 
 class WholePrecision(Precision):
@@ -41,7 +44,7 @@ class WholePrecision(Precision):
         return model.to(self.policy.param_dtype)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer as it is.
+        """Return the optimizer as it is; warn if its state cannot hold what it needs in float16.
 
         Raises:
             ConfigError: Its epsilon is 0 in this dtype, so that the first gradient that vanishes would give NaN.
@@ -53,9 +56,15 @@ class WholePrecision(Precision):
                     explain(
                         f"precision={self.policy.name!r} was asked for with {type(optimizer).__name__}.",
                         f"Its eps={epsilon} is 0 in {self.policy.param_dtype}, and dividing by it gives NaN.",
-                        "Set adam_epsilon=1e-4, or use 'fp16' or 'bf16_true'.",
+                        _REMEDY,
                     )
                 )
+        if self.policy.param_dtype == torch.float16 and any("betas" in group for group in optimizer.param_groups):
+            warn_once(
+                f"{type(optimizer).__name__} keeps the squares of gradients in float16, where those of gradients below "
+                f"2e-4 are 0: with precision={self.policy.name!r} it trains differently from float32, whatever its "
+                f"eps. {_REMEDY}"
+            )
         return optimizer
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from support.tiny import Net, make_arguments, make_rows
 from torch import nn
 
-from hftrain import ConfigError, Trainer
+from hftrain import ConfigError, Trainer, set_seed
 from hftrain.precision.registry import precisions
 from hftrain.step.legality import find_device_refusal
 
@@ -34,6 +34,7 @@ def test_everything_is_in_one_dtype_and_inputs_are_cast_while_open(name: str, dt
     assert policy.param_dtype == policy.compute_dtype == policy.reduce_dtype == dtype
 
 
+@pytest.mark.filterwarnings("ignore:AdamW keeps the squares")
 @pytest.mark.parametrize("name", DTYPES)
 def test_trainer_trains_evaluates_saves_and_resumes(tmp_path: Path, name: str) -> None:
     def make(**options: Any) -> Trainer:
@@ -72,7 +73,7 @@ def test_float64_equals_a_plain_double_loop(tmp_path: Path) -> None:
 
 def test_epsilon_that_vanishes_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(), precision="fp16_true")
-    with pytest.raises(ConfigError, match=r"eps=1e-08 is 0 in torch.float16.*adam_epsilon=1e-4"):
+    with pytest.raises(ConfigError, match=r"eps=1e-08 is 0 in torch.float16.*Use precision='fp16'"):
         trainer.train()
 
 
@@ -80,3 +81,34 @@ def test_devices_without_the_dtype_are_named() -> None:
     assert "MPS has no float64" in (find_device_refusal(precisions.create("fp64").policy, "mps", None) or "")
     refusal = find_device_refusal(precisions.create("bf16_true").policy, "cuda", (7, 5))
     assert "compute capability 8.0" in (refusal or "")
+
+
+@pytest.mark.parametrize(("precision", "epsilon", "is_near"), [("fp16", 1e-8, True), ("fp16_true", 1e-4, False)])
+@pytest.mark.filterwarnings("ignore:AdamW keeps the squares")
+def test_precision_that_is_advised_in_place_of_pure_float16_trains_like_float32(
+    tmp_path: Path, precision: str, epsilon: float, is_near: bool
+) -> None:
+    """The loss is small, and so are its gradients, as they are in large models."""
+
+    class Small(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            loss, logits = super().forward(x, labels)
+            return loss * 1e-3, logits
+
+    def weights(name: str | None, **options: Any) -> torch.Tensor:
+        set_seed(3)
+        model = Small()
+        if name is not None:
+            arguments = make_arguments(tmp_path, max_grad_norm=0.0, **options)
+            Trainer(model, arguments, train_dataset=make_rows(), precision=name).train()
+        return torch.cat([parameter.detach().float().flatten() for parameter in model.parameters()])
+
+    expected, start = weights("fp32"), weights(None)
+    distance = float((weights(precision, adam_epsilon=epsilon) - expected).norm() / (expected - start).norm())
+    assert (distance < 0.1) is is_near, distance
+
+
+def test_adam_in_float16_is_warned_about(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, max_steps=1, adam_epsilon=1e-4)
+    with pytest.warns(UserWarning, match="AdamW keeps the squares of gradients in float16"):
+        Trainer(Net(), arguments, train_dataset=make_rows(4), precision="fp16_true").train()
