@@ -25,9 +25,11 @@ def train(folder: Path, **options: Any) -> Trainer:
 
 def test_every_contradiction_has_an_entry() -> None:
     text = (ROOT / "docs/design/contradictions.md").read_text(encoding="utf-8")
-    assert re.findall(r"^## (R\d+): ", text, re.MULTILINE) == [f"R{number}" for number in range(640, 666)]
+    between_documents = [f"R{number}" for number in range(640, 666)]
+    in_part = ["R122", "R158", "R312", "R561"]
+    assert re.findall(r"^## (R\d+)[:,]", text, re.MULTILINE) == between_documents + in_part
     for part in ("*The documentation:*", "*hftrain:*", "*Why:*"):
-        assert text.count(part) == 26
+        assert text.count(part) == 30
 
 
 def test_overwriting_deletes_nothing(tmp_path: Path) -> None:
@@ -93,10 +95,23 @@ class Scored(Net):
         return super().forward(x, start_label)
 
 
+class ToyForQuestionAnswering(Net):
+    def forward(self, x: torch.Tensor, start_positions: Any = None, end_positions: Any = None) -> Any:
+        return super().forward(x)
+
+
+class Open(Net):
+    def forward(self, **batch: Any) -> Any:
+        return super().forward(**batch)
+
+
 def test_default_label_names(tmp_path: Path) -> None:
     args = make_arguments(tmp_path)
     assert Trainer(Net(), args).label_names == ["labels"]
     assert Trainer(Scored(), args).label_names == ["start_label", "end_labels"]
+    assert Trainer(ToyForQuestionAnswering(), args).label_names == ["start_positions", "end_positions"]
+    assert Trainer(Open(), args).label_names == ["labels"]
+    assert Trainer(Open(), make_arguments(tmp_path, label_names=["target"])).label_names == ["target"]
 
 
 @pytest.mark.parametrize(
@@ -171,3 +186,48 @@ def test_settings_are_not_exported_as_variables(tmp_path: Path) -> None:
     TrainingArguments("out", torch_compile=True, torch_compile_mode="default")
     assert trainer.precision.policy.name == "bf16"
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("name", ["compare_trainer_and_checkpoint_args", "_inner_training_loop"])
+def test_hook_that_the_loop_does_not_call_is_refused(tmp_path: Path, name: str) -> None:
+    kind = type("Mine", (Trainer,), {name: lambda self, *args, **kwargs: None})
+    with pytest.raises(ConfigError, match=f"Mine defines {name}"):
+        kind(Net(), make_arguments(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_size_by_its_old_name_counts_unless_the_new_one_says_otherwise(kind: str) -> None:
+    old, new = f"per_gpu_{kind}_batch_size", f"per_device_{kind}_batch_size"
+    with pytest.warns(FutureWarning, match=f"{old} is deprecated"):
+        args = TrainingArguments("out", **{old: 3})
+    assert getattr(args, f"{kind}_batch_size") == getattr(args, new) == 3
+    assert getattr(TrainingArguments("out", **{old: 3, new: 3}), new) == 3
+    with pytest.raises(ConfigError, match=rf"{old}=3.*{new}=5"):
+        TrainingArguments("out", **{old: 3, new: 5})
+
+
+def test_processes_meet_when_training_starts_and_not_when_a_device_is_read(tmp_path: Path) -> None:
+    args = make_arguments(tmp_path, max_steps=1)
+    trainer = Trainer(Net(), args, train_dataset=make_rows(4), strategy="ddp")
+    assert args.device == torch.device("cpu")
+    assert not torch.distributed.is_initialized()
+    trainer.train()
+    assert torch.distributed.is_initialized()
+    trainer.strategy.close()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "words", ["simple offload", "simple auto_wrap", "simple zero_dp_2", "offload", "zero_dp_2 zero_dp_3"]
+)
+def test_options_of_fairscale_that_do_not_go_together_are_refused(words: str) -> None:
+    with pytest.raises(ConfigError, match=r"'simple' goes with no other option|Add 'full_shard'|sharded in one way"):
+        TrainingArguments("out", sharded_ddp=words)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}])
+def test_offload_and_auto_wrap_of_fairscale_work_in_every_precision(precision: dict[str, bool]) -> None:
+    args = TrainingArguments("out", use_cpu=True, sharded_ddp="zero_dp_2 offload auto_wrap", **precision)
+    assert [str(word) for word in args.fsdp] == ["shard_grad_op", "offload", "auto_wrap"]

@@ -153,6 +153,14 @@ def _rename_sharded_ddp(args: ArgumentFields) -> None:
         return
     # The 4.24 command lines write both spellings of offloading.
     options = [ShardedDDPOption(str(word).replace("cpu_offload", "offload")) for word in words]
+    if ShardedDDPOption.SIMPLE in options and len(options) > 1:
+        raise ConfigError(
+            explain(
+                f"sharded_ddp={given!r} was asked for.",
+                "'simple' goes with no other option: offload and auto_wrap belong to zero_dp_2 and zero_dp_3.",
+                "Use 'zero_dp_2' in place of 'simple', or leave the others out.",
+            )
+        )
     shardings = list(dict.fromkeys(_SHARDINGS[option] for option in options))
     if args.fsdp and list(args.fsdp) != shardings:
         raise _conflict("sharded_ddp", given, "fsdp", args.fsdp)

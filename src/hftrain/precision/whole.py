@@ -49,7 +49,8 @@ class WholePrecision(Precision):
         Raises:
             ConfigError: Its epsilon is 0 in this dtype, so that the first gradient that vanishes would give NaN.
         """
-        for group in optimizer.param_groups:
+        groups = optimizer.param_groups
+        for group in groups:
             epsilon = group.get("eps")
             if isinstance(epsilon, float) and epsilon and not torch.tensor(epsilon, dtype=self.policy.param_dtype):
                 raise ConfigError(
@@ -59,7 +60,7 @@ class WholePrecision(Precision):
                         _REMEDY,
                     )
                 )
-        if self.policy.param_dtype == torch.float16 and any("betas" in group for group in optimizer.param_groups):
+        if self.policy.param_dtype == torch.float16 and any(isinstance(each.get("eps"), float) for each in groups):
             warn_once(
                 f"{type(optimizer).__name__} keeps the squares of gradients in float16, where those of gradients below "
                 f"2e-4 are 0: with precision={self.policy.name!r} it trains differently from float32, whatever its "

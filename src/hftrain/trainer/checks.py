@@ -95,7 +95,7 @@ def check_model(model: Any, model_init: Any) -> None:
             )
         )
     if model is not None and model_init is not None:
-        warn_once("model and model_init were given: model_init makes the model to train, and model is not used.")
+        warn_once("model and model_init were given: train() replaces model by what model_init makes.")
 
 
 def check_parts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hftrain.arguments.enums import DebugOption
 from hftrain.core.errors import ConfigError, explain
 from hftrain.strategies.base import Strategy
 from hftrain.task.quantized import is_quantized
@@ -31,7 +32,7 @@ def check_copies(trainer: Trainer) -> None:
     """Raise where one process should copy a model to several GPUs that cannot be copied.
 
     Raises:
-        ConfigError: It is spread over devices, quantized, or compiled.
+        ConfigError: It is spread over devices, quantized, compiled, or hooks on its modules would miss the copies.
     """
     if trainer.strategy.name != "data_parallel":
         return
@@ -42,6 +43,10 @@ def check_copies(trainer: Trainer) -> None:
         reason = "Its weights are quantized, and what they are packed in is not copied from device to device."
     elif trainer.compiler.config is not None:
         reason = "torch_compile compiles for one device, and every batch would have new copies."
+    elif DebugOption.UNDERFLOW_OVERFLOW in trainer.args.debug:
+        reason = "debug='underflow_overflow' watches modules, and every batch would have new copies of them."
+    elif "layer_classes" in (_recomputes(trainer.args) or ()):
+        reason = "gradient_checkpointing_kwargs' layer_classes would run the layers of the first GPU in every copy."
     if reason:
         raise ConfigError(
             explain(
@@ -50,3 +55,8 @@ def check_copies(trainer: Trainer) -> None:
                 "Start one process per GPU with torchrun, or use strategy='single' (CUDA_VISIBLE_DEVICES=0).",
             )
         )
+
+
+def _recomputes(args: Any) -> dict[str, Any] | None:
+    options = args.gradient_checkpointing_kwargs
+    return options if args.gradient_checkpointing and isinstance(options, dict) else None

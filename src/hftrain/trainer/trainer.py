@@ -250,7 +250,7 @@ class Trainer:
         if (self.args.log_level if self.args.should_log else self.args.log_level_replica) != "passive":
             set_verbosity(self.args.get_process_log_level())
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
-        self._adopt_model(self.call_model_init() if model is None or self.model_init is not None else model)
+        self._adopt_model(self.call_model_init() if model is None else model)
         if self.optimizer is not None and self.model_init is None:
             check_optimizer(self.optimizer, self.lr_scheduler, self.model)
 

@@ -161,7 +161,16 @@ def test_several_visible_gpus_are_taken_by_one_process(
 
 @pytest.mark.parametrize(
     ("flag", "options", "reason"),
-    [("is_quantized", {}, "weights are quantized"), ("", {"torch_compile": True}, "torch_compile compiles for one")],
+    [
+        ("is_quantized", {}, "weights are quantized"),
+        ("", {"torch_compile": True}, "torch_compile compiles for one"),
+        ("", {"debug": "underflow_overflow"}, "new copies of them"),
+        (
+            "",
+            {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"layer_classes": ["Linear"]}},
+            "layers of the first GPU",
+        ),
+    ],
 )
 def test_models_that_cannot_be_copied_are_refused(
     tmp_path: Path, two_gpus: None, flag: str, options: dict[str, Any], reason: str

@@ -72,9 +72,19 @@ def test_model_must_be_a_module(tmp_path: Path, model: Any, named: str) -> None:
         Trainer(model, make_arguments(tmp_path))
 
 
-def test_model_beside_model_init_is_said_to_be_unused() -> None:
-    with pytest.warns(UserWarning, match="model and model_init were given: model_init makes the model"):
-        check_model(Net(), Net)
+def test_model_beside_model_init_is_there_until_training(tmp_path: Path) -> None:
+    given, made = Net(), []
+
+    def make() -> Net:
+        made.append(Net())
+        return made[-1]
+
+    with pytest.warns(UserWarning, match=r"model and model_init were given: train\(\) replaces model"):
+        trainer = Trainer(given, make_arguments(tmp_path, max_steps=1), train_dataset=make_rows(4), model_init=make)
+    assert trainer.model is given
+    assert not made
+    trainer.train()
+    assert [trainer.model] == made
 
 
 @pytest.mark.parametrize(("model", "model_init"), [(Net(), None), (None, Net), (Task(), None)])
