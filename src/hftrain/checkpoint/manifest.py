@@ -205,6 +205,9 @@ _FACTS: dict[str, Callable[[Any], bool]] = {
     "only_model": lambda value: isinstance(value, bool),
     "run_id": lambda value: isinstance(value, str),
     "saved_at_s": lambda value: type(value) in (int, float),
+    "num_groups": _is_count,
+    "requires_grad": lambda value: isinstance(value, dict) and all(isinstance(each, bool) for each in value.values()),
+    "added_groups": lambda value: isinstance(value, list) and all(isinstance(each, list) for each in value),
 }
 
 

@@ -12,7 +12,9 @@ from hftrain.adapter.data import data_seed, read_accelerator_config
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import is_foreign, read_foreign
 from hftrain.checkpoint.manifest import Manifest, read_manifest
+from hftrain.checkpoint.parts import load_arguments
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
+from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.types import Owns
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
+
+# What the optimizer's and the schedule's state carry on, whatever the arguments say now.
+_OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+# When things happen follows the present arguments, and so is no longer what it was before the resume.
+_INTERVALS = ("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,3 +193,24 @@ def _geometry(trainer: Trainer, loader: Any) -> dict[str, Any]:
         # None: an engine keeps copies of its own, which hang on the precision.
         "weights_dtype": None if Owns.CASTING in trainer.strategy.owns else str(policy.param_dtype),
     }
+
+
+def report_changed_arguments(trainer: Trainer, folder: Path) -> None:
+    """Name the arguments whose values the checkpoint's state overrides, and those that change the rhythm."""
+    try:
+        saved, current = load_arguments(folder), trainer.args.to_dict()
+    except CheckpointError as error:
+        # An override may have written them in its own form; they are read for this report alone.
+        logger.info("The arguments of the checkpoint are not compared with those of this run: %s", error)
+        return
+    for names, consequence in (
+        (_OVERRIDDEN, "whose optimizer and schedule go on with theirs"),
+        (_INTERVALS, "the run goes on with the present ones"),
+    ):
+        changed = [
+            f"{name} (was {saved[name]!r}, now {current.get(name)!r})"
+            for name in names
+            if isinstance(saved.get(name), (int, float, str)) and saved[name] != current.get(name)
+        ]
+        if changed:
+            logger.warning("These arguments changed since the checkpoint, %s: %s.", consequence, ", ".join(changed))

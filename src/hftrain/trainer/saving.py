@@ -17,7 +17,6 @@ from hftrain.checkpoint.layout import OPTIMIZER, SCALER, SCHEDULER, checkpoint_n
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import check_geometry
 from hftrain.checkpoint.parts import (
-    load_arguments,
     load_optimizer,
     load_scaler,
     load_scheduler,
@@ -40,9 +39,10 @@ from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, without_model
 from hftrain.trainer.leftovers import to_do
 from hftrain.trainer.remote import checkpoint_text, fetch_best, fetch_named, find_folder, publish_quietly, remote_of
-from hftrain.trainer.resuming import RunPlan
+from hftrain.trainer.resuming import RunPlan, report_changed_arguments
 from hftrain.trainer.room import checkpoint_bytes
 from hftrain.trainer.sharding import check_engine, load_own, shard_writers
+from hftrain.trainer.unfreezing import Unfreezing
 from hftrain.trainer.writing import CheckpointWrites, Save, as_of
 
 if TYPE_CHECKING:
@@ -54,10 +54,6 @@ Writer = Callable[[Path], None]
 
 # Resume if there is something to resume.
 AUTO = "auto"
-# What the optimizer's and the schedule's state carry on, whatever the arguments say now.
-_OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-# When things happen follows the present arguments, and so is no longer what it was before the resume.
-_INTERVALS = ("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps")
 
 
 class RunCheckpoints:
@@ -96,6 +92,7 @@ class RunCheckpoints:
         # What `own_state` was at an earlier moment, to be saved in its place.
         self.past_state: dict[str, Any] | None = None
         self.plan: RunPlan
+        self.unfreezing: Unfreezing
         self.feed: TrainFeed
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
@@ -129,6 +126,7 @@ class RunCheckpoints:
         facts = self.plan.facts(self.progress)
         facts["geometry"] = {**facts["geometry"], "optimizer": type(optimizer).__name__}
         facts["left"] = to_do(trainer, self.progress)
+        facts |= self.unfreezing.facts()
         facts["metric"] = self.metric.get(state.global_step)
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
         # An override of _maybe_log_save_evaluate that saves tells the callbacks itself, as documented.
@@ -138,6 +136,11 @@ class RunCheckpoints:
     def settle(self) -> None:
         """Wait for a write in the background, and raise its error. All processes must call it at the same step."""
         self.writes.finish()
+
+    def let_go(self) -> None:
+        """Leave the optimizer as it was before the run; safe after an error."""
+        if hasattr(self, "unfreezing"):
+            self.unfreezing.close()
 
     def _after(self, save: Save, committed: Path | None, *, former_best: str | None, tells: bool) -> None:
         """Do what follows a commit, or forget a checkpoint for which there was no room."""
@@ -218,7 +221,7 @@ class RunCheckpoints:
         """Go on as the checkpoint's run, and say which arguments have changed."""
         assert plan.saved is not None
         if not is_foreign(folder):
-            self._report_changed_arguments(folder)
+            report_changed_arguments(self.trainer, folder)
             self.manager.run_id = plan.saved.facts["run_id"]
 
     @naming_the_folder
@@ -233,6 +236,7 @@ class RunCheckpoints:
         assert self.plan.saved is not None
         if not is_foreign(folder):
             check_geometry(self.plan.saved, optimizer=type(optimizer).__name__)
+        self.unfreezing.restore(self.plan.saved.facts)
         trainer._load_optimizer_and_scheduler(str(folder))
         num_saved = self.plan.saved.facts["geometry"]["world_size"]
         own = load_own(trainer, folder, num_saved=num_saved)
@@ -297,26 +301,6 @@ class RunCheckpoints:
         self.manager.open(best)
         self.load_model(best)
         logger.info("Loaded the best model from %s (%s).", best, self.trainer.state.best_metric)
-
-    def _report_changed_arguments(self, folder: Path) -> None:
-        """Name the arguments whose values the checkpoint's state overrides, and those that change the rhythm."""
-        try:
-            saved, current = load_arguments(folder), self.trainer.args.to_dict()
-        except CheckpointError as error:
-            # An override may have written them in its own form; they are read for this report alone.
-            logger.info("The arguments of the checkpoint are not compared with those of this run: %s", error)
-            return
-        for names, consequence in (
-            (_OVERRIDDEN, "whose optimizer and schedule go on with theirs"),
-            (_INTERVALS, "the run goes on with the present ones"),
-        ):
-            changed = [
-                f"{name} (was {saved[name]!r}, now {current.get(name)!r})"
-                for name in names
-                if isinstance(saved.get(name), (int, float, str)) and saved[name] != current.get(name)
-            ]
-            if changed:
-                logger.warning("These arguments changed since the checkpoint, %s: %s.", consequence, ", ".join(changed))
 
 
 def make_manager(trainer: Trainer) -> CheckpointManager:

@@ -160,6 +160,7 @@ class TrainSession:
         if self._watch is not None:
             self._watch.remove()
         self.changes.undo()
+        self.checkpoints.let_go()
         tear_down(trainer)
         trainer.is_in_train = False
         # Workers that persist live as long as their loader, which torch's optimizers keep the frame of.

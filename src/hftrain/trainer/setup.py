@@ -19,6 +19,7 @@ from hftrain.task.module import TaskModule
 from hftrain.trainer.acceleration import note_sync
 from hftrain.trainer.checks import check_optimizer
 from hftrain.trainer.engines import forget_taken
+from hftrain.trainer.unfreezing import Unfreezing
 from hftrain.trainer.weighing import LossShares
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
     # An interrupted run, or the user, may have left gradients.
     trainer.model.zero_grad()
     trainer.optimizer = session.optimizer = optimizer
+    session.checkpoints.unfreezing = Unfreezing(trainer, optimizer)
     trainer.task.model = trainer.model_wrapped = wrapped
     trainer._shares = LossShares(trainer)
     trainer._training_mode = TrainingMode(trainer.task, optimizer)

@@ -1,0 +1,71 @@
+"""Parameter groups that are added to an optimizer while a schedule drives it."""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+from torch.optim.lr_scheduler import (
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    SequentialLR,
+)
+
+# Of torch's, those whose rate depends on a group's base rate and the step alone.
+_FROM_BASE = (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
+# What a schedule keeps for each group: the rate it began with, and what every group has alike.
+_BASE = ("base_lrs", "_init_lrs")
+_ALIKE = ("lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
+
+
+def admit_group(schedule: Any, group: dict[str, Any]) -> None:
+    """Let a schedule drive a parameter group that was added to its optimizer; mutates both.
+
+    The group's rate is its base rate where the schedule computes rates from one (`LambdaLR`, and with it every schedule
+    by name); schedules of torch that change the present rate go on from it. What else a schedule keeps for each group
+    is as for the first.
+
+    Args:
+        schedule: One of torch's, or derived from them; others are left alone.
+        group: The optimizer's last group.
+    """
+    if not isinstance(schedule, LRScheduler):
+        return
+    base = group.setdefault("initial_lr", group["lr"])
+    for part in _leaves(schedule):
+        _admit(part, group, base=base)
+    active: Any = schedule
+    while isinstance(active, SequentialLR):
+        active = active._schedulers[bisect.bisect_right(active._milestones, active.last_epoch)]
+    if isinstance(active, _FROM_BASE):
+        active._get_lr_called_within_step = True  # others are warned
+        group["lr"] = active.get_lr()[-1]
+        active._get_lr_called_within_step = False
+    for part in (schedule, *_leaves(schedule)):
+        last = getattr(part, "_last_lr", None)
+        if isinstance(last, list) and len(last) < len(schedule.optimizer.param_groups):
+            last.append(group["lr"])
+
+
+def _leaves(schedule: Any) -> list[Any]:
+    """Return the schedules inside those that are made of others."""
+    parts = getattr(schedule, "_schedulers", None)
+    return [schedule] if parts is None else [leaf for part in parts for leaf in _leaves(part)]
+
+
+def _admit(part: Any, group: dict[str, Any], *, base: Any) -> None:
+    own, groups = vars(part), part.optimizer.param_groups
+    first = groups[0]
+    if isinstance(part, CyclicLR):
+        part.max_lrs.append(part.max_lrs[0] * (base / part.base_lrs[0] if part.base_lrs[0] else 1.0))
+    if isinstance(part, OneCycleLR):
+        group.update({name: first[name] * base / first["initial_lr"] for name in ("max_lr", "min_lr")})
+    for name in (*_BASE, *_ALIKE):
+        if isinstance(own.get(name), list) and len(own[name]) < len(groups):
+            own[name].append(base if name in _BASE else own[name][0])
+    if own.get("cycle_momentum"):
+        names = ("base_momentum", "max_momentum", "betas" if part.use_beta1 else "momentum")
+        group.update({name: first[name] for name in names})
