@@ -39,7 +39,7 @@ OLDEST = (
 
 # Experiment trackers by what their installation costs.
 QUICK_TRACKERS = ("tensorboard", "wandb", "codecarbon")
-SLOW_TRACKERS = ("clearml", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "neptune", "swanlab", "trackio")
+SLOW_TRACKERS = ("clearml", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "swanlab", "trackio")
 
 # One thread per process: the models are tiny, and processes share the cores.
 ENV = {"OMP_NUM_THREADS": "1"}

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         DVCLiveCallback,
         FlyteCallback,
         MLflowCallback,
-        NeptuneCallback,
         SwanLabCallback,
         TensorBoardCallback,
         TrackerCallback,
@@ -152,7 +151,7 @@ _HOMES = {
     ),
     "hftrain.callbacks.trackers": (
         "AzureMLCallback ClearMLCallback CodeCarbonCallback CometCallback DagsHubCallback DVCLiveCallback "
-        "FlyteCallback MLflowCallback NeptuneCallback SwanLabCallback TensorBoardCallback TrackerCallback "
+        "FlyteCallback MLflowCallback SwanLabCallback TensorBoardCallback TrackerCallback "
         "TrackioCallback WandbCallback"
     ),
     "hftrain.checkpoint.layout": "PREFIX_CHECKPOINT_DIR get_last_checkpoint",
@@ -262,7 +261,6 @@ __all__ = [
     "MLflowCallback",
     "MissingDependencyError",
     "ModelTask",
-    "NeptuneCallback",
     "NotebookProgressCallback",
     "OptimizerNames",
     "ParallelMode",

@@ -24,10 +24,8 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
         ConfigError: The keyword contradicts an argument or cannot heed it; both are named.
     """
     chosen = [name for name in ("fp16", "bf16") if getattr(args, name)]
-    if chosen and args.half_precision_backend == "apex":
-        chosen = [f"apex_{args.fp16_opt_level.lower()}"]
-    elif args.half_precision_backend == "apex" or args.fp16_opt_level != "O1":
-        warn_once("Apex's settings have no effect without both fp16=True and half_precision_backend='apex'.")
+    if args.fp16_opt_level != "O1":
+        warn_once("fp16_opt_level has no effect: it was a level of Apex's amp, which is gone.")
     asked = precision.policy.name if isinstance(precision, Precision) else precision
     if args.half_precision_backend in ("cpu_amp", "cuda_amp") and not (chosen or str(asked) in ("fp16", "bf16")):
         warn_once(

@@ -106,9 +106,12 @@ def _check_precision(args: ArgumentFields) -> None:
     for pair in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
         if all(getattr(args, name) for name in pair):
             raise _refuse(args, "A run has one half precision.", "Keep one of the two.", *pair)
-    if args.bf16 and args.half_precision_backend == "apex":
-        reason = "Apex knows float16 only."
-        raise _refuse(args, reason, "Use half_precision_backend='auto'.", "bf16", "half_precision_backend")
+    if args.half_precision_backend == "apex":
+        reason = "NVIDIA removed amp from Apex in May 2025; torch's own mixed precision is its successor."
+        raise _refuse(args, reason, "Use fp16=True with half_precision_backend='auto'.", "half_precision_backend")
+    if args.use_ipex:
+        reason = "Intel has ended its extension for PyTorch; torch itself has taken over what it did."
+        raise _refuse(args, reason, "Leave it out; bf16=True and torch_compile=True are its successors.", "use_ipex")
 
 
 def _check_workers(args: ArgumentFields) -> None:

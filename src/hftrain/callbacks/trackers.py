@@ -265,10 +265,6 @@ class MLflowCallback(TrackerCallback, tracker="mlflow"):
     """Report to MLflow; see `hftrain.loggers.mlflow`."""
 
 
-class NeptuneCallback(TrackerCallback, tracker="neptune"):
-    """Report to Neptune; see `hftrain.loggers.neptune`."""
-
-
 class SwanLabCallback(TrackerCallback, tracker="swanlab"):
     """Report to SwanLab; see `hftrain.loggers.swanlab`."""
 

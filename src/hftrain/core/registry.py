@@ -34,6 +34,7 @@ class Registry(Generic[T]):
         kind: What the names stand for, as error messages should call it (``"strategy"``).
         group: The entry-point group that other packages use.
         elsewhere: What other libraries call things, and the name here, for the error that meets it.
+        gone: Names that stood for something once, why they no longer do, and what to do instead.
 
     Example:
         >>> registry = Registry[dict]("box", group="hftrain.boxes")
@@ -42,10 +43,18 @@ class Registry(Generic[T]):
         {'size': 1, 'colour': 'red'}
     """
 
-    def __init__(self, kind: str, *, group: str, elsewhere: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        *,
+        group: str,
+        elsewhere: Mapping[str, str] | None = None,
+        gone: Mapping[str, tuple[str, str]] | None = None,
+    ) -> None:
         self.kind = kind
         self.group = group
         self._elsewhere = elsewhere or {}
+        self._gone = gone or {}
         self._entries: dict[str, _Entry] = {}
         self._has_entry_points = False
 
@@ -108,6 +117,8 @@ class Registry(Generic[T]):
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
             self._load_entry_points()
+        if name not in self._entries and name in self._gone:
+            raise ConfigError(explain(f"Cannot use {self.kind}={name!r}:", *self._gone[name]))
         if name not in self._entries:
             raise ConfigError(
                 explain(

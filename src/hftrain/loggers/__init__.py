@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from hftrain.loggers.dvclive import DVCLiveLogger
     from hftrain.loggers.flyte import FlyteLogger
     from hftrain.loggers.mlflow import MLflowLogger
-    from hftrain.loggers.neptune import NeptuneLogger
     from hftrain.loggers.swanlab import SwanLabLogger
     from hftrain.loggers.tensorboard import TensorBoardLogger
     from hftrain.loggers.trackio import TrackioLogger
@@ -36,7 +35,6 @@ _HOMES = {
     "hftrain.loggers.dvclive": ("DVCLiveLogger",),
     "hftrain.loggers.flyte": ("FlyteLogger",),
     "hftrain.loggers.mlflow": ("MLflowLogger",),
-    "hftrain.loggers.neptune": ("NeptuneLogger",),
     "hftrain.loggers.swanlab": ("SwanLabLogger",),
     "hftrain.loggers.tensorboard": ("TensorBoardLogger",),
     "hftrain.loggers.trackio": ("TrackioLogger",),
@@ -53,7 +51,6 @@ __all__ = [
     "FlyteLogger",
     "Logger",
     "MLflowLogger",
-    "NeptuneLogger",
     "RunFacts",
     "SwanLabLogger",
     "TensorBoardLogger",

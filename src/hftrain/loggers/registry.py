@@ -9,7 +9,19 @@ from hftrain.core.registry import Registry
 from hftrain.loggers.base import Logger
 
 loggers: Registry[Logger] = Registry(
-    "tracker", group="hftrain.loggers", elsewhere={"comet": "comet_ml", "tb": "tensorboard", "azureml": "azure_ml"}
+    "tracker",
+    group="hftrain.loggers",
+    elsewhere={"comet": "comet_ml", "tb": "tensorboard", "azureml": "azure_ml"},
+    gone={
+        "neptune": (
+            "Neptune closed its service in March 2026, and nothing receives what its package sends.",
+            "Use another tracker, such as report_to='wandb', 'mlflow' or 'trackio'.",
+        ),
+        "kubeflow": (
+            "the server of a Kubeflow TrainJob is not reported to.",
+            "Read the progress from a tracker, or from trainer_state.json in the checkpoints.",
+        ),
+    },
 )
 loggers.register("azure_ml", "hftrain.loggers.azure_ml:AzureMLLogger", summary="Azure Machine Learning")
 loggers.register("clearml", "hftrain.loggers.clearml:ClearMLLogger", summary="ClearML")
@@ -19,7 +31,6 @@ loggers.register("dagshub", "hftrain.loggers.dagshub:DagsHubLogger", summary="ML
 loggers.register("dvclive", "hftrain.loggers.dvclive:DVCLiveLogger", summary="DVCLive")
 loggers.register("flyte", "hftrain.loggers.flyte:FlyteLogger", summary="Flyte, inside a task")
 loggers.register("mlflow", "hftrain.loggers.mlflow:MLflowLogger", summary="MLflow")
-loggers.register("neptune", "hftrain.loggers.neptune:NeptuneLogger", summary="Neptune")
 loggers.register("swanlab", "hftrain.loggers.swanlab:SwanLabLogger", summary="SwanLab")
 loggers.register("tensorboard", "hftrain.loggers.tensorboard:TensorBoardLogger", summary="TensorBoard")
 loggers.register("trackio", "hftrain.loggers.trackio:TrackioLogger", summary="Trackio")

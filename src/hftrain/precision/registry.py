@@ -23,6 +23,13 @@ precisions: Registry[Precision] = Registry(
         "float32": "fp32",
         "half": "fp16",
     },
+    gone={
+        f"apex_o{level}": (
+            "NVIDIA removed amp from Apex in May 2025; torch's own mixed precision is its successor.",
+            f"Use precision={successor!r}.",
+        )
+        for level, successor in enumerate(("fp32", "fp16", "fp16", "fp16_true"))
+    },
 )
 
 precisions.register("fp32", "hftrain.precision.full:FullPrecision", summary="float32 throughout")
@@ -46,10 +53,3 @@ for _name, _dtype, _summary in (
     ("fp64", torch.float64, "float64 throughout"),
 ):
     precisions.register(_name, "hftrain.precision.whole:WholePrecision", summary=_summary, name=_name, dtype=_dtype)
-for _level in ("O0", "O1", "O2", "O3"):
-    precisions.register(
-        f"apex_{_level.lower()}",
-        "hftrain.precision.apex:ApexPrecision",
-        summary=f"NVIDIA Apex's amp at level {_level}",
-        level=_level,
-    )

@@ -44,11 +44,7 @@ def check_legal(strategy: Strategy, precision: Precision) -> None:
     strategy.check_processes()
     policy, kind = precision.policy, strategy.device_type
     capability = torch.cuda.get_device_capability(strategy.planned_device) if kind == "cuda" else None
-    reason = (
-        strategy.refuses(policy, kind)
-        or find_pair_refusal(policy, strategy.name)
-        or find_device_refusal(policy, kind, capability)
-    )
+    reason = strategy.refuses(policy, kind) or find_device_refusal(policy, kind, capability)
     if reason:
         raise ConfigError(
             explain(
@@ -58,13 +54,6 @@ def check_legal(strategy: Strategy, precision: Precision) -> None:
             )
         )
     precision.check_available()
-
-
-def find_pair_refusal(policy: PrecisionPolicy, strategy: str) -> str | None:
-    """Return why a strategy, by its name, cannot run a precision on any device, None if it can."""
-    if policy.name.startswith("apex_") and strategy != "single":
-        return "Apex must see the model before it is distributed, and works with strategy 'single'; 'fp16' works here"
-    return None
 
 
 def find_device_refusal(policy: PrecisionPolicy, device_type: str, capability: Capability | None) -> str | None:
@@ -77,8 +66,6 @@ def find_device_refusal(policy: PrecisionPolicy, device_type: str, capability: C
     """
     if policy.matmul == "high" and device_type != "cuda":
         return "TF32 exists on CUDA devices only"
-    if policy.name.startswith("apex_") and device_type != "cuda":
-        return "Apex runs on CUDA devices only; its successor is 'fp16'"
     if policy.compute_dtype == torch.float64 and device_type == "mps":
         return "MPS has no float64"
     if capability is not None and capability < _AMPERE:
@@ -105,8 +92,7 @@ def _find_refusal(strategy: str, policy: PrecisionPolicy, kind: str, capability:
     factory, _ = strategies.resolve(strategy)
     # Asked of the class, so that a strategy whose package is not installed has its rows too.
     refuses = factory.refuses if isinstance(factory, type) and issubclass(factory, Strategy) else Strategy.refuses
-    name = factory.name if isinstance(factory, type) and issubclass(factory, Strategy) else strategy
-    return refuses(policy, kind) or find_pair_refusal(policy, name) or find_device_refusal(policy, kind, capability)
+    return refuses(policy, kind) or find_device_refusal(policy, kind, capability)
 
 
 def _label(kind: str, capability: Capability | None) -> str:

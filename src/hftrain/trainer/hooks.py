@@ -72,6 +72,7 @@ DOCUMENTED: dict[str, str] = {
         "on_train_begin of a callback."
     ),
     "floating_point_ops": "",
+    "ipex_optimize_model": "Override _wrap_model: Intel's extension has ended.",
     "store_flos": "",
 }
 

@@ -13,7 +13,6 @@ from hftrain.task.liger import apply_liger_kernels
 from hftrain.task.noise import find_embeddings
 from hftrain.task.quantized import check_quantized, is_quantized
 from hftrain.task.recompute import recompute_activations, switch_cache_off
-from hftrain.trainer.ipex import check_ipex
 from hftrain.trainer.placement import check_not_sharded
 from hftrain.trainer.replicas import check_copies
 
@@ -29,8 +28,6 @@ def prepare_model(trainer: Trainer) -> None:
     check_not_sharded(model)
     if trainer.neftune_noise_alpha is not None:
         find_embeddings(model)
-    if args.use_ipex:
-        check_ipex()
     if args.use_cache is not None:
         _set_cache(model, use_cache=args.use_cache)
     if args.use_liger_kernel:

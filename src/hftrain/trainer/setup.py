@@ -50,7 +50,6 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
         else:
             trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
         assert trainer.optimizer is not None
-        trainer.model = trainer.ipex_optimize_model(trainer.model, training=True)
         # Here, for a strategy may put parameters of its own into the groups.
         check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
         return precision.attach(trainer.model, trainer.optimizer)

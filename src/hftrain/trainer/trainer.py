@@ -112,7 +112,6 @@ from hftrain.trainer.hooks import call_with, check_hooks, missing_attribute
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.instep import in_step
 from hftrain.trainer.interrupts import saves_at_all
-from hftrain.trainer.ipex import optimize_with_ipex
 from hftrain.trainer.keywords import refusing_unknown
 from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.mistakes import explain_mistake
@@ -1367,20 +1366,6 @@ class Trainer:
             self._neftune_hook.remove()
         self._neftune_hook = None
 
-    def ipex_optimize_model(
-        self, model: nn.Module, training: bool = False, dtype: torch.dtype | None = None
-    ) -> nn.Module:
-        """Return the model as the Intel extension optimizes it; the model itself without `use_ipex`.
-
-        Args:
-            model: The model; mutated.
-            training: Optimize `self.optimizer` with it.
-            dtype: What to compute in; None follows the precision.
-
-        Source: the documented `Trainer.ipex_optimize_model`.
-        """
-        return optimize_with_ipex(self, model, training=training, dtype=dtype) if self.args.use_ipex else model
-
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move a batch to the device."""
         if isinstance(inputs, (dict, Mapping)) and not inputs:
@@ -1932,8 +1917,6 @@ class Trainer:
                 stack.enter_context(cast_weights(self.model, dtype))
             wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
             self.task.model = self._wrap_model(wrapped, training=False)
-            if self._session is None:
-                self.task.model = self.ipex_optimize_model(self.task.model)
             self.task.eval()
             for metric in self.task.metrics("eval").values():
                 metric.reset()

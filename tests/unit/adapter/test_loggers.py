@@ -126,7 +126,7 @@ def test_callback_of_the_user_takes_the_place_of_the_tracker(tmp_path: Path) -> 
 
 
 def test_every_documented_callback_is_exported() -> None:
-    names = "AzureML ClearML CodeCarbon Comet DagsHub DVCLive Flyte MLflow Neptune SwanLab TensorBoard Trackio Wandb"
+    names = "AzureML ClearML CodeCarbon Comet DagsHub DVCLive Flyte MLflow SwanLab TensorBoard Trackio Wandb"
     kinds = [getattr(hftrain, f"{name}Callback") for name in names.split()]
     assert all(issubclass(kind, TrackerCallback) for kind in kinds)
     assert {kind.tracker for kind in kinds} == set(hftrain.loggers.names())

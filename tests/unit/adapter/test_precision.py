@@ -47,7 +47,6 @@ def test_name_and_options(tmp_path: Path, precision: Any, options: dict[str, Any
         ("bf16_true", {"bf16": True}),
         ("fp16_true", {"fp16": True}),
         ("fp64", {"bf16": True}),
-        ("apex_o1", {"fp16": True}),
         ("tf32", {"tf32": False}),
         (FullPrecision(), {"fp16": True}),
         (FullPrecision(), {"tf32": True}),
@@ -114,3 +113,14 @@ def test_backend_of_half_precision_without_any_warns(tmp_path: Path, backend: st
     with pytest.warns(UserWarning, match=f"{backend}' has no effect without fp16=True or bf16=True"):
         precision_request(args, None)
     precision_request(args, "bf16")
+
+
+def test_level_of_apex_warns_that_it_has_no_effect(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="fp16_opt_level has no effect"):
+        precision_request(make_arguments(tmp_path, fp16_opt_level="O2"), None)
+
+
+@pytest.mark.parametrize("level", ["o0", "o1", "o2", "o3"])
+def test_apex_is_refused_with_its_successor(level: str) -> None:
+    with pytest.raises(ConfigError, match=r"removed amp from Apex.*Use precision="):
+        precisions.resolve(f"apex_{level}")

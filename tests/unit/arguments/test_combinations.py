@@ -28,7 +28,8 @@ FSDP = {"fsdp": "full_shard"}
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "follows an evaluation metric"),
         ({"fp16": True, "bf16": True}, "one half precision"),
         ({"fp16_full_eval": True, "bf16_full_eval": True}, "one half precision"),
-        ({"bf16": True, "half_precision_backend": "apex"}, "Apex knows float16 only"),
+        ({"fp16": True, "half_precision_backend": "apex"}, "torch's own mixed precision is its successor"),
+        ({"use_ipex": True}, "bf16=True and torch_compile=True are its successors"),
         ({"dataloader_prefetch_factor": 2}, "there are none"),
         ({"dataloader_persistent_workers": True}, "there are none"),
         (

@@ -65,7 +65,7 @@ def test_old_default_does_not_warn(given):
         ({"evaluation_strategy": "steps"}, {"eval_strategy": "epoch"}),
         ({"per_gpu_train_batch_size": 4}, {"per_device_train_batch_size": 16}),
         ({"per_gpu_eval_batch_size": 4}, {"per_device_eval_batch_size": 16}),
-        ({"fp16_backend": "cuda_amp"}, {"half_precision_backend": "apex"}),
+        ({"fp16_backend": "cuda_amp"}, {"half_precision_backend": "cpu_amp"}),
         ({"xpu_backend": "ccl"}, {"ddp_backend": "gloo"}),
         ({"torchdynamo": "eager"}, {"torch_compile_backend": "inductor"}),
         ({"push_to_hub_token": "secret1"}, {"hub_token": "secret2"}),

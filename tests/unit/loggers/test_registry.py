@@ -16,7 +16,8 @@ from hftrain.loggers import base
 from hftrain.loggers.base import Logger
 from hftrain.loggers.registry import available_loggers, create_logger, loggers
 
-NAMES_4_24 = {"azure_ml", "comet_ml", "mlflow", "neptune", "tensorboard", "wandb"}
+# Without Neptune, whose service has closed.
+NAMES_4_24 = {"azure_ml", "comet_ml", "mlflow", "tensorboard", "wandb"}
 NAMES_4_53 = NAMES_4_24 | {"clearml", "codecarbon", "dagshub", "dvclive", "flyte", "swanlab"}
 
 
@@ -102,3 +103,9 @@ def test_entry_points_add_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "theirs" in loggers.names()
     assert type(create_logger("theirs")) is Logger
     assert "theirs" not in available_loggers()
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("neptune", "trackio"), ("kubeflow", "trainer_state.json")])
+def test_trackers_that_nothing_answers_are_refused_with_what_to_do(name: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"Cannot use tracker='{name}': .*{remedy}"):
+        create_logger(name)
