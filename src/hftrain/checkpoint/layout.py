@@ -15,6 +15,7 @@ TASK_STATE = "task_state.safetensors"
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
 SCALER = "scaler.pt"
+OWN_OPTIMIZERS = "own_optimizers.pt"
 TRAINER_STATE = "trainer_state.json"
 ARGUMENTS = "training_args.bin"
 MANIFEST = "manifest.json"
@@ -23,7 +24,7 @@ PREFIX_CHECKPOINT_DIR = "checkpoint"
 
 _FOLDER = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]*)")
 _PARTS = {WEIGHTS, WEIGHTS_INDEX, BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE}
-_PARTS |= {OPTIMIZER, SCHEDULER, SCALER, TRAINER_STATE, ARGUMENTS}
+_PARTS |= {OPTIMIZER, SCHEDULER, SCALER, OWN_OPTIMIZERS, TRAINER_STATE, ARGUMENTS}
 _SHARD = re.compile(rf"({WEIGHT_SHARDS}|{OPTIMIZER_SHARDS})-\d{{5}}-of-\d{{5}}\.safetensors")
 _RNG = re.compile(r"rng_state(_[0-9]+)?\.pth")
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hftrain.adapter.checkpoint import checkpoint_config
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, naming_the_folder, restoring
 from hftrain.checkpoint.foreign import check_foreign, check_foreign_optimizer, is_foreign
 from hftrain.checkpoint.layout import OPTIMIZER, SCALER, SCHEDULER, checkpoint_name
-from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import check_geometry
 from hftrain.checkpoint.parts import (
     load_optimizer,
@@ -38,12 +35,13 @@ from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, without_model
 from hftrain.trainer.leftovers import to_do
+from hftrain.trainer.own_optimizers import OwnOptimizers
 from hftrain.trainer.remote import checkpoint_text, fetch_best, fetch_named, find_folder, publish_quietly, remote_of
 from hftrain.trainer.resuming import RunPlan, report_changed_arguments
 from hftrain.trainer.room import checkpoint_bytes
 from hftrain.trainer.sharding import check_engine, load_own, shard_writers
 from hftrain.trainer.unfreezing import Unfreezing
-from hftrain.trainer.writing import CheckpointWrites, Save, as_of
+from hftrain.trainer.writing import CheckpointWrites, Save, as_of, make_manager
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -84,6 +82,7 @@ class RunCheckpoints:
         self.writes = CheckpointWrites(
             trainer, self.manager, progress=progress, pending=pending, best=lambda: best_checkpoint(trainer)
         )
+        self.own = OwnOptimizers(trainer)
         self.saved_step: int | None = None
         self.tried_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
@@ -138,7 +137,8 @@ class RunCheckpoints:
         self.writes.finish()
 
     def let_go(self) -> None:
-        """Leave the optimizer as it was before the run; safe after an error."""
+        """Leave the optimizers as they were before the run; safe after an error."""
+        self.own.close(is_complete=False)
         if hasattr(self, "unfreezing"):
             self.unfreezing.close()
 
@@ -183,7 +183,7 @@ class RunCheckpoints:
         scaler = keep(trainer.precision.state_dict())
         if scaler:
             writers.append(lambda folder: save_scaler(scaler, folder))
-        return writers
+        return writers + self.own.writers(keep)
 
     def own_state(self) -> dict[str, Any]:
         """Return what differs by rank: random numbers, and this rank's part of the logging window."""
@@ -288,6 +288,7 @@ class RunCheckpoints:
             check_state(folder / SCALER, scale, trainer.precision, own=trainer.precision.state_dict())
             with restoring(folder / SCALER):
                 trainer.precision.load_state_dict(scale)
+        self.own.load(folder)
 
     def load_best(self) -> None:
         """Load the best checkpoint's model, saying so if there is none."""
@@ -301,16 +302,6 @@ class RunCheckpoints:
         self.manager.open(best)
         self.load_model(best)
         logger.info("Loaded the best model from %s (%s).", best, self.trainer.state.best_metric)
-
-
-def make_manager(trainer: Trainer) -> CheckpointManager:
-    """Return what saves and finds the run's checkpoints."""
-    folder = Path(trainer._get_output_dir(trainer._trial))
-    config = checkpoint_config(trainer.args, output_dir=folder, url=remote_of(trainer, folder))
-    config = replace(
-        config, keep_best=trainer.save_policy.keep_best, is_greater_better=bool(trainer.args.greater_is_better)
-    )
-    return CheckpointManager(config, group=trainer.strategy)
 
 
 def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:

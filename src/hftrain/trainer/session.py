@@ -347,6 +347,7 @@ class TrainSession:
 
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
         trainer, self.phase = self.trainer, "finish the training"
+        self.checkpoints.own.close(is_complete=True)
         self.losses.read()
         self.counts.read()
         trainer.store_flos()

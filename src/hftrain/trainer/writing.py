@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrain.adapter.checkpoint import checkpoint_config
 from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.agreement import BoardGroup
 from hftrain.checkpoint.background import BackgroundWrite
@@ -25,7 +26,7 @@ from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.trainer.capture import Keep, model_writer
 from hftrain.trainer.foresight import watch_states
 from hftrain.trainer.interrupts import saves_at_all
-from hftrain.trainer.remote import publish_quietly
+from hftrain.trainer.remote import publish_quietly, remote_of
 from hftrain.trainer.room import check_room, expected_state_bytes
 from hftrain.trainer.sharding import shard_writers
 
@@ -312,3 +313,13 @@ def as_of(state: TrainerState, save: Save) -> Iterator[None]:
         yield
     finally:
         state.global_step, state.epoch = now
+
+
+def make_manager(trainer: Trainer) -> CheckpointManager:
+    """Return what saves and finds the run's checkpoints."""
+    folder = Path(trainer._get_output_dir(trainer._trial))
+    config = checkpoint_config(trainer.args, output_dir=folder, url=remote_of(trainer, folder))
+    config = replace(
+        config, keep_best=trainer.save_policy.keep_best, is_greater_better=bool(trainer.args.greater_is_better)
+    )
+    return CheckpointManager(config, group=trainer.strategy)

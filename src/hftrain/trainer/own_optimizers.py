@@ -1,0 +1,140 @@
+"""Optimizers, schedules and gradient scalers that user code keeps for itself: saved and restored with the run's own.
+
+They are found where they are kept: attributes of the Trainer, of the task and of callbacks, alone or in a list, tuple
+or dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, restoring
+from hftrain.checkpoint.layout import OWN_OPTIMIZERS
+from hftrain.core.log import warn_once
+from hftrain.storage.tensors import load_containers, save_containers
+from hftrain.trainer.acceleration import has_engine
+
+if TYPE_CHECKING:
+    from hftrain.trainer.capture import Keep
+    from hftrain.trainer.trainer import Trainer
+
+_KINDS = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
+
+
+class OwnOptimizers:
+    """Find, save and restore what user code keeps, for one run.
+
+    Args:
+        trainer: Whose attributes are looked through, with those of its task and its callbacks.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        # What a checkpoint holds for objects that do not exist yet.
+        self._awaited: dict[str, Any] = {}
+        self._path = Path()
+        self._hook: Any = None
+
+    def find(self) -> dict[str, Any]:
+        """Return what is kept now, by where it is kept."""
+        trainer = self.trainer
+        run = (trainer.optimizer, getattr(trainer.optimizer, "optimizer", None), trainer.lr_scheduler)
+        seen = {id(each) for each in run}
+        found = {}
+        callbacks = [(type(each).__name__, each) for each in trainer.callback_handler.callbacks]
+        for owner, holder in (("trainer", trainer), ("task", trainer.task), *callbacks):
+            for name, value in _members(getattr(holder, "__dict__", {})):
+                if isinstance(value, _KINDS) and id(value) not in seen:
+                    seen.add(id(value))
+                    found[f"{owner}.{name}"] = value
+        return found
+
+    def writers(self, keep: Keep) -> list[Callable[[Path], None]]:
+        """Return what writes their states into a checkpoint's folder; nothing where there are none."""
+        found = self.find()
+        if not found and not self._awaited:
+            return []
+        if self._is_split:
+            warn_once(
+                f"Checkpoints do not hold {', '.join(found)}, and a resumed run starts them anew: "
+                f"strategy={self.trainer.strategy.name!r} splits the parameters over processes."
+            )
+            return []
+        self._tell_of_weights(found)
+        states = keep({**self._awaited, **{name: each.state_dict() for name, each in found.items()}})
+        return [lambda folder: save_containers(states, folder / OWN_OPTIMIZERS)]
+
+    def load(self, folder: Path) -> None:
+        """Restore what a checkpoint holds; what does not exist yet is restored before its first step."""
+        path = folder / OWN_OPTIMIZERS
+        found = self.find()
+        saved = load_containers(path) if path.exists() and not self._is_split else {}
+        missing = sorted(found.keys() - saved.keys())
+        if missing:
+            warn_once(f"The checkpoint holds no state of {', '.join(missing)}: they start anew.")
+        self._path, self._awaited = path, dict(saved)
+        self._restore()
+        if self._awaited:
+            # A trainer may make them in its first step.
+            self._hook = register_optimizer_step_pre_hook(lambda *_: self._restore())
+
+    def close(self, *, is_complete: bool) -> None:
+        """Say what was never made, and stop waiting for it; safe to call twice."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self._awaited and is_complete:
+            warn_once(
+                f"The run was resumed from a checkpoint that holds the state of {', '.join(sorted(self._awaited))}, "
+                "which it never made. Keep them under the same name."
+            )
+
+    @property
+    def _is_split(self) -> bool:
+        return any(has_engine(self.trainer.strategy, engine) for engine in ("fsdp", "deepspeed"))
+
+    def _restore(self) -> None:
+        found = self.find()
+        # Optimizers first: a schedule may write into one.
+        ready = sorted(self._awaited.keys() & found.keys(), key=lambda name: not isinstance(found[name], _KINDS[0]))
+        for name in ready:
+            state, owner = self._awaited.pop(name), found[name]
+            if isinstance(owner, torch.optim.Optimizer):
+                before = group_settings(owner)
+                with restoring(self._path):
+                    owner.load_state_dict(state)
+                check_optimizer(self._path, owner, before=before)
+            else:
+                check_state(self._path, state, owner, own=owner.state_dict())
+                with restoring(self._path):
+                    owner.load_state_dict(state)
+        if not self._awaited and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _tell_of_weights(self, found: Mapping[str, Any]) -> None:
+        """Warn of parameters that are trained and saved nowhere."""
+        saved = {id(parameter) for parameter in self.trainer.task.parameters()}
+        for name, each in found.items():
+            groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else []
+            if any(id(parameter) not in saved for group in groups for parameter in group["params"]):
+                warn_once(
+                    f"Checkpoints hold the state of {name} and not all the weights that it trains. Make their module a "
+                    "part of the model (or of a TaskModule)."
+                )
+
+
+def _members(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield attributes by name, and the members of those that are lists, tuples or dicts."""
+    for name, value in list(attributes.items()):
+        yield name, value
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", member) for key, member in list(value.items()) if isinstance(key, (str, int)))
+        elif isinstance(value, (list, tuple)):
+            yield from ((f"{name}.{index}", member) for index, member in enumerate(value))

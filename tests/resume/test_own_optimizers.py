@@ -1,0 +1,172 @@
+"""Optimizers and schedules that user code keeps for itself are saved and resumed with the run's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, Task, make_arguments, make_rows
+
+from hftrain import CheckpointError, Trainer, TrainerCallback
+
+
+def make_critic(model: Any) -> tuple[torch.optim.Optimizer, Any]:
+    """Return a second optimizer and schedule for the last layer."""
+    optimizer = torch.optim.Adam(model.layers[4].parameters(), lr=0.05)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+class Adversarial(Trainer):
+    """Steps a second optimizer in its training_step."""
+
+    def critic(self) -> tuple[torch.optim.Optimizer, Any]:
+        raise NotImplementedError
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.Adam(self.model.layers[0].parameters(), lr=0.02)
+        return self.optimizer
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        optimizer, schedule = self.critic()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        return loss
+
+
+class Plain(Adversarial):
+    """Has the same first optimizer, and no second one."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return Trainer.training_step(self, model, inputs, num_items_in_batch)
+
+
+class Early(Adversarial):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.critic_optimizer, self.critic_schedule = make_critic(self.model)
+
+    def critic(self) -> Any:
+        return self.critic_optimizer, self.critic_schedule
+
+
+class Lazy(Adversarial):
+    parts: dict[str, Any] | None = None
+
+    def critic(self) -> Any:
+        if self.parts is None:
+            self.parts = dict(zip(("optimizer", "schedule"), make_critic(self.model), strict=True))
+        return self.parts["optimizer"], self.parts["schedule"]
+
+
+class InList(Adversarial):
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.others = list(make_critic(self.model))
+        return super().create_optimizer(model)
+
+    def critic(self) -> Any:
+        return self.others
+
+
+class OnTheTask(Adversarial):
+    def critic(self) -> Any:
+        if not hasattr(self.task, "critic"):
+            self.task.critic = make_critic(self.model)
+        return self.task.critic
+
+
+class Keeps(TrainerCallback):
+    """Keeps a second optimizer itself, and makes it when the training begins."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.optimizer, self.schedule = make_critic(kwargs["model"])
+
+
+class InACallback(Adversarial):
+    def critic(self) -> Any:
+        keeper = next(each for each in self.callback_handler.callbacks if isinstance(each, Keeps))
+        return keeper.optimizer, keeper.schedule
+
+
+def make(kind: type[Trainer], folder: Path, **options: Any) -> Trainer:
+    torch.manual_seed(3)
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "max_grad_norm": 0, **options}
+    return kind(Net(), make_arguments(folder, **options), train_dataset=make_rows(), callbacks=[Keeps])
+
+
+def outcome(trainer: Trainer) -> list[Any]:
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [losses, *(parameter.tolist() for parameter in trainer.model.parameters())]
+
+
+@pytest.mark.parametrize("kind", [Early, Lazy, InList, OnTheTask, InACallback])
+def test_run_with_a_second_optimizer_resumes_to_the_last_bit(tmp_path: Path, kind: type[Trainer]) -> None:
+    whole = make(kind, tmp_path)
+    whole.train()
+    resumed = make(kind, tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert outcome(resumed) == outcome(whole)
+    assert (tmp_path / "checkpoint-6" / "own_optimizers.pt").exists()
+
+
+def test_checkpoint_of_a_run_without_any_has_no_such_file(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    Trainer(Net(), arguments, train_dataset=make_rows()).train()
+    assert not (tmp_path / "checkpoint-2" / "own_optimizers.pt").exists()
+
+
+def test_alias_of_the_runs_own_optimizer_is_not_saved_twice(tmp_path: Path) -> None:
+    class Alias(Trainer):
+        def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+            self.mine = super().create_optimizer()
+            return self.mine
+
+    arguments = make_arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    Alias(Net(), arguments, train_dataset=make_rows()).train()
+    assert not (tmp_path / "checkpoint-2" / "own_optimizers.pt").exists()
+
+
+def test_state_that_the_resumed_run_never_asks_for_is_told_of_and_kept(tmp_path: Path) -> None:
+    make(Early, tmp_path).train()
+    resumed = make(Plain, tmp_path, save_steps=2)
+    with pytest.warns(UserWarning, match=r"trainer.critic_optimizer, trainer.critic_schedule, which it never made"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert (tmp_path / "checkpoint-4" / "own_optimizers.pt").exists()
+
+
+def test_optimizer_without_a_saved_state_is_told_of(tmp_path: Path) -> None:
+    arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    Plain(Net(), make_arguments(tmp_path, **arguments), train_dataset=make_rows()).train()
+    with pytest.warns(UserWarning, match=r"holds no state of trainer.critic_optimizer"):
+        Early(Net(), make_arguments(tmp_path, **arguments), train_dataset=make_rows()).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-3")
+        )
+
+
+def test_weights_that_only_the_second_optimizer_knows_are_told_of(tmp_path: Path) -> None:
+    class Outside(Task):
+        def training_step(self, batch: Any) -> Any:
+            if not hasattr(self, "optimizer"):
+                self.critic = [torch.nn.Linear(2, 2)]  # hidden from the task
+                self.optimizer = torch.optim.SGD(self.critic[0].parameters(), lr=0.1)
+            return super().training_step(batch)
+
+    arguments = make_arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    with pytest.warns(UserWarning, match=r"state of task.optimizer and not all the weights"):
+        Trainer(Outside(), arguments, train_dataset=make_rows()).train()
+
+
+def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    make(Early, tmp_path).train()
+
+    class Other(Early):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.critic_optimizer = torch.optim.Adam(self.model.layers[0].parameters(), lr=0.1, eps=1e-3)
+            self.critic_optimizer.add_param_group({"params": list(self.model.layers[4].parameters())})
+
+    with pytest.raises(CheckpointError, match=r"own_optimizers.pt should be restored"):
+        make(Other, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
