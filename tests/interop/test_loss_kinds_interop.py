@@ -19,6 +19,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from hftrain import Trainer, TrainerCallback, set_seed  # noqa: E402
+from hftrain.core.tree import map_tensors  # noqa: E402
 
 pytestmark = pytest.mark.interop
 
@@ -71,8 +72,16 @@ def sounds(labels: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_values": random(NUM_ROWS, 64), "labels": labels}
 
 
-def images(**columns: torch.Tensor) -> dict[str, torch.Tensor]:
+def images(**columns: Any) -> dict[str, Any]:
     return {"pixel_values": random(NUM_ROWS, 3, 8, 8), **columns}
+
+
+def boxes() -> list[dict[str, torch.Tensor]]:
+    """Return one to three boxes for each image."""
+    return [
+        {"class_labels": torch.arange(1 + index % 3) % 2, "boxes": random(1 + index % 3, 4, seed=index).sigmoid() / 2}
+        for index in range(NUM_ROWS)
+    ]
 
 
 def transcripts() -> dict[str, torch.Tensor]:
@@ -114,11 +123,12 @@ class Kind:
     """A model, its samples as one batch, and in what its gradient and its loss are other than the whole batch's."""
 
     model: Callable[[], nn.Module]
-    batch: Callable[[], dict[str, torch.Tensor]]
+    batch: Callable[[], dict[str, Any]]
     gradient: float | None = 1.0
     loss: float | None = 1.0
     rel: float = 1e-6
     label_names: list[str] | None = None
+    dtype: torch.dtype = torch.float64
 
 
 def classes(num: int = 3) -> torch.Tensor:
@@ -184,6 +194,12 @@ KINDS: dict[str, Kind] = {
     # The model divides by a little more than the number of masked patches.
     "masked images": Kind(make("ViTForMaskedImageModeling", "ViTConfig", **IMAGE),
                           lambda: images(bool_masked_pos=masks()), label_names=["bool_masked_pos"], rel=1e-5),
+    # Divided by the boxes of a batch, and by weights of classes.
+    "boxes": Kind(
+        make("YolosForObjectDetection", "YolosConfig", **{**IMAGE, "image_size": [8, 8]}, num_detection_tokens=3,
+             num_labels=2),
+        lambda: images(labels=boxes()), None, None, rel=1e-5, dtype=torch.float32,
+    ),
     # No sample has a loss that the others do not change.
     "contrastive": Kind(clip, lambda: images(input_ids=random(NUM_ROWS, LENGTH, high=VOCABULARY)), None, None,
                         label_names=["pixel_values"]),
@@ -192,16 +208,19 @@ KINDS: dict[str, Kind] = {
 
 def make_model(kind: Kind) -> nn.Module:
     set_seed(0)
-    return kind.model().double()
+    return kind.model().to(kind.dtype)
 
 
 def rows_of(kind: Kind) -> Rows:
-    batch = kind.batch()
+    batch = map_tensors(kind.batch(), lambda value: value.to(kind.dtype) if value.is_floating_point() else value)
     return [{name: column[index] for name, column in batch.items()} for index in range(NUM_ROWS)]
 
 
 def collate(rows: Rows) -> dict[str, Any]:
-    batch: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    batch: dict[str, Any] = {
+        name: torch.stack(column) if isinstance(column[0], torch.Tensor) else column for name, column in columns.items()
+    }
     return {**batch, "return_loss": True} if {"pixel_values", "input_ids"} <= batch.keys() else batch
 
 
@@ -259,3 +278,15 @@ def test_eval_loss_does_not_depend_on_the_batch_size(tmp_path: Path, name: str) 
         trainer = Trainer(make_model(kind), arguments, eval_dataset=rows_of(kind), data_collator=collate)
         found = trainer.evaluate()["eval_loss"]
         assert found == pytest.approx(expected * (1.0 if kind.loss is None else kind.loss), rel=kind.rel), size
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_eval_loss_of_a_mean_over_samples_is_that_of_transformers(tmp_path: Path, size: int) -> None:
+    kind = KINDS["CTC, mean"]
+    arguments = {"per_device_eval_batch_size": size, "report_to": "none", "use_cpu": True}
+    model, rows = make_model(kind), rows_of(kind)
+    ours = Trainer(model, make_arguments(tmp_path, **arguments), eval_dataset=rows, data_collator=collate)
+    theirs = transformers.Trainer(
+        model, transformers.TrainingArguments(str(tmp_path), **arguments), eval_dataset=rows, data_collator=collate
+    )
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-6)

@@ -231,6 +231,11 @@ class ModelTask(TaskModule):
         reduction = own_reduction(self.model) if self.returns_loss else None
         if reduction is not None:
             return SUM if reduction == "sum" else SAMPLES
+        return self.label_kind
+
+    @property
+    def label_kind(self) -> str:
+        """Which labels the documented item count counts."""
         return SHIFTED if self.is_causal else LABELS
 
     def count_items(self, batch: Any) -> int | torch.Tensor:
@@ -245,8 +250,7 @@ class ModelTask(TaskModule):
         """Return the documented item count, `num_items_in_batch`: the labels that are predicted."""
         if callable(self.count_rule):
             return self.count_rule(batch)
-        kind = self.kind
-        return self.count_as(kind if kind in (LABELS, SHIFTED) else SHIFTED if self.is_causal else LABELS, batch)
+        return self.count_as(self.label_kind, batch)
 
     def count_as(self, kind: str, batch: Any) -> int | torch.Tensor:
         """Return how many items of a kind a batch holds, without synchronising; 1 for ``"sum"``."""

@@ -11,7 +11,6 @@ from hftrain.core.errors import TaskError, explain
 from hftrain.core.log import get_logger
 from hftrain.core.tree import batch_size_of
 from hftrain.task.introspect import takes_item_count
-from hftrain.task.items import SAMPLES, SUM
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 from hftrain.task.noted import Note, NotedCount
@@ -114,7 +113,7 @@ class LossShares:
         else:
             # Nobody reads it before the loss is weighed, so the exchange and the forward pass overlap.
             self._wait = wait
-        if task is None or not self._is_read or task.kind not in (SAMPLES, SUM):
+        if task is None or not self._is_read or task.gives_count or task.kind == task.label_kind:
             return self._total
         # The documented count, which the user's code may divide by.
         labels, wait = self._sum([task.count_labels(batch) for batch in batches], device)
@@ -128,7 +127,10 @@ class LossShares:
             return None
         found = task.mean_over or self.search.found
         needs_count = self._is_users or (found is not None and found.needs_count)
-        return task.count_labels(batch) if needs_count else None
+        if not needs_count:
+            return None
+        # A loss that takes the mean over ranks back expects the items of all of them.
+        return task.count_labels(batch) * (self.num_ranks if self._scales else 1)
 
     def _items_of(self, batch: Any) -> Count:
         task = self.trainer.task
