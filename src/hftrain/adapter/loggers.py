@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
     Raises:
         ConfigError: A tracker has no known name, or is no logger.
     """
+    if "KUBEFLOW_TRAINER_SERVER_URL" in os.environ and args.process_index == 0:
+        warn_once("Kubeflow's TrainJob asks for reports of the progress, which hftrain does not send it.")
     asked = args.report_to if given is None else given
     if asked is None:
         names = available_loggers()

@@ -94,8 +94,6 @@ NEWER: dict[str, str] = {
     "_update_auto_batch_size": "Set auto_find_batch_size.",
     "_validate_args": "Do it in __init__.",
     "end": "Leave it out: trackers and processes end with the program.",
-    "get_cp_size": "Leave it out: contexts are not split over processes.",
-    "get_sp_size": "Leave it out: sequences are not split over processes.",
     "load_generation_config": "Set generation_config in Seq2SeqTrainingArguments to a GenerationConfig.",
 }
 

@@ -130,3 +130,9 @@ def test_every_documented_callback_is_exported() -> None:
     kinds = [getattr(hftrain, f"{name}Callback") for name in names.split()]
     assert all(issubclass(kind, TrackerCallback) for kind in kinds)
     assert {kind.tracker for kind in kinds} == set(hftrain.loggers.names())
+
+
+def test_train_job_of_kubeflow_is_told_nothing_and_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://localhost")
+    with pytest.warns(UserWarning, match="does not send it"):
+        assert trackers_asked(make_arguments(tmp_path)) == []
