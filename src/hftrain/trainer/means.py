@@ -220,7 +220,8 @@ class _Kept:
     def __init__(self, module: torch.nn.Module, *, is_whole: bool) -> None:
         self._own = own = vars(module)
         self._training, self._call, self._buffers = module.training, module._compiled_call_impl, dict(module._buffers)
-        self._hooks = {name: own[name] for name in _HOOKS if is_whole and own[name]}
+        # Empty ones too: transformers' models add hooks in their first call, and note that they have.
+        self._hooks = {name: own[name] for name in _HOOKS if is_whole}
         self._attributes: dict[str, tuple[Any, Any]] | None = None
         if is_whole:
             values = {name: value for name, value in own.items() if name not in _INTERNAL}
