@@ -22,6 +22,7 @@ from hftrain.core.seed import preserved_rng
 from hftrain.storage.files import read_json
 from hftrain.storage.shards import find_shards, load_shards
 from hftrain.storage.tensors import (
+    check_tensors,
     load_containers,
     load_tensors,
     plain_containers,
@@ -68,12 +69,13 @@ def save_weights(
 
 def check_saveable(model: torch.nn.Module, state: Mapping[str, Any], *, safe: bool = True) -> None:
     """Raise `CheckpointError` where a model's state cannot be a safetensors file, or without `safe` torch's zip."""
+    if saves_adapters(model) or _saves_itself(model):
+        return
     if not safe:
-        if not saves_adapters(model) and not _saves_itself(model):
-            plain_containers(dict(state), type(model).__name__)
+        plain_containers(dict(state), type(model).__name__)
         return
     foreign = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-    if foreign and not saves_adapters(model) and not _saves_itself(model):
+    if foreign:
         raise CheckpointError(
             explain(
                 f"The weights of {type(model).__name__} should be saved as safetensors.",
@@ -81,6 +83,7 @@ def check_saveable(model: torch.nn.Module, state: Mapping[str, Any], *, safe: bo
                 "Set save_safetensors=False, or return tensors from get_extra_state().",
             )
         )
+    check_tensors(state)
 
 
 def load_weights(

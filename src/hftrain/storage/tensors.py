@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.storage.archives import check_archive, is_key
@@ -61,6 +61,18 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: M
         save_file(kept, path, metadata=notes)
     except KeyError as error:  # the dtype, looked up in the format's table
         raise _unsupported(*next(item for item in kept.items() if item[1].dtype == error.args[0])) from error
+
+
+def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `CheckpointError` where `save_tensors` would; writes nothing and reads no tensor's memory."""
+    kinds = {(tensor.layout, tensor.dtype): (name, tensor) for name, tensor in tensors.items()}
+    for (layout, dtype), (name, tensor) in kinds.items():
+        try:
+            is_known = layout == torch.strided and bool(save({"a": torch.empty(0, dtype=dtype)}))
+        except KeyError:  # the dtype, looked up in the format's table
+            is_known = False
+        if not is_known:
+            raise _unsupported(name, tensor)
 
 
 def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from hftrain.core.errors import CheckpointError
-from hftrain.storage.tensors import load_containers, load_tensors, save_containers, save_tensors
+from hftrain.storage.tensors import check_tensors, load_containers, load_tensors, save_containers, save_tensors
 
 Pair = namedtuple("Pair", "a b")
 
@@ -61,6 +61,8 @@ def test_loaded_tensors_do_not_change_with_the_file(tmp_path):
 def test_save_tensors_names_what_the_format_cannot_hold(tmp_path, tensor):
     with pytest.raises(CheckpointError, match="odd should be saved"):
         save_tensors({"a": torch.ones(1), "odd": tensor}, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="odd should be saved"):
+        check_tensors({"a": torch.ones(1), "odd": tensor})
 
 
 @pytest.mark.parametrize("damage", ["absent", "cut", "header", "alias"])

@@ -103,3 +103,14 @@ def test_model_state_is_looked_at_in_either_format(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="extra_state"):
             Trainer(Extra(), args, train_dataset=make_rows()).train()
     assert not any(tmp_path.glob("checkpoint-*"))
+
+
+def test_model_of_a_type_that_the_format_lacks_is_refused_at_the_start(tmp_path: Path) -> None:
+    model, steps = Net(), Steps()
+    model.register_buffer("waves", torch.zeros(2, dtype=torch.complex128))
+    args = make_arguments(tmp_path, save_strategy="epoch")
+    with pytest.raises(CheckpointError, match=r"waves should be saved.*save_safetensors=False"):
+        Trainer(model, args, train_dataset=make_rows(), callbacks=[steps]).train()
+    assert steps.num == 0
+    args = make_arguments(tmp_path, save_strategy="epoch", save_safetensors=False, max_steps=1)
+    assert Trainer(model, args, train_dataset=make_rows()).train().global_step == 1
