@@ -13,8 +13,9 @@ import pytest
 from support.resuming import without_times
 
 FOLDER = Path(__file__).parent.parent / "interop" / "scripts"
-# The statement that a user changes. Models and tokenizers come from transformers on either side.
-THEIR_IMPORT, OUR_IMPORT = "from transformers import ", "from hftrain import "
+# The statements that a user changes. Models and tokenizers come from transformers on either side.
+THEIR_IMPORTS = ("from transformers import ", "from transformers.trainer_utils import ")
+OUR_IMPORT = "from hftrain import "
 FLAGS = {
     "num_train_epochs": "2", "per_device_train_batch_size": "4", "per_device_eval_batch_size": "4",
     "learning_rate": "1e-3", "optim": "adamw_torch", "logging_steps": "1", "save_strategy": "epoch",
@@ -25,10 +26,13 @@ OURS_ONLY = {"manifest.json"}
 
 
 def script_text(name: str, library: str) -> str:
-    """Return a script as it is written, or with the one statement changed."""
+    """Return a script as it is written, or with its imports from transformers changed."""
     text = (FOLDER / f"{name}.py").read_text("utf-8")
-    assert text.count(THEIR_IMPORT) == 1
-    return text if library == "transformers" else text.replace(THEIR_IMPORT, OUR_IMPORT)
+    assert text.count(THEIR_IMPORTS[0]) == 1
+    if library == "hftrain":
+        for statement in THEIR_IMPORTS:
+            text = text.replace(statement, OUR_IMPORT)
+    return text
 
 
 def run_script(name: str, library: str, folder: Path, patch: pytest.MonkeyPatch, **flags: Any) -> Path:

@@ -8,7 +8,14 @@ import datasets
 import numpy
 import transformers
 from support.script_parts import DataArguments, first, sentences, sizes, use, word_tokenizer
-from transformers import HfArgumentParser, Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers import (
+    DataCollatorForMultipleChoice,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
 
 
 def load(number: int, seed: int) -> datasets.Dataset:
@@ -61,7 +68,7 @@ def main() -> None:
     if data_args.pad_to_max_length:
         collator = default_data_collator
     else:
-        collator = transformers.DataCollatorForMultipleChoice(tokenizer=tokenizer)
+        collator = DataCollatorForMultipleChoice(tokenizer=tokenizer)
     trainer = Trainer(
         model=model,
         args=training_args,
