@@ -128,7 +128,7 @@ def test_object_detection(tmp_path, monkeypatch):
 
 
 def test_instance_segmentation(tmp_path, monkeypatch):
-    compare(tmp_path, monkeypatch, "instance_segmentation")
+    compare(tmp_path, monkeypatch, "instance_segmentation", learning_rate=1e-4)
 
 
 # -- sounds, and pictures with texts -----------------------------------------------------------------------------------
