@@ -189,6 +189,26 @@ def test_user_says_what_the_loss_is_a_mean_over(tmp_path: Path, caplog: pytest.L
         eval_losses(tmp_path, Words, count_items="label")
 
 
+class Collects(Words):
+    """Adds a hook in its first call, and notes that it has, as transformers' models do to collect hidden states."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        if not hasattr(self, "collected"):
+            self.collected: list[torch.Tensor] = []
+            self.layer.register_forward_hook(lambda module, inputs, output: self.collected.append(output.detach()))
+        self.collected.clear()
+        result = super().forward(*args, **kwargs)
+        assert len(self.collected) == 1
+        return result
+
+
+def test_search_leaves_no_hook(tmp_path: Path) -> None:
+    model = make_model(Collects)
+    options: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
+    Trainer(model, make_arguments(tmp_path, **options), train_dataset=make_rows()).train()
+    assert len(model.layer._forward_hooks) == 1
+
+
 @pytest.mark.parametrize("kind", [Words, PerSample, Divides])
 def test_search_leaves_no_trace(tmp_path: Path, kind: type[Words]) -> None:
     model = make_model(kind)
