@@ -28,7 +28,7 @@ XLA = ("torch==2.9.0", "torch_xla==2.9.0")
 # Tests with one of these marks have a session of their own.
 MARKS = (
     "slow", "guarantees", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "optimizers", "trackers",
-    "remote", "bench",
+    "remote", "clients", "bench",
 )  # fmt: skip
 
 # What `tests-oldest` runs.
@@ -151,6 +151,18 @@ def tests_interop(session: nox.Session) -> None:
     """Run the tests against the installed transformers and datasets."""
     install(session, "test", "transformers", "peft", "search")
     pytest(session, "interop and not cuda and not slow", *WORKERS, *NO_HANG)
+
+
+@nox.session(name="tests-clients")
+@nox.parametrize("generation", ["current"])
+def tests_clients(session: nox.Session, generation: str) -> None:
+    """Train with libraries that derive their trainers from transformers', once with its Trainer and once with ours.
+
+    The versions are those of tests/clients/constraints-*.txt: some libraries need an older transformers.
+    """
+    pins = f"tests/clients/constraints-{generation}.txt"
+    session.install("-c", pins, "-r", f"tests/clients/requirements-{generation}.txt", "-e", ".[test]")
+    pytest(session, "clients", f"tests/clients/test_{generation}.py", *NO_HANG)
 
 
 @nox.session(name="tests-cuda")

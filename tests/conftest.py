@@ -56,6 +56,7 @@ DEVICES: dict[str, tuple[Callable[[], bool], str]] = {
         lambda: all(map(is_available, OPTIMIZER_PACKAGES)),
         f"not all of {', '.join(OPTIMIZER_PACKAGES)} are installed",
     ),
+    "clients": (lambda: is_available("trl") or is_available("adapters"), "neither trl nor adapters is installed"),
     "interop": (
         lambda: is_available("transformers") and is_available("datasets"),
         "transformers or datasets is not installed",

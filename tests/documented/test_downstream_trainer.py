@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny import Net, make_arguments
 from torch import nn
 from torch.nn.functional import log_softmax, logsigmoid
 from torch.utils.data import DataLoader, Dataset
@@ -283,3 +284,22 @@ def test_preference_trainer_on_two_processes_equals_one(tmp_path: Path, run_dist
     assert both[0] == both[1]
     assert both[0]["losses"] == pytest.approx(values(alone, "loss"), rel=1e-4)
     assert both[0]["accuracies"][-1] > 0.9
+
+
+def test_columns_are_not_looked_at_where_the_subclass_reads_the_data(tmp_path: Path) -> None:
+    class Reading(Trainer):
+        def collate(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+            texts = [row["text"] for row in rows]
+            return {"x": torch.ones(len(texts), 4), "labels": torch.tensor([len(text) for text in texts])}
+
+        def get_train_dataloader(self) -> Any:
+            return DataLoader(self.train_dataset, batch_size=2, collate_fn=self.collate)
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            return DataLoader(self.eval_dataset, batch_size=2, collate_fn=self.collate)
+
+    rows = [{"text": "ab"}, {"text": "a"}] * 2
+    args = make_arguments(tmp_path, eval_strategy="epoch", max_steps=2)
+    trainer = Reading(Net(), args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    assert "eval_loss" in trainer.evaluate()

@@ -38,7 +38,7 @@ def check_combinations(args: ArgumentFields) -> None:
     _check_deepspeed(args)
     _check_checkpointing(args)
     _warn_of_idle(args)
-    if args.warmup_steps > 0 and args.warmup_ratio > 0:
+    if args.warmup_steps > 0 and (args.warmup_ratio or 0) > 0:
         get_logger(__name__).info("warmup_steps and warmup_ratio are both given; warmup_steps wins.")
 
 

@@ -41,8 +41,11 @@ class OptimizationArguments:
     warmup_ratio: float = field(
         default=0.0, metadata={"help": "Share of all optimizer updates during which the learning rate rises from 0."}
     )
-    warmup_steps: int = field(
-        default=0, metadata={"help": "Optimizer updates of warmup; wins over warmup_ratio when positive."}
+    warmup_steps: float = field(
+        default=0,
+        metadata={
+            "help": "Optimizer updates of warmup, or below 1 their share of all; wins over warmup_ratio when positive."
+        },
     )
     label_smoothing_factor: float = field(
         default=0.0, metadata={"help": "Probability moved from the true label to all labels alike."}

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hftrain.arguments.enums import ParallelMode
 from hftrain.arguments.fields import ArgumentFields
@@ -41,6 +41,13 @@ class ArgumentProcesses(ArgumentFields):
     def device(self) -> torch.device:
         """The device of this process, where each has one; imports torch, puts nothing on the device."""
         return self._setup_devices
+
+    @property
+    def distributed_state(self) -> Any:
+        """accelerate's state of the processes, made when first asked for; with several it connects them. Collective."""
+        from accelerate import PartialState
+
+        return PartialState(cpu=self.use_cpu)
 
     @property
     def _setup_devices(self) -> torch.device:
@@ -128,7 +135,9 @@ class ArgumentProcesses(ArgumentFields):
 
         Source: the documented `TrainingArguments.get_warmup_steps`.
         """
-        return self.warmup_steps if self.warmup_steps > 0 else math.ceil(num_training_steps * self.warmup_ratio)
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(num_training_steps * (self.warmup_steps or self.warmup_ratio or 0))
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:

@@ -255,7 +255,7 @@ class ArgumentSetters(ArgumentFields):
         num_epochs: float = 3.0,
         max_steps: int = -1,
         warmup_ratio: float = 0,
-        warmup_steps: int = 0,
+        warmup_steps: float = 0,
     ) -> Self:
         """Set the learning-rate schedule and the duration it spans.
 
@@ -264,7 +264,8 @@ class ArgumentSetters(ArgumentFields):
             num_epochs: Passes over the data.
             max_steps: Optimizer updates; wins over `num_epochs` when positive.
             warmup_ratio: Share of all optimizer updates spent on warmup.
-            warmup_steps: Optimizer updates of warmup; wins over `warmup_ratio` when positive.
+            warmup_steps: Optimizer updates of warmup, or below 1 their share of all; wins over `warmup_ratio` when
+                positive.
 
         Raises:
             ConfigError: The name is unknown, or a value out of range.

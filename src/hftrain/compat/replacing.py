@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from hftrain.compat.logs import adapted_log
 from hftrain.compat.names import is_telling, replacements
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.optional import require
@@ -23,6 +24,7 @@ class _Installed(NamedTuple):
     pairs: list[tuple[str, Any, Any]]
     before: list[tuple[ModuleType, str, Any]]
     facades: list[ModuleType]
+    log: Any
 
 
 _installed: _Installed | None = None
@@ -48,6 +50,8 @@ def install() -> None:
     if _installed is not None:
         return
     require("transformers", feature="hftrain.compat", extra="transformers")
+    from accelerate.logging import MultiProcessAdapter
+
     # The package's facade may be made a second time while its modules are imported; whoever had the first one keeps it.
     facades = [importlib.import_module("transformers")]
     pairs = [pair for pair in replacements() if pair[1] is not pair[2]]
@@ -58,14 +62,15 @@ def install() -> None:
     # What a facade has not looked up yet it does not hold; its own `dir` tells what it would look up.
     before += [
         (facade, name, _MISSING)
-        for facade in facades
+        for facade, known in [(facade, frozenset(dir(facade))) for facade in facades]
         for name, _, _ in pairs
-        if name not in vars(facade) and name in dir(facade)
+        if name in known and name not in vars(facade)
     ]
     by_name = {name: ours for name, _, ours in pairs}
     for module, name, value in before:
         setattr(module, name, by_name[name] if value is _MISSING else ours_of[id(value)])
-    _installed = _Installed(pairs, before, facades)
+    _installed = _Installed(pairs, before, facades, MultiProcessAdapter.log)
+    MultiProcessAdapter.log = adapted_log(MultiProcessAdapter.log)
 
 
 def uninstall() -> None:
@@ -76,6 +81,9 @@ def uninstall() -> None:
     global _installed
     if _installed is None:
         return
+    from accelerate.logging import MultiProcessAdapter
+
+    MultiProcessAdapter.log = _installed.log
     for module, name, value in _installed.before:
         if value is _MISSING:
             vars(module).pop(name, None)

@@ -145,6 +145,8 @@ class Uploads:
         snapshot = take_snapshot(_all_files(push), self.config.output_dir)
         self._waiting = {}
         self.newest = self.api.run_as_future(self._run, push, snapshot)
+        # The name that transformers' `push_in_progress` has for it.
+        vars(self.newest)["is_done"] = self.newest.done
         return self.newest
 
     def wait(self) -> None:

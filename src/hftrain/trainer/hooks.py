@@ -11,7 +11,6 @@ from hftrain.core.lightning import TRAINER_ATTRIBUTES
 from hftrain.core.uncalled import find_uncalled
 
 _STATEFUL = "Keep your own state in a callback that exports it (ExportableState), or override _save_checkpoint."
-_LOADERS = "Override get_train_dataloader, get_eval_dataloader or get_test_dataloader."
 _LOOP = (
     "There is one loop; override training_step, compute_loss, get_batch_samples or _maybe_log_save_evaluate, or pass a "
     "callback."
@@ -31,7 +30,7 @@ DOCUMENTED: dict[str, str] = {
     "_fsdp_qlora_plugin_updates": "Pass strategy=FSDPStrategy(...) with the policy you want.",
     "_gather_and_numpify": "Override evaluation_loop or prediction_step.",
     "_get_collator_with_removed_columns": "",
-    "_get_dataloader": _LOADERS,
+    "_get_dataloader": "",
     "_get_eval_sampler": "",
     "_get_learning_rate": "",
     "_get_num_items_in_batch": "",
@@ -53,7 +52,7 @@ DOCUMENTED: dict[str, str] = {
     "_prepare_context_parallel_inputs": "Prepare the batch in _prepare_inputs.",
     "_prepare_input": "",
     "_prepare_inputs": "",
-    "_push_from_checkpoint": "Push from on_save of a callback.",
+    "_push_from_checkpoint": "",
     "_remove_unused_columns": "",
     "_report_to_hp_search": "",
     "_rotate_checkpoints": "",

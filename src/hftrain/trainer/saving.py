@@ -151,7 +151,7 @@ class RunCheckpoints:
         with as_of(state, save):
             if trainer.args.push_to_hub:
                 # Before rotation, which may delete it.
-                trainer._hub.after_save(committed)
+                trainer._push_from_checkpoint(str(committed))
             if self.writes.rotates_later:
                 trainer._rotate_checkpoints(use_mtime=True, output_dir=str(self.manager.config.output_dir))
             self.saved_step = save.step

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -275,7 +276,8 @@ class Trainer:
             self._check_columns(self.train_dataset, role="train_dataset")
             if not self._is_overridden("_get_train_sampler"):
                 self._check_lengths(self.train_dataset, is_training=True)
-        if self.args.eval_strategy != "no" and self.eval_dataset is not None:
+        is_evaluated = self.args.eval_strategy != "no" and self.eval_dataset is not None
+        if is_evaluated and not self._is_overridden("get_eval_dataloader"):
             is_dict = isinstance(self.eval_dataset, Mapping)
             for dataset in self.eval_dataset.values() if is_dict else [self.eval_dataset]:
                 self._check_columns(dataset)
@@ -1114,6 +1116,13 @@ class Trainer:
         """Return the folder that checkpoints go to; while a search runs, `output_dir` is the trial's own folder."""
         return str(self.output_dir)
 
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push a checkpoint that was just committed, in the background; called with `push_to_hub` only.
+
+        An override may add files to the folder `output_dir` and call this one.
+        """
+        self._hub.after_save(Path(checkpoint_folder))
+
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
         """Delete the oldest checkpoints beyond `save_total_limit`, in the order of their commits; after each save."""
         self._running_session("_rotate_checkpoints").checkpoints.rotate()
@@ -1425,14 +1434,13 @@ class Trainer:
     def get_train_dataloader(self) -> Any:
         """Return this rank's training batches. Source: the documented `Trainer.get_train_dataloader`."""
         check_train_data(self.args, self.train_dataset)
-        dataset, collate = self._without_unused_columns(self.train_dataset, description="training")
-        return build_train_loader(
-            dataset,
-            train_loader_config(self.args, has_accelerator=self.strategy.device_type not in ("cpu", "xla")),
-            collate=collate,
-            sampler=call_with(self._get_train_sampler, {"train_dataset": dataset}),
-            rank=self.strategy.rank,
-            world_size=self.strategy.world_size,
+        return self._get_dataloader(
+            self.train_dataset,
+            "training",
+            self._train_batch_size,
+            # An override may have the older signature, without the dataset.
+            sampler_fn=lambda dataset: call_with(self._get_train_sampler, {"train_dataset": dataset}),
+            is_training=True,
         )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -1463,34 +1471,65 @@ class Trainer:
                     "An evaluation was asked for.", "There is no eval_dataset.", "Pass one to evaluate() or Trainer."
                 )
             )
-        loader = self._eval_loader(eval_dataset, description="evaluation")
-        if self.args.dataloader_persistent_workers:
-            self._eval_dataloaders[name] = loader
-        return loader
+        return self._eval_loader(eval_dataset, "evaluation", dataloader_key=name)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """Return this rank's test batches. Source: the documented `Trainer.get_test_dataloader`."""
-        return self._eval_loader(test_dataset, description="test")
+        return self._eval_loader(test_dataset, "test")
 
-    def _eval_loader(self, dataset: Any, *, description: str) -> Any:
+    def _eval_loader(self, dataset: Any, description: str, *, dataloader_key: str | None = None) -> Any:
         self._check_columns(dataset, role="test_dataset" if description == "test" else "eval_dataset")
-        config = eval_loader_config(self.args, has_accelerator=self.strategy.device_type not in ("cpu", "xla"))
+        return self._get_dataloader(
+            dataset,
+            description,
+            self.args.eval_batch_size,
+            sampler_fn=self._get_eval_sampler,
+            dataloader_key=dataloader_key,
+        )
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        """Return this rank's batches of a dataset, training batches or evaluation batches.
+
+        Args:
+            dataset: What to read.
+            description: What it is for, in messages.
+            batch_size: Samples per process and batch.
+            sampler_fn: Gets the dataset and returns its order; None reads it as it comes.
+            is_training: Whether all ranks get equally many batches, and a stream its epochs.
+            dataloader_key: Keep the loader under this name where its workers persist.
+        """
+        configure = train_loader_config if is_training else eval_loader_config
+        config = configure(self.args, has_accelerator=self.strategy.device_type not in ("cpu", "xla"))
+        config = replace(config, batch_size=batch_size)
 
         def make() -> Any:
             pruned, collate = self._without_unused_columns(dataset, description=description)
-            return build_eval_loader(
+            order = SequentialSampler if sampler_fn is None and has_length(dataset) else sampler_fn
+            build = build_train_loader if is_training else build_eval_loader
+            return build(
                 pruned,
                 config,
                 collate=collate,
-                sampler=self._get_eval_sampler(dataset),
+                sampler=None if order is None else order(pruned if is_training else dataset),
                 rank=self.strategy.rank,
                 world_size=self.strategy.world_size,
             )
 
-        if not config.persistent_workers:
+        if is_training or not config.persistent_workers:
             return make()
         self._loaders.limit = 1 + (len(self.eval_dataset) if isinstance(self.eval_dataset, Mapping) else 1)
-        return self._loaders.get((dataset, self.data_collator, self._signature_columns, config.batch_size), make)
+        loader = self._loaders.get((dataset, self.data_collator, self._signature_columns, batch_size), make)
+        if dataloader_key is not None:
+            self._eval_dataloaders[dataloader_key] = loader
+        return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Return the order of the training data: by length if asked for, else shuffled by seed and epoch.
@@ -1563,6 +1602,8 @@ class Trainer:
         """Refuse, before anything is launched, what is no dataset, and data of which the model takes no column."""
         check_kind(dataset, role)
         check_one_set(dataset)
+        if self._is_overridden("_get_dataloader") or self._is_overridden("_remove_unused_columns"):
+            return
         keep = self._columns_to_keep()
         names = None if keep is None or not has_length(dataset) or not len(dataset) else known_columns(dataset)
         if keep is None or names is None:

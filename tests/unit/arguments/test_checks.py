@@ -21,7 +21,7 @@ from hftrain.core.errors import ConfigError
         ("torch_empty_cache_steps", 0),
         ("eval_accumulation_steps", 0),
         ("warmup_steps", -1),
-        ("warmup_steps", 0.1),
+        ("warmup_steps", -0.1),
         ("past_index", -2),
         ("save_total_limit", 0),
         ("seed", -1),

@@ -69,7 +69,13 @@ def test_log_level_follows_the_process(monkeypatch, given, rank, level):
 
 
 @pytest.mark.parametrize(
-    ("given", "steps"), [({}, 0), ({"warmup_ratio": 0.05}, 6), ({"warmup_ratio": 0.5, "warmup_steps": 3}, 3)]
+    ("given", "steps"),
+    [
+        ({}, 0),
+        ({"warmup_ratio": 0.05}, 6),
+        ({"warmup_ratio": 0.5, "warmup_steps": 3}, 3),
+        ({"warmup_steps": 0.05, "warmup_ratio": None}, 6),
+    ],
 )
 def test_warmup_steps_win_over_the_ratio(given, steps):
     assert TrainingArguments("out", **given).get_warmup_steps(101) == steps
@@ -117,3 +123,12 @@ def work_in_turn() -> list[bool]:
 @pytest.mark.distributed
 def test_main_process_first_makes_the_others_wait(run_distributed):
     assert run_distributed(work_in_turn) == [[True, True], [True, True]]
+
+
+def test_distributed_state_is_accelerates(tmp_path):
+    from accelerate import PartialState
+
+    state = TrainingArguments(str(tmp_path), use_cpu=True).distributed_state
+    assert isinstance(state, PartialState)
+    assert (state.num_processes, state.device.type) == (1, "cpu")
+    PartialState._reset_state()

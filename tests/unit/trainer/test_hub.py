@@ -107,6 +107,22 @@ def test_strategy_checkpoint_keeps_the_newest_to_resume_from(hub: HubServer, tmp
         assert hub.repo.files[f"last-checkpoint/{name}"] == (tmp_path / "mine/checkpoint-6" / name).read_bytes()
 
 
+def test_override_of_the_push_is_called_with_each_checkpoint(hub: HubServer, tmp_path: Path) -> None:
+    class Adding(Trainer):
+        def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+            assert self.push_in_progress is None or self.push_in_progress.is_done()
+            pushed.append(Path(checkpoint_folder).name)
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    pushed: list[str] = []
+    args = make_arguments(tmp_path / "mine", push_to_hub=True, save_strategy="steps", save_steps=2, max_steps=6)
+    callback = Wait()
+    callback.trainer = Adding(Net(), args, train_dataset=make_rows(), callbacks=[callback])
+    callback.trainer.train()
+    assert pushed == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert hub.messages == [*PROGRESS, "End of training"]
+
+
 def test_strategy_checkpoint_deletes_what_the_newest_no_longer_has(hub: HubServer, tmp_path: Path) -> None:
     make_trainer(tmp_path / "mine", hub_strategy="checkpoint").init_hf_repo()
     hub.repo.files.update({"last-checkpoint/model-00001-of-00002.safetensors": b"old", "notes.txt": b"stays"})

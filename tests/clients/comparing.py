@@ -1,0 +1,145 @@
+"""Run a client's script with each Trainer, in a process of its own, and compare what came of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RUN = Path(__file__).with_name("run.py")
+TOLERANCE = 1e-4
+
+# How fast it went is no result; neither is what transformers alone estimates or hftrain alone reports.
+TIMES = ("runtime", "_per_second", "_model_preparation_time", "total_flos", "step_time", "/time", "num_tokens")
+
+# The file that makes a checkpoint of hftrain whole; transformers has none like it.
+OURS = {"manifest.json"}
+
+
+@dataclass
+class Outcome:
+    """What one run left."""
+
+    folder: Path
+    history: list[dict[str, Any]]
+    more: dict[str, Any]
+    files: dict[str, list[str]]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The trained weights by their names."""
+        found: dict[str, torch.Tensor] = torch.load(self.folder / "final.pt", weights_only=True)
+        return found
+
+
+def run_client(client: str, library: str, folder: Path) -> Outcome:
+    """Run a client's script in a process of its own, with `transformers` or `hftrain`."""
+    place = folder / library
+    command = [sys.executable, "-W", "ignore", str(RUN), client, library, str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{client} with {library}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    found = json.loads((place / "result.json").read_text(encoding="utf-8"))
+    return Outcome(place, found["history"], found["more"], found["files"])
+
+
+def without_times(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry of a log history without how long things took."""
+    return {name: value for name, value in entry.items() if not any(part in name for part in TIMES)}
+
+
+def differences(theirs: Any, ours: Any, *, where: str = "", ignored: tuple[str, ...] = ()) -> list[str]:
+    """Name the numbers that differ by more than the tolerance, and what only one of the two has.
+
+    Args:
+        theirs: What transformers' Trainer left.
+        ours: What hftrain's left.
+        where: Its name, for messages.
+        ignored: Patterns of names that are not compared.
+    """
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        names = {name for name in (*theirs, *ours) if not any(fnmatch(name, pattern) for pattern in ignored)}
+        missing = [
+            f"{where}: {name} in one of the two only" for name in sorted(names) if (name in theirs) != (name in ours)
+        ]
+        both = [name for name in theirs if name in ours and name in names]
+        return missing + [d for name in both for d in differences(theirs[name], ours[name], where=f"{where}.{name}")]
+    if isinstance(theirs, list) and isinstance(ours, list):
+        if len(theirs) != len(ours):
+            return [f"{where}: {len(theirs)} entries and {len(ours)}"]
+        return [
+            d
+            for number, (a, b) in enumerate(zip(theirs, ours, strict=True))
+            for d in differences(a, b, where=f"{where}[{number}]", ignored=ignored)
+        ]
+    if isinstance(theirs, (int, float)) and isinstance(ours, (int, float)):
+        is_close = theirs == ours or abs(theirs - ours) <= TOLERANCE * max(1.0, abs(theirs))
+        both_nan = theirs != theirs and ours != ours
+        return [] if is_close or both_nan else [f"{where}: {theirs} and {ours}"]
+    return [] if theirs == ours else [f"{where}: {theirs!r} and {ours!r}"]
+
+
+def compare_logs(theirs: Outcome, ours: Outcome, *, ignored: tuple[str, ...] = ()) -> list[str]:
+    """Compare the log histories, but for times, and what the script returned."""
+    logs = [[without_times(entry) for entry in outcome.history] for outcome in (theirs, ours)]
+    more = [without_times(outcome.more) for outcome in (theirs, ours)]
+    return differences(*logs, where="log", ignored=ignored) + differences(*more, where="more", ignored=ignored)
+
+
+def compare_weights(theirs: Outcome, ours: Outcome) -> list[str]:
+    """Compare the trained weights, and those in the checkpoints."""
+    found = same_tensors(theirs.weights, ours.weights, where="weights")
+    for checkpoint, files in theirs.files.items():
+        for name in files:
+            if name.endswith(".safetensors"):
+                paths = [outcome.folder / "out" / checkpoint / name for outcome in (theirs, ours)]
+                if paths[1].exists():
+                    found += same_tensors(*map(load, paths), where=f"{checkpoint}/{name}")
+    return found
+
+
+def same_tensors(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], *, where: str) -> list[str]:
+    """Name the tensors that differ by more than the tolerance."""
+    if theirs.keys() != ours.keys():
+        return [f"{where}: {sorted(theirs.keys() ^ ours.keys())} in one of the two only"]
+    gaps = {
+        name: float((theirs[name].double() - ours[name].double()).abs().max())
+        for name in theirs
+        if theirs[name].numel()
+    }
+    return [f"{where}.{name}: {gap} apart" for name, gap in gaps.items() if not gap <= TOLERANCE]
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    """Read a safetensors file."""
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def compare_files(theirs: Outcome, ours: Outcome) -> list[str]:
+    """Compare the names of the checkpoints and of their files; hftrain's hold a manifest more."""
+    if list(theirs.files) != list(ours.files):
+        return [f"checkpoints: {list(theirs.files)} and {list(ours.files)}"]
+    found = []
+    for checkpoint, files in theirs.files.items():
+        missing = set(files) - set(ours.files[checkpoint])
+        extra = set(ours.files[checkpoint]) - set(files) - OURS
+        found += [
+            f"{checkpoint}: {sorted(names)} {word}" for names, word in ((missing, "missing"), (extra, "extra")) if names
+        ]
+    return found
+
+
+def compare(theirs: Outcome, ours: Outcome, *, ignored: tuple[str, ...] = ()) -> list[str]:
+    """Return all that differs."""
+    return [
+        *compare_logs(theirs, ours, ignored=ignored),
+        *compare_files(theirs, ours),
+        *compare_weights(theirs, ours),
+    ]

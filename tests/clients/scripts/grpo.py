@@ -1,0 +1,14 @@
+"""TRL: GRPOTrainer on a tiny Llama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scripts.online import fit
+
+
+def train(folder: str) -> tuple[Any, dict[str, Any]]:
+    """Train on answers that the model generates."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    return fit(GRPOTrainer, GRPOConfig, folder)

@@ -1,0 +1,111 @@
+"""Tokenizers, models and texts that the scripts share; all are made here, none is downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+
+TEXT = "the a cat dog bird fish sees likes hates big small red blue green runs swims flies today not very"
+WORDS = TEXT.split()
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TEMPLATE = (
+    "{% for message in messages %}{{ '[CLS] ' + message['role'] + ' ' + message['content'] + ' [SEP] ' }}{% endfor %}"
+)
+
+
+def tokenizer(*, max_length: int = 32, is_causal: bool = False) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of whole words, with the special tokens of BERT, or an end of text for a language model."""
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, "user", "assistant", *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    if is_causal:
+        names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "bos_token": "[CLS]", "eos_token": "[SEP]"}
+    else:
+        backend.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+        names["mask_token"] = "[MASK]"
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=max_length, **names)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def sentences(count: int, *, seed: int, low: int = 3, high: int = 8) -> list[str]:
+    """Return made-up sentences of unequal lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high + 1, (count,), generator=generator).tolist()
+    return [" ".join(WORDS[i] for i in torch.randint(len(WORDS), (n,), generator=generator).tolist()) for n in lengths]
+
+
+def bert_config(**more: Any) -> Any:
+    """Return the config of a tiny BERT."""
+    from transformers import BertConfig
+
+    return BertConfig(
+        vocab_size=len(SPECIAL) + 2 + len(WORDS),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=128,
+        **{"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, **more},
+    )
+
+
+def llama() -> Any:
+    """Return a tiny Llama, loaded from a folder: some trainers load it again, as their reference."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(llama_config(LlamaConfig)).save_pretrained("llama")
+    tokenizer(is_causal=True).save_pretrained("llama")
+    return LlamaForCausalLM.from_pretrained("llama", dtype=torch.float32)
+
+
+def llama_config(kind: Any, **more: Any) -> Any:
+    """Return the config of a tiny Llama."""
+    return kind(
+        vocab_size=len(SPECIAL) + 2 + len(WORDS),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=3,
+        **more,
+    )
+
+
+class SeedEachStep(TrainerCallback):
+    """Seed torch before each step, so that dropout and generated answers are the same with both Trainers.
+
+    transformers' loaders draw a number from torch's global generator for each pass; hftrain's leave it alone, so that
+    how often somebody evaluates does not change the training.
+    """
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Seed with the number of the step."""
+        torch.manual_seed(1000 + state.global_step)
+
+
+# What every client's arguments have in common: a few steps, logged one by one, with evaluations and checkpoints.
+ARGUMENTS: dict[str, Any] = {
+    "max_steps": 6,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "report_to": "none",
+    "use_cpu": True,
+    "seed": 11,
+    "disable_tqdm": True,
+}
