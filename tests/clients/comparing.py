@@ -84,11 +84,14 @@ def differences(theirs: Any, ours: Any, *, where: str = "", ignored: tuple[str, 
     return [] if theirs == ours else [f"{where}: {theirs!r} and {ours!r}"]
 
 
-def compare_logs(theirs: Outcome, ours: Outcome, *, ignored: tuple[str, ...] = ()) -> list[str]:
+def compare_logs(theirs: Outcome, ours: Outcome, *, ignored: tuple[str, ...], more: tuple[str, ...]) -> list[str]:
     """Compare the log histories, but for times, and what the script returned."""
     logs = [[without_times(entry) for entry in outcome.history] for outcome in (theirs, ours)]
-    more = [without_times(outcome.more) for outcome in (theirs, ours)]
-    return differences(*logs, where="log", ignored=ignored) + differences(*more, where="more", ignored=ignored)
+    returned = [without_times(outcome.more) for outcome in (theirs, ours)]
+    ignored_there = (*ignored, *more)
+    return differences(*logs, where="log", ignored=ignored) + differences(
+        *returned, where="returned", ignored=ignored_there
+    )
 
 
 def compare_weights(theirs: Outcome, ours: Outcome) -> list[str]:
@@ -136,10 +139,12 @@ def compare_files(theirs: Outcome, ours: Outcome) -> list[str]:
     return found
 
 
-def compare(theirs: Outcome, ours: Outcome, *, ignored: tuple[str, ...] = ()) -> list[str]:
-    """Return all that differs."""
+def compare(
+    theirs: Outcome, ours: Outcome, *, ignored: tuple[str, ...] = (), returned_only: tuple[str, ...] = ()
+) -> list[str]:
+    """Return all that differs, but for names that a rule leaves out: everywhere, or in what the script returned."""
     return [
-        *compare_logs(theirs, ours, ignored=ignored),
+        *compare_logs(theirs, ours, ignored=ignored, more=returned_only),
         *compare_files(theirs, ours),
         *compare_weights(theirs, ours),
     ]

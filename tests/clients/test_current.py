@@ -10,7 +10,7 @@ from clients.comparing import compare, run_client
 pytestmark = pytest.mark.clients
 
 # Everything equal to 1e-4: each entry of the log history, the checkpoints' files and weights, and the final weights.
-EQUAL = ("sft", "dpo", "reward", "orpo")
+EQUAL = ("sft", "dpo", "reward", "kto", "orpo")
 
 
 @pytest.mark.parametrize("client", EQUAL)
@@ -24,3 +24,11 @@ def test_client_that_generates_trains_as_with_transformers(client: str, tmp_path
     """Rule: an evaluation's answers differ, as transformers' loaders draw a number from the global generator."""
     outcomes = [run_client(client, library, tmp_path) for library in ("transformers", "hftrain")]
     assert compare(*outcomes, ignored=("eval_*",)) == []
+
+
+@pytest.mark.parametrize("client", ["sentence_transformer", "cross_encoder", "sparse_encoder"])
+def test_sentence_transformers_train_as_with_transformers(client: str, tmp_path: Path) -> None:
+    """Rules: `evaluate` returns the epoch too, and the gradient's norm counts a loss's own weights."""
+    outcomes = [run_client(client, library, tmp_path) for library in ("transformers", "hftrain")]
+    own_weights = ("grad_norm",) if client == "sentence_transformer" else ()
+    assert compare(*outcomes, ignored=own_weights, returned_only=("epoch",)) == []
