@@ -282,7 +282,7 @@ def read_optimizers(made: Any, *, maker: str) -> tuple[Any, Any]:
     )
 
 
-def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any, count_items: Any) -> None:
+def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any, count_items: Any = None) -> None:
     """Raise where a setting that only a plain model's loss reads is given with a task of one's own."""
     if isinstance(task, ModelTask):
         return
