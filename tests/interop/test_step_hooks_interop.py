@@ -51,8 +51,7 @@ def assert_same(trainers: list[Any], *, rel: float = 1e-5) -> None:
     mine, others = (without_times(trainer.state.log_history) for trainer in trainers)
     assert [entry.keys() for entry in mine] == [entry.keys() for entry in others]
     for entry, other in zip(mine, others, strict=True):
-        # What a model's floating-point operations are is another matter.
-        assert {**entry, "total_flos": 0} == pytest.approx({**other, "total_flos": 0}, rel=rel)
+        assert entry == pytest.approx(other, rel=rel)
     for name, value in ours.model.state_dict().items():
         torch.testing.assert_close(value, theirs.model.state_dict()[name], rtol=1e-4, atol=1e-5)
 
@@ -199,4 +198,5 @@ def test_overridden_end_of_a_step_logs_evaluates_and_saves_the_same(
     assert seen[hftrain] == seen[transformers]
     ours, theirs = (sorted(path.name for path in (tmp_path / each.__name__).glob("checkpoint-*")) for each in LIBRARIES)
     assert ours == theirs
-    assert [trainers[0].state.best_metric] == pytest.approx([trainers[1].state.best_metric], rel=1e-5)
+    ours, theirs = (trainer.state.best_metric for trainer in trainers)
+    assert ours == (theirs if theirs is None else pytest.approx(theirs, rel=1e-5))

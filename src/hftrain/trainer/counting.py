@@ -64,7 +64,8 @@ class RunCounts:
         args = trainer.args
         self._trainer = trainer
         self._counts_tokens = bool(args.include_num_input_tokens_seen or args.include_tokens_per_second)
-        self._counts_flos = trainer._is_overridden("floating_point_ops") or hasattr(trainer.model, "floating_point_ops")
+        names = ("floating_point_ops", "num_parameters")
+        self._counts_flos = trainer._is_overridden(names[0]) or any(hasattr(trainer.model, name) for name in names)
         self._counter = token_counter(trainer)
         self._tokens: Count = 0
         self._first_tokens = 0

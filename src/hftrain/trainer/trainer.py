@@ -466,6 +466,7 @@ class Trainer:
         self._stage = "train"
         self._eval_logs: Mapping[str, Any] = {}
         self.current_flos: float = 0
+        self._counted: tuple[nn.Module, int] | None = None
         # What a recurrent model hands from step to step (`past_index`).
         self._past: Any = None
         self._input_dtype: torch.dtype | None = None
@@ -1763,14 +1764,24 @@ class Trainer:
             return count_tokens(train_dl, token_counter(self), max_batches=max_steps)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the floating-point operations of one micro-batch: what the model's own method says, else 0.
+        """Return the floating-point operations of one micro-batch: what the model's own method says.
 
-        Override it to have them counted in `state.total_flos`.
+        Of a transformers model without one: 6 for each parameter outside of the embeddings and each element of the main
+        input. Else 0. Override it to have them counted in `state.total_flos`.
 
         Source: the documented `Trainer.floating_point_ops`.
         """
-        count = getattr(self.model, "floating_point_ops", None)
-        return count(inputs) if callable(count) else 0
+        model = self.model
+        count = getattr(model, "floating_point_ops", None)
+        if callable(count):
+            return count(inputs)  # type: ignore[no-any-return]
+        name = getattr(model, "main_input_name", "input_ids")
+        if not hasattr(model, "num_parameters") or name not in inputs:
+            return 0
+        if self._counted is None or self._counted[0] is not model:
+            # Once, for it walks over all parameters.
+            self._counted = model, model.num_parameters(exclude_embeddings=True)  # type: ignore[operator]
+        return int(6 * inputs[name].numel() * self._counted[1])
 
     def store_flos(self) -> None:
         """Add this process's operations since the last call, over all processes, to `state.total_flos`; collective."""
