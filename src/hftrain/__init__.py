@@ -6,6 +6,7 @@ from hftrain.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hftrain import loggers, strategies
+    from hftrain.adapter.zero3 import HfDeepSpeedConfig
     from hftrain.arguments import (
         AcceleratorConfig,
         DebugOption,
@@ -141,6 +142,7 @@ if TYPE_CHECKING:
 
 # Imported when first asked for: `import hftrain` is to cost little more than `import torch`.
 _HOMES = {
+    "hftrain.adapter.zero3": "HfDeepSpeedConfig",
     "hftrain.arguments": (
         "AcceleratorConfig DebugOption FSDPOption HubStrategy IntervalStrategy OptimizerNames ParallelMode "
         "SaveStrategy SchedulerType Seq2SeqTrainingArguments TrainingArguments"
@@ -252,6 +254,7 @@ __all__ = [
     "HPSearchBackend",
     "HfArg",
     "HfArgumentParser",
+    "HfDeepSpeedConfig",
     "HubStrategy",
     "IntervalStrategy",
     "IterableDatasetShard",

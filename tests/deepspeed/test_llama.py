@@ -11,10 +11,17 @@ import torch
 from support.resuming import StopAt
 from support.tiny import make_arguments
 
-from hftrain import Trainer, set_seed
+from hftrain import ConfigError, HfDeepSpeedConfig, Trainer, TrainingArguments, set_seed
 
 pytestmark = pytest.mark.deepspeed
 pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def variable_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed, which transformers imports, sets it in this process."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 
 BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
@@ -60,6 +67,54 @@ def train_and_resume(folder: str) -> dict[str, list[list[float]]]:
         train(f"{folder}/parts {is_gathered}", stop=2, **zero)
         answers[str(is_gathered)] = [whole, train(f"{folder}/parts {is_gathered}", resume=True, **zero)]
     return answers
+
+
+def build_after_the_arguments(folder: str, source: str) -> dict[str, Any]:
+    """Build and load models once the arguments are there, and train one; and build one when they are gone."""
+    from transformers import LlamaForCausalLM
+
+    warnings.filterwarnings("ignore", category=FutureWarning)  # DeepSpeed's use of torch
+    zero = {"stage": 3, **dict.fromkeys(BUCKETS, "auto"), "stage3_gather_16bit_weights_on_model_save": True}
+    config = {"zero_optimization": zero, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
+    args = make_arguments(Path(folder), per_device_train_batch_size=2, max_steps=3, deepspeed=config)
+    splits = HfDeepSpeedConfig(args)
+    loaded = LlamaForCausalLM.from_pretrained(source)
+    from_config = LlamaForCausalLM._from_config(make_config())
+    sizes = [[parameter.numel() for parameter in model.parameters()] for model in (loaded, from_config)]
+    trainer = Trainer(loaded, args, train_dataset=make_rows())
+    trainer.train()
+    trainer.save_model(f"{folder}/final")
+    found = {"sizes": sizes, "whole": loaded.lm_head.weight.ds_numel}
+    del splits
+    found["after"] = LlamaForCausalLM._from_config(make_config()).lm_head.weight.numel()
+    return {**found, "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
+
+
+def test_model_built_after_the_arguments_is_split_from_the_start(tmp_path: Path, run_distributed: Any) -> None:
+    from transformers import LlamaForCausalLM
+
+    set_seed(5)
+    LlamaForCausalLM(make_config()).save_pretrained(tmp_path / "source")
+    options: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 3, "optim": "adamw_torch"}
+    alone = Trainer(
+        LlamaForCausalLM.from_pretrained(tmp_path / "source"), make_arguments(tmp_path / "alone", **options),
+        train_dataset=make_rows(),
+    )  # fmt: skip
+    alone.train()
+    answers = run_distributed(build_after_the_arguments, folder=str(tmp_path / "two"), source=str(tmp_path / "source"))
+    for answer in answers:
+        assert all(size == 0 for sizes in answer["sizes"] for size in sizes)
+        assert answer["whole"] == answer["after"] == 32 * 16
+        expected = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
+        assert answer["losses"] == pytest.approx(expected, rel=1e-4)
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "two" / "final").state_dict()
+    for name, value in alone.model.state_dict().items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_arguments_without_a_config_are_refused() -> None:
+    with pytest.raises(ConfigError, match="they hold no DeepSpeed config"):
+        HfDeepSpeedConfig(TrainingArguments("out"))
 
 
 def test_run_with_automatic_buckets_saves_after_evaluating_and_resumes(tmp_path: Path, run_distributed: Any) -> None:
