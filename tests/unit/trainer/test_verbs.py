@@ -338,7 +338,7 @@ def test_start_that_looks_for_checkpoints_warns_if_it_saves_none_to_resume(tmp_p
 
 
 def test_save_strategy_best_saves_on_a_new_best_only(tmp_path: Path) -> None:
-    values = iter([0.0, 0.5, 0.9, 0.3, 0.95])
+    values = iter([0.5, 0.9, 0.3, 0.95])
     arguments = make_arguments(
         tmp_path, num_train_epochs=4, eval_strategy="epoch", save_strategy="best", metric_for_best_model="score",
         greater_is_better=True,
