@@ -154,7 +154,7 @@ def tests_interop(session: nox.Session) -> None:
 
 
 @nox.session(name="tests-clients")
-@nox.parametrize("generation", ["current"])
+@nox.parametrize("generation", ["current", "previous"])
 def tests_clients(session: nox.Session, generation: str) -> None:
     """Train with libraries that derive their trainers from transformers', once with its Trainer and once with ours.
 

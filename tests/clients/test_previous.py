@@ -1,0 +1,16 @@
+"""Libraries that need transformers 4.57 train with hftrain as they do with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from clients.comparing import compare, run_client
+
+pytestmark = pytest.mark.clients
+
+
+@pytest.mark.parametrize("client", ["adapters_text"])
+def test_client_of_the_previous_generation_trains_as_with_transformers(client: str, tmp_path: Path) -> None:
+    outcomes = [run_client(client, library, tmp_path) for library in ("transformers", "hftrain")]
+    assert compare(*outcomes) == []
