@@ -44,10 +44,10 @@ def read_metrics(
 
 
 def _is_updated(metric: Any) -> bool:
-    """Tell whether a metric was updated since its last reset, as far as it tells."""
-    if isinstance(metric, nn.ModuleDict):
-        return any(_is_updated(member) for member in metric.values())
-    return bool(getattr(metric, "update_called", True))
+    """Tell whether a metric was updated since its last reset, as far as it tells; a wrapper's metrics tell for it."""
+    parts = metric.modules() if isinstance(metric, nn.Module) else (metric,)
+    told = [part.update_called for part in parts if hasattr(part, "update_called")]
+    return any(told) or not told
 
 
 def metric_states(metrics: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
