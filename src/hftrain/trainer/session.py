@@ -323,7 +323,10 @@ class TrainSession:
             trainer.lr_scheduler.step(read_metric(metrics, wanted))
 
     def _save(self) -> None:
+        # Here too, for an override may wait for other processes before it calls the method it replaces.
+        self.phase = f"save {checkpoint_name(self.trainer.state.global_step)}"
         self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial)
+        self.phase = None
 
     def save(self) -> None:
         """Commit a checkpoint; collective."""
