@@ -39,8 +39,8 @@ class ArgumentFields(
         "accelerator_config",
         "fsdp_config",
         "deepspeed",
-        "activation_checkpointing_kwargs",
         "gradient_checkpointing_kwargs",
+        "activation_checkpointing_kwargs",
         "lr_scheduler_kwargs",
         "liger_kernel_config",
     ]

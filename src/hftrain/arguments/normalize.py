@@ -24,8 +24,8 @@ _LISTS = ("label_names", "include_for_metrics")
 _WORDS = ("debug", "fsdp")
 _JSON = (
     "lr_scheduler_kwargs",
-    "activation_checkpointing_kwargs",
     "gradient_checkpointing_kwargs",
+    "activation_checkpointing_kwargs",
     "liger_kernel_config",
 )
 _JSON_OR_PATH = ("fsdp_config", "deepspeed", "accelerator_config")

@@ -30,6 +30,8 @@ logger = get_logger(__name__)
 _OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # When things happen follows the present arguments, and so is no longer what it was before the resume.
 _INTERVALS = ("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps")
+# Arguments that an override has written may be anything.
+_PLAIN = (int, float, str, type(None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +212,7 @@ def report_changed_arguments(trainer: Trainer, folder: Path) -> None:
         changed = [
             f"{name} (was {saved[name]!r}, now {current.get(name)!r})"
             for name in names
-            if isinstance(saved.get(name), (int, float, str)) and saved[name] != current.get(name)
+            if isinstance(saved.get(name, ...), _PLAIN) and saved[name] != current.get(name)
         ]
         if changed:
             logger.warning("These arguments changed since the checkpoint, %s: %s.", consequence, ", ".join(changed))
