@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from support.resuming import without_times
-from support.tiny import Net, Rows, Stream, make_arguments, make_rows
+from support.tiny import Net, Noisy, Rows, Stream, make_arguments, make_rows
 from torch.utils.data import SequentialSampler
 
 from hftrain import ConfigError, Trainer
@@ -42,6 +45,7 @@ HOOKS = (
     "_determine_best_metric", "_rotate_checkpoints", "_load_from_checkpoint", "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler", "_get_output_dir", "_evaluate", "_get_num_items_in_batch", "_get_learning_rate",
     "autocast_smart_context_manager", "torchdynamo_smart_context_manager", "_get_dataloader",
+    "_load_rng_state", "_prepare_context_parallel_inputs",
 )  # fmt: skip
 
 
@@ -73,6 +77,48 @@ def test_hook_is_called_and_passing_everything_on_changes_nothing(
     resumed.train(resume_from_checkpoint=True)
     assert calls
     assert resumed.state.global_step == 8
+
+
+class RestoresItself(Trainer):
+    """Reads the random numbers' file in the documented form, as axolotl does, and trains in a context of its own."""
+
+    is_open = False
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        state = torch.load(Path(str(checkpoint), "rng_state.pth"), weights_only=True)
+        random.setstate(state["python"])
+        numpy.random.set_state(state["numpy"])
+        torch.random.set_rng_state(state["cpu"])
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        self.is_open = True
+        yield
+        self.is_open = False
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+        return self.opened, {**inputs, "x": inputs["x"] * 2}
+
+    def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+        assert self.is_open is model.training
+        return super().compute_loss(model, inputs, **kwargs)
+
+
+class Doubles(Trainer):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        factor = 2 if self.model.training else 1
+        return super()._prepare_inputs({**inputs, "x": inputs["x"] * factor})
+
+
+def test_own_random_numbers_and_contexts_act(tmp_path: Path) -> None:
+    stories = []
+    for kind, name in ((RestoresItself, "own"), (Doubles, "plain")):
+        torch.manual_seed(3)
+        make(kind, tmp_path / name, Noisy(make_rows()), **FULL).train()
+        resumed = make(kind, tmp_path / name, Noisy(make_rows()), **{**FULL, "max_steps": 8})
+        resumed.train(resume_from_checkpoint=True)
+        stories.append(story(resumed))
+    assert stories[0] == stories[1]
 
 
 # -- _maybe_log_save_evaluate ----------------------------------------------------------------------------------------

@@ -44,12 +44,12 @@ DOCUMENTED: dict[str, str] = {
     "_load_callback_state": _STATEFUL,
     "_load_from_checkpoint": "",
     "_load_optimizer_and_scheduler": "",
-    "_load_rng_state": _STATEFUL,
+    "_load_rng_state": "",
     "_load_scaler": _STATEFUL,
     "_maybe_log_save_evaluate": "",
     "_move_model_to_device": "Override place_model_on_device, or pass a strategy.",
     "_nested_gather": "",
-    "_prepare_context_parallel_inputs": "Prepare the batch in _prepare_inputs.",
+    "_prepare_context_parallel_inputs": "",
     "_prepare_input": "",
     "_prepare_inputs": "",
     "_push_from_checkpoint": "",
@@ -163,6 +163,17 @@ def _defines(kind: type, base: type, name: str) -> bool:
     """Tell whether somebody outside the package defines a name anew."""
     owner = next(each for each in kind.__mro__ if name in vars(each))
     return owner is not base and not owner.__module__.startswith("hftrain.")
+
+
+def in_context(prepare: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a training step that runs in the context that `prepare` gives, on the micro-batch it gives."""
+
+    def run(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        make_context, inputs = prepare(model, inputs)
+        with make_context():
+            return step(model, inputs, num_items_in_batch)
+
+    return run
 
 
 def call_with(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:

@@ -270,7 +270,7 @@ class TrainSession:
             Whether that ends the epoch.
         """
         if self._rng is not None:
-            restore_rng(dict(self._rng))
+            self.trainer._load_rng_state(str(self.resume))
             self._rng = None
         control, left = self.trainer.control, self._left
         self._left = frozenset()
@@ -281,6 +281,11 @@ class TrainSession:
                 self._save()
         control.should_epoch_stop = control.should_epoch_stop or END_EPOCH in left
         return bool(left) and (control.should_epoch_stop or control.should_training_stop)
+
+    def restore_numbers(self) -> None:
+        """Put the checkpoint's random numbers back, if there are any left to put back."""
+        if self._rng is not None:
+            restore_rng(dict(self._rng))
 
     def _log(self, logs: dict[str, Any]) -> None:
         self.counts.read()

@@ -109,7 +109,7 @@ from hftrain.trainer.evaluating import (
 from hftrain.trainer.fitting import SMALLER_BATCH, check_fitting, with_smaller_batches
 from hftrain.trainer.foresight import check_ahead, check_fits
 from hftrain.trainer.generating import align_special_tokens, generates
-from hftrain.trainer.hooks import call_with, check_hooks, missing_attribute
+from hftrain.trainer.hooks import call_with, check_hooks, in_context, missing_attribute
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.instep import in_step
 from hftrain.trainer.interrupts import saves_at_all
@@ -390,6 +390,8 @@ class Trainer:
         self._slot_compute_loss = taking(self.compute_loss, 3, "num_items_in_batch")
         self._loss_takes_count = accepts(self.compute_loss, "num_items_in_batch")
         self._slot_training_step = taking(self.training_step, 2, "num_items_in_batch")
+        if self._is_overridden("_prepare_context_parallel_inputs"):
+            self._slot_training_step = in_context(self._prepare_context_parallel_inputs, self._slot_training_step)
         self._slot_get_batch_samples = taking(self.get_batch_samples, 2, "device")
         self._slot_log = taking(self.log, 1, "start_time")
         self._walks_inputs = self._is_overridden("_prepare_input")
@@ -1142,6 +1144,10 @@ class Trainer:
         """Load a checkpoint's weights into the model in place; at a resume, and for the best model."""
         load_task(self, Path(resume_from_checkpoint), model=model)
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Put the random number generators where a checkpoint has them; at a resume, when the data are open."""
+        self._running_session("_load_rng_state").restore_numbers()
+
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights; at the end of a run with `load_best_model_at_end`."""
         self._running_session("_load_best_model").checkpoints.load_best()
@@ -1226,6 +1232,12 @@ class Trainer:
         return self.strategy.for_evaluation(model)
 
     # -- hooks of the training step ------------------------------------------------------------------------------
+
+    def _prepare_context_parallel_inputs(
+        self, model: nn.Module, inputs: Any
+    ) -> tuple[Callable[[], AbstractContextManager[Any]], Any]:
+        """Return what makes the context that a micro-batch is trained in, and the micro-batch; called before it is."""
+        return nullcontext, inputs
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: int | torch.Tensor | None = None
