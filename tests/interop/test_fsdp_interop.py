@@ -41,7 +41,7 @@ def train(folder: str, *, size: int, with_adapters: bool = False, **options: Any
     rows = [{"input_ids": torch.randint(0, 32, (6,)), "labels": torch.randint(0, 32, (6,))} for _ in range(16)]
     args = make_arguments(
         Path(folder), per_device_train_batch_size=size, gradient_accumulation_steps=2, save_strategy="epoch",
-        eval_strategy="epoch", load_best_model_at_end=not with_adapters, **options,
+        eval_strategy="epoch", load_best_model_at_end=True, **options,
     )  # fmt: skip
     trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows[:3])
     trainer.train()

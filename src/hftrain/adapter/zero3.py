@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hftrain.adapter.deepspeed import deepspeed_options, run_values
@@ -53,7 +54,8 @@ class HfDeepSpeedConfig:
             from transformers.integrations.deepspeed import set_hf_deepspeed_config
 
             # Held weakly: what is built after this object is gone is whole.
-            set_hf_deepspeed_config(self)  # type: ignore[no-untyped-call]
+            hold: Callable[[Any], Any] = set_hf_deepspeed_config
+            hold(self)
 
     def is_zero3(self) -> bool:
         """Tell whether parameters are split."""

@@ -106,7 +106,8 @@ def load_weights(
     Raises:
         CheckpointError: There are no weights, a file is damaged, or names or shapes do not fit.
     """
-    if saves_adapters(model):
+    # Each process of a split model has written its part of everything, not of the adapters alone.
+    if saves_adapters(model) and not find_shards(folder, stem=WEIGHT_SHARDS):
         return load_adapters(model, folder)
     state = matching_weights(model, folder, strict=strict, own=own)
     try:
