@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.resuming import without_times
 from support.tiny import Net, Noisy, Rows, Stream, make_arguments, make_rows
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from hftrain import ConfigError, Trainer
 
@@ -336,6 +336,29 @@ def test_stream_has_no_sampler(tmp_path: Path) -> None:
             return found
 
     make(Asks, tmp_path, Stream(make_rows()), max_steps=2).train()
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_own_loader_with_the_trainers_samplers_reads_what_its_own_does(tmp_path: Path, is_prepared: bool) -> None:
+    """The documented way to change a loader: the samplers are asked for, and nothing of them is overridden."""
+    if is_prepared:
+        pytest.importorskip("accelerate")
+
+    class OwnLoaders(Collected):
+        def get_train_dataloader(self) -> Any:
+            loader = DataLoader(self.train_dataset, batch_size=4, sampler=self._get_train_sampler())
+            return self.accelerator.prepare(loader) if is_prepared else loader
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            return DataLoader(self.eval_dataset, batch_size=4, sampler=self._get_eval_sampler(self.eval_dataset))
+
+    found = []
+    for kind in (Collected, OwnLoaders):
+        kind.batches = []
+        make(kind, tmp_path / kind.__name__, num_train_epochs=2, eval_strategy="epoch").train()
+        found.append(torch.cat(kind.batches))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0][: len(make_rows())], torch.stack([row["x"] for row in make_rows()]))
 
 
 def test_evaluation_sampler_of_a_subclass(tmp_path: Path) -> None:

@@ -1547,13 +1547,13 @@ class Trainer:
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Return the order of the training data: by length if asked for, else shuffled by seed and epoch.
 
-        None for a stream, and where no override asks: the loader's own choice, which is the same.
+        None for a stream.
         """
         dataset = self.train_dataset if train_dataset is None else train_dataset
         lengths = self._length_config(is_training=True)
         if lengths is not None:
             return length_sampler(dataset, lengths, is_training=True)
-        if not self._is_overridden("_get_train_sampler") or isinstance(dataset, IterableDataset):
+        if isinstance(dataset, IterableDataset):
             return None
         config = train_loader_config(self.args, has_accelerator=False)
         return default_train_sampler(dataset, config, world_size=self.strategy.world_size)
@@ -1567,9 +1567,7 @@ class Trainer:
             return length_sampler(
                 eval_dataset, lengths, is_training=False, world_size=self.strategy.world_size, unit=unit
             )
-        if not self._is_overridden("_get_eval_sampler") or not has_length(eval_dataset):
-            return None
-        return SequentialSampler(eval_dataset)
+        return SequentialSampler(eval_dataset) if has_length(eval_dataset) else None
 
     def _length_config(self, *, is_training: bool) -> LengthConfig | None:
         size = self.get_total_train_batch_size(self.args)
