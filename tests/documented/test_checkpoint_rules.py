@@ -18,7 +18,7 @@ from support.source import ROOT
 from support.tiny import Net, make_arguments, make_rows
 from torch import nn
 
-from hftrain import Trainer, TrainerCallback, set_seed
+from hftrain import SavePolicy, Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint import weights as weights_module
 from hftrain.checkpoint.parts import load_optimizer
 from hftrain.checkpoint.weights import load_weights, read_weights
@@ -35,7 +35,7 @@ class Tool:
 def make(folder: Path, *callbacks: Any, kind: type[Trainer] = Trainer, **options: Any) -> Trainer:
     """Return a trainer of 6 steps a pass that saves every step unless told otherwise."""
     set_seed(1)
-    keywords = {name: options.pop(name, None) for name in ("precision", "compute_metrics")}
+    keywords = {name: options.pop(name, None) for name in ("precision", "compute_metrics", "save_policy")}
     arguments = make_arguments(
         folder, **{"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "logging_steps": 500, **options}
     )
@@ -173,6 +173,16 @@ def test_last_and_best_checkpoints_stay(
     assert all(best in found for found in seen[best - 1 :])
     loaded, saved = trainer.model.state_dict(), read_weights(tmp_path / f"checkpoint-{best}")
     assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+
+
+def test_limit_of_one_leaves_the_best_checkpoint_though_it_is_not_loaded(tmp_path: Path) -> None:
+    scored(tmp_path, [0.1, 0.9, 0.2], save_total_limit=1).train()
+    assert steps_in(tmp_path) == [2]
+
+
+def test_newest_stays_beside_the_best_where_the_policy_says_so(tmp_path: Path) -> None:
+    scored(tmp_path, [0.1, 0.9, 0.2], save_total_limit=1, save_policy=SavePolicy(keep_best=1)).train()
+    assert steps_in(tmp_path) == [2, 3]
 
 
 def test_best_model_that_is_gone_is_missed_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
