@@ -10,7 +10,7 @@ from clients.comparing import compare, run_client
 pytestmark = pytest.mark.clients
 
 # Everything equal to 1e-4: each entry of the log history, the checkpoints' files and weights, and the final weights.
-EQUAL = ("sft", "dpo", "reward", "kto", "orpo")
+EQUAL = ("sft", "dpo", "reward", "kto", "orpo", "setfit_text")
 
 
 @pytest.mark.parametrize("client", EQUAL)
