@@ -1,4 +1,4 @@
-"""What processes tell each other in a step of DDP that does not log: what torch's own DDP does, and nothing more."""
+"""What processes exchange in a step of DDP that does not log: what torch's own DDP does, and the number of items."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from hftrain import Trainer, TrainerCallback
 
 pytestmark = pytest.mark.distributed
 
-FIRST, LAST = 3, 6
+# Between the looks at what the loss is a mean over, which come after 1, 2, 4, 8, ... steps.
+FIRST, LAST = 5, 7
 
 
 class Watch(TrainerCallback):
@@ -61,25 +62,29 @@ def by_hand(accumulation: int) -> Counter[str]:
     return exchanges(recorder)
 
 
-def count(folder: str) -> dict[str, Any]:
-    answers = {}
-    for accumulation in (1, 3):
+def count(folder: str) -> list[tuple[bool, Counter[str], Counter[str]]]:
+    """Return average_tokens_across_devices, what the Trainer exchanges with it, and what a loop by hand does."""
+    answers = []
+    for accumulation, averages in ((1, True), (3, True), (1, False), (3, False)):
         watch = Watch()
         arguments = make_arguments(
             Path(folder), max_steps=LAST + 2, logging_steps=LAST + 1, gradient_accumulation_steps=accumulation,
-            per_device_train_batch_size=2,
+            per_device_train_batch_size=2, average_tokens_across_devices=averages,
         )  # fmt: skip
         trainer = Trainer(Net(), arguments, train_dataset=make_rows(96), callbacks=[watch], strategy="ddp")
         trainer.train()
-        answers[f"trainer {accumulation}"] = watch.counts
         assert dist.is_initialized()
-        answers[f"by hand {accumulation}"] = by_hand(accumulation)
+        answers.append((averages, watch.counts, by_hand(accumulation)))
     return answers
 
 
-def test_step_that_does_not_log_exchanges_what_ddp_does(tmp_path: Path, run_distributed: Any) -> None:
+def test_step_that_does_not_log_exchanges_what_ddp_does_and_the_number_of_items(
+    tmp_path: Path, run_distributed: Any
+) -> None:
+    num_steps = LAST - FIRST + 1
     for answer in run_distributed(count, folder=str(tmp_path)):
-        for accumulation in (1, 3):
-            found = answer[f"trainer {accumulation}"]
-            assert found == answer[f"by hand {accumulation}"]
-            assert found["c10d::allreduce_"] == LAST - FIRST + 1
+        for averages, found, plain in answer:
+            assert plain["c10d::allreduce_"] == num_steps
+            # The items of a step are counted before it begins, so those of the first are not seen here.
+            assert found["c10d::allreduce_"] == num_steps + (num_steps - 1) * averages
+            assert found.keys() == plain.keys()

@@ -66,7 +66,7 @@ def generate(folder: str, num: int, is_split: bool = False, **options: Any) -> d
 
     def compute_metrics(prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
         seen.append(prediction.predictions)
-        return {"padding": float(min(numpy.min(part) for part in seen))}
+        return {"padding": float(min(part.min() for part in seen))}
 
     arguments = Seq2SeqTrainingArguments(
         folder, per_device_eval_batch_size=1, predict_with_generate=True, disable_tqdm=True, report_to="none",
