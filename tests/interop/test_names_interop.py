@@ -1,4 +1,4 @@
-"""The documented functions and small classes, beside transformers' own."""
+"""The documented functions and small classes, next to transformers' own."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -
         )
         raise ConfigError(
             explain(
-                f"{given} and sortish_sampler=True were asked for.",
+                f"Cannot use {given} together with sortish_sampler=True.",
                 "Both choose the order of the training data.",
                 "Keep one of the two.",
             )

@@ -156,7 +156,7 @@ def _rename_sharded_ddp(args: ArgumentFields) -> None:
     if ShardedDDPOption.SIMPLE in options and len(options) > 1:
         raise ConfigError(
             explain(
-                f"sharded_ddp={given!r} was asked for.",
+                f"Cannot use sharded_ddp={given!r}.",
                 "'simple' goes with no other option: offload and auto_wrap belong to zero_dp_2 and zero_dp_3.",
                 "Use 'zero_dp_2' in place of 'simple', or leave the others out.",
             )

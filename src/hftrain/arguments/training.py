@@ -99,7 +99,7 @@ def _refuse_unknown_names(cls: type, given: dict[str, Any]) -> None:
         return
     for name in given:
         if name not in known:
-            asked, reason = f"{cls.__name__}({name}=...) was asked for.", f"{cls.__name__} has no setting {name!r}."
+            asked, reason = f"Cannot set {name} in {cls.__name__}.", f"{cls.__name__} has no setting {name!r}."
             raise UnknownArgumentError(explain(asked, reason, _remedy(name, known)))
 
 

@@ -19,7 +19,7 @@ CONTEXT = (
 
 _REPORTS = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
 
-# The flags that an event answers, or begins anew, as code that fires it by hand expects.
+# The flags that an event answers, or resets, as code that fires it by hand expects.
 _ANSWERED: dict[str, tuple[str, ...]] = {
     "on_train_begin": ("should_training_stop",),
     "on_epoch_begin": ("should_epoch_stop",),

@@ -1,4 +1,4 @@
-"""The documented functions on nested tensors and arrays, for code that gathers predictions by itself.
+"""The documented functions on nested tensors and arrays, for code that gathers predictions on its own.
 
 The loops use `hftrain.core.tree` and `hftrain.loops.gather`, which copy less.
 """

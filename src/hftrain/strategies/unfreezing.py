@@ -83,7 +83,7 @@ class _Followed:
             self._follow(wrapped)
 
     def _follow(self, wrapped: DistributedDataParallel) -> None:
-        """Make the reducer anew if other parameters require a gradient now; collective then."""
+        """Rebuild the reducer if other parameters require a gradient now; collective then."""
         before = {id(p) for p, required in zip(self._parameters, self._flags, strict=True) if required}
         self._note(wrapped)
         now = list(filter(_requires_grad, self._parameters))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
 
 _PLUGINS = frozenset({"deepspeed_plugin"})
-# What the documented training_step hands to backward beside torch's own keywords; the run's backward needs neither.
+# What the documented training_step passes to backward; the run's own needs neither.
 _ENGINE_KEYWORDS = frozenset({"learning_rate", "scale_wrt_gas"})
 
 
@@ -157,7 +157,7 @@ def _check(accelerator: Any, strategy: Strategy) -> None:
     if found != wanted:
         raise StrategyError(
             explain(
-                f"trainer.accelerator was asked for or assigned with strategy={strategy.name!r}.",
+                f"Cannot use or assign trainer.accelerator with strategy={strategy.name!r}.",
                 f"accelerate says (rank, processes, device) = {found}, the strategy {wanted}.",
                 "Make no Accelerator or PartialState before the Trainer, or let it describe the same processes.",
             )

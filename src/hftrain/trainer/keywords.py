@@ -28,7 +28,7 @@ def refusing_unknown(init: Init) -> Init:
         for name in kwargs:
             if name not in known:
                 kind = type(self).__name__
-                asked = f"{kind}({name}=...) was asked for."
+                asked = f"Cannot pass {name}= to {kind}."
                 raise UnknownArgumentError(explain(asked, f"{kind} has no such argument.", _remedy(name, known)))
         init(self, *args, **kwargs)
 

@@ -62,7 +62,7 @@ class OwnOptimizers:
             return []
         if self._is_split:
             warn_once(
-                f"Checkpoints do not hold {', '.join(found)}, and a resumed run starts them anew: "
+                f"Checkpoints do not hold {', '.join(found)}, and a resumed run starts them again from nothing: "
                 f"strategy={self.trainer.strategy.name!r} splits the parameters over processes."
             )
             return []
@@ -77,7 +77,7 @@ class OwnOptimizers:
         saved = load_containers(path) if path.exists() and not self._is_split else {}
         missing = sorted(found.keys() - saved.keys())
         if missing:
-            warn_once(f"The checkpoint holds no state of {', '.join(missing)}: they start anew.")
+            warn_once(f"The checkpoint holds no state of {', '.join(missing)}: they start from nothing.")
         self._path, self._awaited = path, dict(saved)
         self._restore()
         if self._awaited:

@@ -380,7 +380,7 @@ class TrainSession:
         trainer._report_memory(metrics)
         trainer._slot_log(metrics)
         best = best_checkpoint(trainer)
-        # SavePolicy(keep_best=1) asks for the newest beside the best one.
+        # SavePolicy(keep_best=1) asks for the newest next to the best one.
         with_newest = trainer.save_policy.keep_best is not None and not trainer.args.load_best_model_at_end
         keeps_one = trainer.args.save_total_limit == 1 and trainer.save_policy.keep_best in (None, 1)
         if keeps_one and not with_newest and best is not None:

@@ -49,7 +49,7 @@ class LossShares:
         self.is_divided = bool(is_marked if says is None else says) and is_overridden
         # Whoever computes the loss in the user's code is handed the count, and may or may not divide by it.
         self._is_users = is_overridden or function is not None
-        # The documented method takes the mean over ranks back by itself, and so do copies of it.
+        # The documented method undoes the mean over ranks, and so do copies of it.
         code = getattr(trainer.compute_loss, "__code__", None)
         self._scales = is_overridden and code is not None and "num_processes" in code.co_names
         divides = (
@@ -137,7 +137,7 @@ class LossShares:
         is_countable = self.plain is not None or type(task).count_items is not TaskModule.count_items
         if is_countable or self.trainer.args.gradient_accumulation_steps > 1 or batch_size_of(batch) is not None:
             return task.count_items(batch)
-        # As DDP weighs it by itself.
+        # As DDP weighs it.
         return 1
 
     def _sum(self, counts: list[Any], device: torch.device | None) -> tuple[Count, Callable[[], Any]]:
