@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,7 +23,12 @@ logger = get_logger(__name__)
 
 
 def assemble_stepper(
-    *, strategy: Strategy, precision: Precision, optimizer: Optimizer, max_grad_norm: float | None
+    *,
+    strategy: Strategy,
+    precision: Precision,
+    optimizer: Optimizer,
+    max_grad_norm: float | None,
+    unclipped: Iterable[torch.Tensor] = (),
 ) -> Stepper:
     """Resolve who does what in a step: the precision, unless the strategy's own engine takes it over.
 
@@ -32,6 +37,7 @@ def assemble_stepper(
         precision: Opened on the strategy's device.
         optimizer: As `Strategy.setup` returned it; its parameters are the ones clipped, whatever else has a gradient.
         max_grad_norm: The largest norm of all gradients together; None or 0 turns clipping off.
+        unclipped: Parameters of the optimizer that are left as they are, and not counted.
 
     Raises:
         StrategyError: The strategy declares more than it provides, or takes over only a part that needs another.
@@ -46,7 +52,7 @@ def assemble_stepper(
     return Stepper(
         autocast=nullcontext if Owns.CASTING in owns else precision.autocast,
         backward=engine.backward if Owns.BACKWARD in owns else precision.backward,
-        clip=_make_clip(strategy, precision, optimizer, max_grad_norm or 0.0, unscales)
+        clip=_make_clip(strategy, precision, optimizer, max_grad_norm or 0.0, unscales, frozenset(map(id, unclipped)))
         if clips
         else _read_norm(getattr(strategy, "last_norm", None) if max_grad_norm else None),
         step=engine.step if Owns.STEP in owns else partial(precision.step, optimizer),
@@ -70,13 +76,20 @@ def _assemble_in_backward(precision: Precision, optimizer: UpdatesInBackward, ma
 
 
 def _make_clip(
-    strategy: Strategy, precision: Precision, optimizer: Optimizer, max_norm: float, unscales: bool
+    strategy: Strategy,
+    precision: Precision,
+    optimizer: Optimizer,
+    max_norm: float,
+    unscales: bool,
+    unclipped: frozenset[int],
 ) -> Callable[[], torch.Tensor]:
     def clip() -> torch.Tensor:
         if unscales:
             precision.unscale(optimizer)
         # Read anew, because a callback may add a parameter group.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if unclipped:
+            parameters = [parameter for parameter in parameters if id(parameter) not in unclipped]
         return strategy.clip_grad_norm(parameters, max_norm)
 
     return clip

@@ -44,6 +44,9 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
 
     strategy.plan(num_steps=max_steps, num_warmup_steps=trainer.args.get_warmup_steps(max_steps))
 
+    # The weights of a loss, say, that `create_optimizer` trains too.
+    outside: list[torch.Tensor] = []
+
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         if "scheduler" in strategy.makes:
             trainer.create_optimizer()
@@ -52,6 +55,8 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
         assert trainer.optimizer is not None
         # Here, for a strategy may put parameters of its own into the groups.
         check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
+        own = set(map(id, trainer.task.parameters()))
+        outside[:] = [p for group in trainer.optimizer.param_groups for p in group["params"] if id(p) not in own]
         return precision.attach(trainer.model, trainer.optimizer)
 
     wrapped, optimizer = _wrap(session, make_optimizer)
@@ -73,6 +78,7 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
         precision=precision,
         optimizer=optimizer,
         max_grad_norm=trainer.args.max_grad_norm,
+        unclipped=outside,
     )
     trainer._backward, trainer._autocast = stepper.backward, stepper.autocast
     return stepper

@@ -37,7 +37,7 @@ def train(folder: str) -> tuple[Any, dict[str, Any]]:
     model = backbone()
     loss = SoftmaxLoss(model, model.get_embedding_dimension(), num_labels=3)
     args = SentenceTransformerTrainingArguments(
-        folder, **ARGUMENTS, eval_strategy="steps", eval_steps=3, gradient_accumulation_steps=2, max_grad_norm=1e6
+        folder, **ARGUMENTS, eval_strategy="steps", eval_steps=3, gradient_accumulation_steps=2, max_grad_norm=0.5
     )
     evaluator = EmbeddingSimilarityEvaluator(
         sentences(12, seed=5), sentences(12, seed=6), [i / 12 for i in range(12)], name="made-up"

@@ -177,6 +177,22 @@ def test_clipping_takes_the_optimizers_parameters() -> None:
     assert late.grad < 1.0
 
 
+def test_clipping_leaves_out_what_it_is_told_to() -> None:
+    clipped, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    for parameter in (clipped, other):
+        parameter.grad = torch.full((1,), 10.0)
+    stepper = assemble_stepper(
+        strategy=Engine(Owns.NOTHING),
+        precision=opened("fp32"),
+        optimizer=torch.optim.SGD([clipped, other]),
+        max_grad_norm=1.0,
+        unclipped=[other],
+    )
+    assert stepper.clip() == 10.0
+    assert clipped.grad == pytest.approx(1.0, rel=1e-5)
+    assert other.grad == 10.0
+
+
 class Bare(Strategy):
     """A strategy that promises more than it has."""
 
