@@ -150,6 +150,8 @@ def tests_distributed(session: nox.Session) -> None:
 def tests_interop(session: nox.Session) -> None:
     """Run the tests against the installed transformers and datasets."""
     install(session, "test", "transformers", "peft", "search")
+    # What transformers' models and processors of images want.
+    session.install(*CONSTRAINTS, "pillow", "scipy")
     pytest(session, "interop and not cuda and not slow", *WORKERS, *NO_HANG)
 
 

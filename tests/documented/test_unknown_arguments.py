@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Stream, make_arguments, make_rows
+from support.tiny import Net, Noisy, Stream, make_arguments, make_rows
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 
 from hftrain import ConfigError, EvalSet, Seq2SeqTrainer, Trainer, TrainingArguments, loggers, precisions, strategies
@@ -157,6 +157,16 @@ class Odd(Dataset[Any]):
         return make_rows(1)[0]
 
 
+class Rereadable(Noisy):
+    """Can be indexed, and be iterated by hand as well."""
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -167,6 +177,11 @@ class Odd(Dataset[Any]):
         Stream(make_rows(3)),
         ConcatDataset(SETS),
         Odd(),
+        Rereadable(make_rows(3)),
+        [({"x": torch.zeros(2)}, 1), ({"x": torch.ones(2)}, 0)],
+        [({"x": torch.zeros(2)}, {"x": torch.ones(2)})] * 3,
+        [[{"x": torch.zeros(2)}, {"x": torch.ones(2)}]] * 3,
+        [[{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]],
         [],
         (),
     ],

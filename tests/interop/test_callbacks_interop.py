@@ -18,20 +18,6 @@ from hftrain.core.events import EVENTS  # noqa: E402
 
 pytestmark = pytest.mark.interop
 
-# Each is newer than the 4.53 surface that hftrain documents, and has no older name here, or another one.
-UNKNOWN_FIELDS = {
-    "activation_checkpointing": "5.x's name of gradient_checkpointing",
-    "activation_checkpointing_kwargs": "5.x's name of gradient_checkpointing_kwargs",
-    "dataloader_in_order": "new in 5.x",
-    "dataloader_multiprocessing_context": "new in 5.x",
-    "ddp_static_graph": "new in 5.x; here an option of the strategy: strategy=DDPStrategy(static_graph=True)",
-    "enable_jit_checkpoint": "new in 5.x",
-    "trackio_bucket_id": "new in 5.x",
-    "trackio_static_space_id": "new in 5.x",
-    "train_sampling_strategy": "5.x's name of group_by_length",
-    "use_cache": "new in 5.x: transformers writes it into the model's config, which is left to its owner here",
-}
-
 
 class Recorder(transformers.TrainerCallback):
     """Note every event, and what comes with it."""
@@ -81,7 +67,7 @@ def test_a_transformers_callback_hears_every_event(tmp_path):
     trainer = make_trainer(tmp_path, recorder, save_strategy="steps", save_steps=2, **options)
     trainer.train()
     trainer.predict(make_rows("bert", 2))
-    assert set(recorder.events) == set(EVENTS)
+    assert set(recorder.events) == set(EVENTS) - {"on_push_begin"}  # nothing is pushed
     for event, name in {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}.items():
         assert name in recorder.keywords[event]
     assert {"model", "optimizer", "lr_scheduler", "train_dataloader"} <= recorder.keywords["on_step_end"]
@@ -149,21 +135,13 @@ def test_every_setting_of_transformers_is_known(name):
     import hftrain
 
     ours, theirs = (settings_of(getattr(library, name)).keys() for library in (hftrain, transformers))
-    assert theirs - ours <= UNKNOWN_FIELDS.keys()
-    assert not ours & UNKNOWN_FIELDS.keys(), "known by now: take it off the list"
+    assert not theirs - ours
 
 
 def test_every_default_of_transformers_is_accepted():
     for name, field in settings_of(transformers.TrainingArguments).items():
-        if name not in UNKNOWN_FIELDS:
-            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-            TrainingArguments(**{"output_dir": "out", name: default})
-
-
-@pytest.mark.parametrize("name", UNKNOWN_FIELDS)
-def test_unknown_settings_are_refused_by_name(name):
-    with pytest.raises(ConfigError, match=name):
-        TrainingArguments("out", **{name: None})
+        default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+        TrainingArguments(**{"output_dir": "out", name: default})
 
 
 def test_arguments_of_transformers_are_refused(tmp_path, monkeypatch):

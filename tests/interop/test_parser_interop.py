@@ -96,3 +96,12 @@ def test_dict_equals_that_of_the_other_parser() -> None:
     for parser in (hftrain.HfArgumentParser(Own), HfArgumentParser(Own)):
         with pytest.raises(ValueError, match="extra"):
             parser.parse_dict(values)
+
+
+@pytest.mark.parametrize("kind", [hftrain.TrainingArguments, hftrain.Seq2SeqTrainingArguments])
+def test_transformers_parser_reads_our_arguments(kind: type[Any]) -> None:
+    from transformers import HfArgumentParser
+
+    words = shlex.split("--output_dir out --learning_rate 3e-4 --trackio_static_space_id name --optim sgd")
+    (args,) = HfArgumentParser(kind).parse_args_into_dataclasses(words)
+    assert (args.learning_rate, args.trackio_static_space_id, args.optim) == (3e-4, "name", "sgd")

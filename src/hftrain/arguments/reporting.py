@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hftrain.arguments.enums import DebugOption, IntervalStrategy
 
@@ -58,6 +59,7 @@ class ReportingArguments:
     trackio_bucket_id: str | None = field(
         default=None, metadata={"help": "Bucket that Trackio's Space keeps its data in; None is Trackio's own choice."}
     )
-    trackio_static_space_id: str | bool | None = field(
+    # In this order, which transformers' parser of arguments can read.
+    trackio_static_space_id: str | None | Literal[False] = field(  # noqa: RUF036
         default=None, metadata={"help": "Static Space that shows the run once it has ended; None or False makes none."}
     )

@@ -17,12 +17,14 @@ class ArgumentSerialization(ArgumentProcesses):
     """Views of the arguments, with secrets hidden."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all settings as plain values; each `*_token` is replaced by a placeholder.
+        """Return all settings as plain values; each `*_token` that is set is replaced by a placeholder.
 
         Source: the documented `TrainingArguments.to_dict`.
         """
         names = [field.name for field in dataclasses.fields(self) if field.init]
-        return {n: f"<{n.upper()}>" if n.endswith("_token") else _plain(getattr(self, n)) for n in names}
+        values = {name: _plain(getattr(self, name)) for name in names}
+        secrets = {name: f"<{name.upper()}>" for name in names if name.endswith("_token") and values[name] is not None}
+        return values | secrets
 
     def to_json_string(self) -> str:
         """Return `to_dict()` as JSON text. Source: the documented `TrainingArguments.to_json_string`."""

@@ -64,17 +64,27 @@ def _find_problem(dataset: Any, role: str) -> tuple[str, str] | None:
         return "it is text, and no sample.", "If it names a dataset, load it first."
     if hasattr(dataset, "iloc"):
         return "a number does not give one of its rows.", "Pass datasets.Dataset.from_pandas(frame)."
-    if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset):
+    if isinstance(dataset, Iterator) and not (isinstance(dataset, IterableDataset) or _is_map(dataset)):
         return "it can be read only once, and not by several processes.", "Pass a list, or an IterableDataset."
-    if isinstance(dataset, (list, tuple)) and dataset and _is_set(dataset[0]):
+    if isinstance(dataset, (list, tuple)) and dataset and _is_set(dataset[0], num_elements=len(dataset)):
         if role == "eval_dataset":
             return "its elements are datasets themselves.", "Pass a dict of them: the names appear in the metrics."
         return "its elements are datasets themselves.", "Join them: torch.utils.data.ConcatDataset([...])."
     return None
 
 
-def _is_set(element: Any) -> bool:
-    """Tell whether an element of a list is a dataset, and not a sample."""
-    if isinstance(element, (list, tuple)):
-        return bool(element) and isinstance(element[0], Mapping)
+def _has_shape(value: Any) -> bool:
+    return hasattr(value, "shape") or isinstance(value, (int, float))
+
+
+def _is_map(dataset: Any) -> bool:
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def _is_set(element: Any, *, num_elements: int) -> bool:
+    """Tell whether an element of a list is a dataset, and not a sample: a conversation, a pair, a tuple with a dict."""
+    if isinstance(element, list):
+        # Sets are few and have many samples; samples are many and have few parts.
+        has_tensors = bool(element) and isinstance(element[0], Mapping) and any(map(_has_shape, element[0].values()))
+        return has_tensors and len(element) > num_elements
     return isinstance(element, (Dataset, EvalSet)) or hasattr(element, "column_names")
