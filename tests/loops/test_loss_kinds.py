@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.tiny import Rows, make_arguments
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from hftrain import ConfigError, Trainer, TrainerCallback, set_seed
 
@@ -125,7 +125,13 @@ def gradient_of(model: Words) -> torch.Tensor:
 
 
 def gradient(
-    folder: Path, kind: type[Words], *, size: int, trainer: type[Trainer] = Trainer, **options: Any
+    folder: Path,
+    kind: type[Words],
+    *,
+    size: int,
+    trainer: type[Trainer] = Trainer,
+    rows: Rows | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """Return the gradient of the first step of a run, over all samples."""
     found: list[torch.Tensor] = []
@@ -138,15 +144,16 @@ def gradient(
         folder, per_device_train_batch_size=size, gradient_accumulation_steps=NUM_ROWS // size, max_steps=1,
         max_grad_norm=0.0, learning_rate=0.0,
     )  # fmt: skip
-    trainer(make_model(kind), arguments, train_dataset=make_rows(), callbacks=[Keep], **options).train()
+    trainer(make_model(kind), arguments, train_dataset=rows or make_rows(), callbacks=[Keep], **options).train()
     return found[0]
 
 
-def eval_losses(folder: Path, kind: type[Words], **options: Any) -> list[float]:
+def eval_losses(folder: Path, kind: type[Words], rows: Rows | None = None, **options: Any) -> list[float]:
     losses = []
     for size in (2, 3, 8):
         arguments = make_arguments(folder, per_device_eval_batch_size=size)
-        losses.append(Trainer(make_model(kind), arguments, eval_dataset=make_rows(), **options).evaluate()["eval_loss"])
+        trainer = Trainer(make_model(kind), arguments, eval_dataset=rows or make_rows(), **options)
+        losses.append(trainer.evaluate()["eval_loss"])
     return losses
 
 
@@ -298,3 +305,52 @@ def test_a_loss_that_needs_its_count_is_evaluated(tmp_path: Path) -> None:
 
     found = eval_losses(tmp_path, Words, compute_loss_func=divides)
     assert found == pytest.approx([whole(Words)[0]] * 3, rel=1e-6)
+
+
+class Marks(Words):
+    """Several yes or no answers for each sample."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return binary_cross_entropy_with_logits(logits.mean(1)[:, : labels.shape[1]], labels.double())
+
+
+@pytest.mark.parametrize("answers", ["mixed", "no"])
+@pytest.mark.parametrize("is_single", [False, True])
+def test_booleans_are_labels_and_all_of_them_count(tmp_path: Path, answers: str, is_single: bool) -> None:
+    class Answers(Marks):
+        def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            return super().loss(logits, labels[:, None] if is_single else labels)
+
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.rand(NUM_ROWS, NUM_CLASSES, generator=generator) > (0.6 if answers == "mixed" else 1)
+    labels = labels[:, 0] if is_single else labels
+    rows = [{"x": row["x"], "labels": each} for row, each in zip(make_rows(), labels, strict=True)]
+    expected = make_model(Answers)
+    loss = expected(**batch_of(rows))["loss"]
+    loss.backward()
+    found = gradient(tmp_path, Answers, size=2, rows=rows)
+    torch.testing.assert_close(found, gradient_of(expected), rtol=1e-6, atol=1e-9)
+    assert eval_losses(tmp_path, Answers, rows=rows) == pytest.approx([loss.item()] * 3, rel=1e-6)
+
+
+def ambiguous_rows(num_rest: int) -> Rows:
+    """Return first two samples of 6 and 5 labels of which equally many are shifted, then others."""
+    rows = full_rows()
+    rows[1]["labels"][0] = -100
+    for index, row in enumerate(rows[2:]):
+        row["labels"][num_rest - index % 3 :] = -100
+    return rows
+
+
+def test_kinds_that_a_batch_cannot_tell_apart_are_not_decided_between(tmp_path: Path) -> None:
+    rows, expected = ambiguous_rows(4), make_model(PerSample)
+    loss = expected(**batch_of(rows))["loss"].item()
+    model = make_model(PerSample)
+    trainer = Trainer(model, make_arguments(tmp_path, per_device_eval_batch_size=2), eval_dataset=rows)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-6)
+    assert trainer.task.mean_over is not None
+    assert trainer.task.mean_over.kind == "samples"
+    # The first batch says only that it is no mean over labels.
+    trainer = Trainer(model, make_arguments(tmp_path, per_device_eval_batch_size=2), eval_dataset=rows[:2])
+    trainer.evaluate()
+    assert trainer.task.mean_over is None

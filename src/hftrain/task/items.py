@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
 
 LABELS, SHIFTED, SAMPLES, SUM = "labels", "shifted_labels", "samples", "sum"
 KINDS = (LABELS, SHIFTED, SAMPLES, SUM)
+
+_LEAST_GAP = 4e-3  # between two kinds' shares of a sample, so that a loss tells which it is
+_NUM_TRIED = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,7 @@ class MeanOver:
         divides: Whether the loss divides by a number of items that it is given.
         is_exact: Whether that reproduces the loss, rather than being the nearest.
         is_final: Whether it was found, rather than assumed until a batch tells.
+        fits: The kinds that the batches tried so far cannot tell apart, where that is why it is not final.
     """
 
     kind: str
@@ -30,6 +35,7 @@ class MeanOver:
     divides: bool = False
     is_exact: bool = True
     is_final: bool = True
+    fits: tuple[str, ...] = ()
 
     def code(self) -> int:
         """Return a number for processes to exchange, of which the largest wins."""
@@ -70,40 +76,51 @@ class Pair:
         return self if self.other is not None else Pair(self.one, self.one, self.one, self.one)
 
 
-def pick_pair(batch: Any, labels_BxT: torch.Tensor | None, ignored: Sequence[int], *, even: bool) -> Pair | None:
-    """Take the samples with the most and the fewest labels out of a batch.
+def pick_pair(batch: Any, counts: Mapping[str, Sequence[int]] | None, *, even: bool) -> Pair | None:
+    """Take out of a batch the two samples that tell the kinds apart best.
 
     Args:
         batch: The batch.
-        labels_BxT: Its labels, one for each position; None where each sample is one item.
-        ignored: Labels that do not count.
-        even: Whether a batch helps whose samples hold equally many.
+        counts: How many items of each kind each sample holds; None where nothing is counted but samples.
+        even: Whether a batch helps whose samples tell no two kinds apart.
 
     Returns:
         None where the batch tells nothing.
     """
-    size = _size_of(batch) if labels_BxT is None else len(labels_BxT)
+    size = _size_of(batch) if counts is None else len(next(iter(counts.values())))
     first, last = 0, size - 1
-    is_uneven = labels_BxT is None and size > 1
-    if labels_BxT is not None:
-        counts = counted(labels_BxT, ignored).flatten(1).sum(1).tolist()
-        full = [index for index, count in enumerate(counts) if count]
-        if not full:
+    is_telling = counts is None and size > 1
+    if counts is not None:
+        # Of samples that hold equally many one is enough, and of many those that differ most.
+        alike = {each: index for index, each in enumerate(zip(*counts.values(), strict=True)) if any(each)}
+        rows = sorted(each for each in alike if all(each)) or sorted(alike)
+        if not rows:
             return None
-        first, last = max(full, key=counts.__getitem__), min(full, key=counts.__getitem__)
-        is_uneven = counts[first] != counts[last]
-    if not (is_uneven or even) or not size:
+        rows = rows if len(rows) <= 2 * _NUM_TRIED else rows[:_NUM_TRIED] + rows[-_NUM_TRIED:]
+        best = max(combinations(rows, 2), key=lambda two: _separation(*two)[0], default=(rows[-1], rows[-1]))
+        is_telling = _separation(*best)[1] > _LEAST_GAP
+        # A loss that divides by a count is tried with the first alone.
+        last, first = (alike[row] for row in sorted(best, key=lambda row: (len(set(row)), row)))
+    if not (is_telling or even) or not size:
         return None
     parts = [take_samples(batch, indices, size) for indices in ([first], [last], [first, last], [first, first])]
     if any(part is None for part in parts):
         return Pair(batch) if even else None
-    return Pair(*parts) if is_uneven else Pair(parts[0])
+    return Pair(*parts) if is_telling else Pair(parts[0])
+
+
+def _separation(one: Sequence[int], other: Sequence[int]) -> tuple[float, float]:
+    """Return how well two samples tell all kinds apart, and how far apart the two are that differ most."""
+    ratios = [count / max(count + with_it, 1) for count, with_it in zip(one, other, strict=True)]
+    gaps = [abs(left - right) for left, right in combinations(ratios, 2)]
+    # What is far enough apart to be told is not made up for by what is not.
+    return sum(min(gap, 0.05) for gap in gaps) + 1e-3 * sum(gaps), max(gaps, default=0.0)
 
 
 def counted(labels: torch.Tensor, ignored: Sequence[int]) -> torch.Tensor:
-    """Return which labels count, as booleans; of a mask those that are set."""
+    """Return which labels count, as booleans; labels that are booleans are classes, and count."""
     if labels.dtype == torch.bool:
-        return labels
+        return torch.ones_like(labels)
     counts = labels != ignored[0]
     for label in ignored[1:]:
         counts = counts & (labels != label)
@@ -141,7 +158,7 @@ def find_mean(
         loss_of: Returns the loss of a batch, given a number of items to divide by or None. Called equally often,
             whatever it returns, so that processes that share a model stay together.
         rule: What is assumed where these samples do not tell.
-        kinds: What to consider; the first is taken where several fit.
+        kinds: What to consider, the likeliest first; of several that fit it is taken until a batch tells them apart.
         count: kind, batch -> its number of items.
         takes_count: Whether `loss_of` may make use of the number.
         is_rough: Whether it computes in 16 bits.
@@ -184,7 +201,14 @@ def _nearest_count(items: float, counts: Mapping[str, int], *, is_rough: bool) -
         return None
     errors = {kind: abs(items - number) for kind, number in counts.items()}
     tolerance = max(0.25, (5e-3 if is_rough else 1e-4) * items)
-    return next((MeanOver(kind, divides=True) for kind, error in errors.items() if error <= tolerance), None)
+    fits = tuple(kind for kind, error in errors.items() if error <= tolerance)
+    return _one_of(fits, divides=True) if fits else None
+
+
+def _one_of(fits: tuple[str, ...], *, divides: bool = False) -> MeanOver:
+    """Return the likeliest of the kinds that fit, as found only if it is the only one."""
+    is_final = len(fits) == 1
+    return MeanOver(fits[0], divides=divides, is_final=is_final, fits=() if is_final else fits)
 
 
 def _compare(
@@ -203,10 +227,14 @@ def _compare(
         return None
     part, doubt = (both - other) / (one - other), max(4 * noise / gap, 1e-3)
     errors = {kind: abs(part - ratio) for kind, ratio in ratios.items()}
-    best = next((kind for kind, error in errors.items() if error <= doubt), min(errors, key=errors.__getitem__))
+    fits = tuple(kind for kind, error in errors.items() if error <= doubt)
+    if fits:
+        return _one_of(fits)
+    best = min(errors, key=errors.__getitem__)
     others = [abs(ratio - ratios[best]) for ratio in ratios.values() if abs(ratio - ratios[best]) > 1e-9]
-    is_exact = errors[best] <= max(doubt, min(others, default=0.0) / 4)
-    return MeanOver(best if is_exact or -doubt <= part <= 1 + doubt else SAMPLES, is_exact=is_exact)
+    if errors[best] <= min(others, default=0.0) / 4:
+        return _one_of(tuple(kind for kind in ratios if abs(ratios[kind] - ratios[best]) <= 1e-9))
+    return MeanOver(best if -doubt <= part <= 1 + doubt else SAMPLES, is_exact=False)
 
 
 def _is_close(one: float, other: float, tolerance: float) -> bool:

@@ -268,7 +268,10 @@ class ModelTask(TaskModule):
         key = self.label_key(batch)
         shifted = batch.get("shift_labels") if isinstance(batch, Mapping) else None
         labels = shifted if shifted is not None else None if key is None else batch[key]
-        return labels if isinstance(labels, torch.Tensor) and not labels.is_floating_point() else None
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+            return None
+        # Of a masked image the patches that are masked are predicted.
+        return torch.where(labels, 0, self.ignored_labels[0]) if key == "bool_masked_pos" else labels
 
     def weights(self, batch: Any) -> dict[str, tuple[int | torch.Tensor, int | torch.Tensor]]:
         """Return, for each kind of `kinds`, the factor of a batch's loss in the set's, and the items it stands for."""

@@ -11,7 +11,7 @@ import torch
 
 from hftrain.core.log import get_logger
 from hftrain.core.seed import preserved_rng
-from hftrain.task.items import KINDS, SAMPLES, SUM, MeanOver, Pair, find_mean, pick_pair
+from hftrain.task.items import KINDS, LABELS, SAMPLES, SHIFTED, SUM, MeanOver, Pair, counted, find_mean, pick_pair
 from hftrain.task.loss import read_loss
 from hftrain.task.model_task import ModelTask
 from hftrain.trainer.evaluating import cast_inputs
@@ -49,7 +49,8 @@ class MeanSearch:
         # Of a batch that an override makes for the model nothing is known.
         makes_inputs = any(map(trainer._is_overridden, ("_prepare_inputs", "_prepare_input")))
         self._is_open = self.task is not None and self.task.returns_loss and not makes_inputs
-        self._num_looks = 0
+        self._num_looks = self._num_tries = 0
+        self._fits: tuple[str, ...] = ()
         self.found: MeanOver | None = None
 
     @property
@@ -68,8 +69,10 @@ class MeanSearch:
             return
         self._num_looks += 1
         is_shared = strategy.world_size > 1
-        # To agree takes an exchange, and to read what lies on a device waits for it: ever more rarely.
-        if self._num_looks & (self._num_looks - 1) and (is_shared or not _is_readable(task, batches)):
+        # To agree takes an exchange, to read what lies on a device waits for it, and to try again takes losses: ever
+        # more rarely.
+        is_costly = is_shared or self._num_tries or not _is_readable(task, batches)
+        if self._num_looks & (self._num_looks - 1) and is_costly:
             return
         is_new = task.mean_over is None
         pairs = (self._pair(batch, even=False) for batch in batches)
@@ -85,7 +88,7 @@ class MeanSearch:
             if found.is_final or is_new:
                 self._settle(found)
         if task.mean_over is None:
-            task.mean_over = MeanOver(task.rule, is_final=False)
+            task.mean_over = MeanOver(self._likeliest, is_final=False)
 
     def look_at(self, batch: Any) -> None:
         """Find out from an evaluation's batch, for `agree` at its end."""
@@ -104,12 +107,26 @@ class MeanSearch:
         task, strategy = self.task, self.trainer.strategy
         assert task is not None
         if len(task.kinds) > 1:
-            code = -1 if self.found is None or not self.found.is_final else self.found.code()
-            code = int(strategy.reduce(torch.tensor(code, device=strategy.device), op="max"))
-            if code >= 0:
-                self._settle(MeanOver.from_code(code))
+            own = self.found or MeanOver(self._likeliest, is_final=False)
+            found = MeanOver.from_code(int(strategy.reduce(torch.tensor(own.code(), device=strategy.device), op="max")))
+            self.found = None
+            if not found.is_final:
+                return found.kind
+            self._settle(found)
         self.found = None
         return task.kinds[0]
+
+    @property
+    def _likeliest(self) -> str:
+        assert self.task is not None
+        return self._fits[0] if self._fits else self.task.rule
+
+    def _kinds(self) -> list[str]:
+        """Return what the loss may be a mean over, by what was tried so far; the likeliest first."""
+        assert self.task is not None
+        rule = self.task.rule
+        known = [rule, *(kind for kind in KINDS if kind != rule)]
+        return list(self._fits) or [kind for kind in known if kind != SUM]
 
     def _settle(self, found: MeanOver) -> None:
         task = self.task
@@ -133,8 +150,17 @@ class MeanSearch:
         labels, key = task.label_tensor(batch), task.label_key(batch)
         if key is not None and isinstance(batch[key], torch.Tensor) and (labels is None or labels.dim() < 2):
             # One label a sample: whatever the loss, it is a mean over samples, or over the labels that count.
-            return pick_pair(batch, None, (), even=True) if even else None
-        return pick_pair(batch, labels, task.ignored_labels, even=even)
+            return pick_pair(batch, None, even=True) if even else None
+        if labels is None:
+            return pick_pair(batch, None, even=even)
+        marks = counted(labels, task.ignored_labels)
+        items = {
+            LABELS: marks,
+            SHIFTED: marks if batch.get("shift_labels") is not None else marks[..., 1:],
+            SAMPLES: torch.ones_like(marks[..., :1]).flatten(1)[:, :1],
+        }
+        counts = {kind: items[kind].flatten(1).sum(1).tolist() for kind in self._kinds()}
+        return pick_pair(batch, counts, even=even)
 
     def _try(self, pair: Pair) -> MeanOver:
         """Compare the losses; what cannot be computed here settles that the documented rule is taken."""
@@ -142,8 +168,7 @@ class MeanSearch:
         assert task is not None
         strategy = trainer.strategy
         has_labels = task.label_tensor(pair.one) is not None
-        kinds = [task.rule, *(kind for kind in KINDS if kind not in (task.rule, SUM))] if has_labels else [SAMPLES]
-        kinds = kinds[1:] if kinds[0] == SUM else kinds
+        kinds = self._kinds() if has_labels else [SAMPLES]
         model = task.model if strategy.shards_model else trainer.model
         is_rough = trainer.precision.policy.compute_dtype.itemsize < 4 or any(
             p.is_floating_point() and p.element_size() < 4 for p in model.parameters()
@@ -160,8 +185,9 @@ class MeanSearch:
             return float(read_loss(outputs, model_name=type(task.model).__name__))
 
         try:
+            self._num_tries += 1
             with _without_trace(trainer, model):
-                return find_mean(
+                found = find_mean(
                     pair,
                     loss_of,
                     rule=task.rule,
@@ -170,6 +196,8 @@ class MeanSearch:
                     takes_count=task.accepts_item_count,
                     is_rough=is_rough,
                 )
+            self._fits = found.fits or self._fits
+            return found
         except Exception as error:
             logger.debug("What the loss is a mean over could not be tried: %r", error)
             return MeanOver(task.rule)
