@@ -354,3 +354,33 @@ def test_kinds_that_a_batch_cannot_tell_apart_are_not_decided_between(tmp_path: 
     trainer = Trainer(model, make_arguments(tmp_path, per_device_eval_batch_size=2), eval_dataset=rows[:2])
     trainer.evaluate()
     assert trainer.task.mean_over is None
+
+
+class Graphs(Words):
+    """One number for each graph; a batch's first tensors are its edges, a constant and the nodes of all graphs."""
+
+    def forward(self, edges: Any, weight: Any, x: Any, graph: Any, labels: Any = None, **kwargs: Any) -> Any:
+        logits = torch.zeros(len(labels), NUM_CLASSES).double().index_add_(0, graph, self.layer(x))
+        return {"loss": (logits.mean(1) - labels).square().mean(), "logits": logits}
+
+
+def join_graphs(rows: Rows) -> dict[str, torch.Tensor]:
+    sizes = torch.tensor([int((row["labels"] != -100).sum()) for row in rows])
+    return {
+        "edges": torch.zeros(2, 5),
+        "weight": torch.ones(3),
+        "x": torch.cat([row["x"][:size] for row, size in zip(rows, sizes, strict=True)]),
+        "graph": torch.arange(len(rows)).repeat_interleave(sizes),
+        "labels": sizes.double(),
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"count_items": "samples"}])
+def test_samples_are_as_many_as_labels(tmp_path: Path, options: dict[str, Any]) -> None:
+    expected = make_model(Graphs)
+    loss = expected(**join_graphs(make_rows()))["loss"]
+    loss.backward()
+    options = {**options, "data_collator": join_graphs}
+    found = gradient(tmp_path, Graphs, size=2, **options)
+    torch.testing.assert_close(found, gradient_of(expected), rtol=1e-6, atol=1e-9)
+    assert eval_losses(tmp_path, Graphs, **options) == pytest.approx([loss.item()] * 3, rel=1e-6)

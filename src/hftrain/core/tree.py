@@ -46,18 +46,29 @@ def is_samples(batch: Any) -> bool:
 def batch_size_of(batch: Any) -> int | None:
     """Return how many samples a batch holds, or None if nothing in it tells.
 
-    The first tensor with a batch dimension tells, or a list of mappings, which are samples.
+    A mapping's ``"labels"`` tell, else what most of its tensors agree on, the first of several; so does a list of
+    mappings, which are samples.
     """
     if isinstance(batch, torch.Tensor):
         return int(batch.shape[0]) if batch.dim() > 0 else None
     if is_samples(batch):
         return len(batch)
-    values = batch.values() if isinstance(batch, (dict, Mapping)) else batch if isinstance(batch, (list, tuple)) else ()
-    for value in values:
-        size = batch_size_of(value)
+    if isinstance(batch, (dict, Mapping)):
+        labels = batch.get("labels")
+        if isinstance(labels, torch.Tensor) and labels.dim() > 0:
+            return int(labels.shape[0])
+        batch = batch.values()
+    elif not isinstance(batch, (list, tuple)):
+        return None
+    sizes: dict[int, int] = {}
+    for value in batch:
+        if isinstance(value, torch.Tensor):
+            size = value.shape[0] if value.dim() > 0 else None
+        else:
+            size = batch_size_of(value)
         if size is not None:
-            return size
-    return None
+            sizes[size] = sizes.get(size, 0) + 1
+    return max(sizes, key=sizes.__getitem__) if sizes else None
 
 
 def detach(tree: Any) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hftrain.core.tree import batch_size_of
+
 LABELS, SHIFTED, SAMPLES, SUM = "labels", "shifted_labels", "samples", "sum"
 KINDS = (LABELS, SHIFTED, SAMPLES, SUM)
 
@@ -87,7 +89,7 @@ def pick_pair(batch: Any, counts: Mapping[str, Sequence[int]] | None, *, even: b
     Returns:
         None where the batch tells nothing.
     """
-    size = _size_of(batch) if counts is None else len(next(iter(counts.values())))
+    size = (batch_size_of(batch) or 0) if counts is None else len(next(iter(counts.values())))
     first, last = 0, size - 1
     is_telling = counts is None and size > 1
     if counts is not None:
@@ -239,8 +241,3 @@ def _compare(
 
 def _is_close(one: float, other: float, tolerance: float) -> bool:
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-12)
-
-
-def _size_of(batch: Any) -> int:
-    values = batch.values() if isinstance(batch, Mapping) else [batch]
-    return next((len(value) for value in values if isinstance(value, torch.Tensor) and value.dim()), 0)

@@ -70,6 +70,7 @@ class ModelTask(TaskModule):
         found = find_label_names(model) if label_names is None else label_names
         self.has_label_names = bool(found)
         self.label_names = list(found or ["labels"] if label_names is None else found)
+        self._sample_names = ("labels", *self.label_names, getattr(model, "main_input_name", "input_ids"))
         self.label_smoothing = label_smoothing
         self.use_loss(compute_loss_func)
         self.can_return_loss = can_return_loss(model)
@@ -258,10 +259,19 @@ class ModelTask(TaskModule):
             return 1
         labels = self.label_tensor(batch) if kind != SAMPLES else None
         if labels is None:
-            return batch_size_of(batch) or 1
+            return self.num_samples(batch)
         if kind == SHIFTED and batch.get("shift_labels") is None:
             labels = labels[..., 1:]
         return counted(labels, self.ignored_labels).sum()
+
+    def num_samples(self, batch: Any) -> int:
+        """Return how many samples a batch holds: as many as its labels, or the model's main input; else what tells."""
+        if isinstance(batch, (dict, Mapping)):
+            for name in self._sample_names:
+                value = batch.get(name)
+                if isinstance(value, torch.Tensor) and value.dim():
+                    return int(value.shape[0])
+        return batch_size_of(batch) or 1
 
     def label_tensor(self, batch: Any) -> torch.Tensor | None:
         """Return the batch's integer labels, as the collator shifted them if it did; None without."""

@@ -91,7 +91,7 @@ class LossShares:
         batches, num_items = taken
         self.trainer.current_gradient_accumulation_steps = len(batches)
         if self.is_on and num_items is None:
-            self._window_samples = sum(batch_size_of(batch) or 1 for batch in batches)
+            self._window_samples = sum(map(self._samples_of, batches))
         return batches, num_items
 
     def count(self, batches: list[Any], device: torch.device | None) -> Count | None:
@@ -132,6 +132,9 @@ class LossShares:
         # A loss that takes the mean over ranks back expects the items of all of them.
         return task.count_labels(batch) * (self.num_ranks if self._scales else 1)
 
+    def _samples_of(self, batch: Any) -> int:
+        return (batch_size_of(batch) or 1) if self.plain is None else self.plain.num_samples(batch)
+
     def _items_of(self, batch: Any) -> Count:
         task = self.trainer.task
         is_countable = self.plain is not None or type(task).count_items is not TaskModule.count_items
@@ -151,7 +154,7 @@ class LossShares:
     def share_of(self, batch: Any, num_items: Count | None) -> Count:
         """Return what a micro-batch weighs: as it was counted, before anything was made of it."""
         if num_items is None:
-            return batch_size_of(batch) or 1
+            return self._samples_of(batch)
         counted = self._counted.get(id(batch))
         return self._items_of(batch) if counted is None or counted[0] is not batch else counted[1]
 

@@ -99,12 +99,14 @@ def test_other_leaves_are_given_back(tree: Any) -> None:
         ([{"x": torch.zeros(5)}, UserDict(x=torch.zeros(5)), {"x": torch.zeros(4)}], 3),
         ({"labels": [{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(0, 4)}], "pixels": torch.zeros(2, 3)}, 2),
         (({"x": torch.zeros(8)}, {"x": torch.zeros(8)}), 8),
+        ({"edges": torch.zeros(2, 9), "x": torch.zeros(9, 3), "node": torch.zeros(9), "labels": torch.zeros(4)}, 4),
+        ({"weight": torch.zeros(3), "x": torch.zeros(5, 2), "y": torch.zeros(5)}, 5),
         ({}, None),
         ("abc", None),
         (None, None),
     ],
 )
-def test_batch_size_is_that_of_the_first_tensor_with_rows_or_list_of_samples(tree: Any, size: int | None) -> None:
+def test_batch_size_is_that_of_the_labels_or_what_most_agree_on(tree: Any, size: int | None) -> None:
     assert batch_size_of(tree) == size
 
 

@@ -324,3 +324,14 @@ def test_label_smoothing_needs_one_column_of_labels(inputs: Any) -> None:
 )
 def test_key_of_the_labels(names: list[str], batch: Any, key: str | None) -> None:
     assert ModelTask(Net(), label_names=names).label_key(batch) == key
+
+
+def test_samples_are_counted_by_labels_then_main_input_then_what_most_agree_on() -> None:
+    task = ModelTask(Net(), label_names=["target"])
+    task_of_images = ModelTask(Answer())
+    task_of_images.model.main_input_name = "pixels"
+    task_of_images = ModelTask(task_of_images.model)
+    others = {"edges": torch.zeros(2, 7), "x": torch.zeros(7, 4), "node": torch.zeros(7)}
+    assert task.count_as("samples", {**others, "target": torch.zeros(4)}) == 4
+    assert task_of_images.count_as("samples", {**others, "pixels": torch.zeros(5, 3)}) == 5
+    assert task.count_as("samples", others) == 7
