@@ -384,3 +384,41 @@ def test_samples_are_as_many_as_labels(tmp_path: Path, options: dict[str, Any]) 
     found = gradient(tmp_path, Graphs, size=2, **options)
     torch.testing.assert_close(found, gradient_of(expected), rtol=1e-6, atol=1e-9)
     assert eval_losses(tmp_path, Graphs, **options) == pytest.approx([loss.item()] * 3, rel=1e-6)
+
+
+class PerPosition(Trainer):
+    """A loss of the user's own: a mean over samples, whatever the labels."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(inputs["x"])
+        loss = outputs["logits"].square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Forwards(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "options", "num"),
+    [
+        (PerPosition, make_rows, {}, 1),
+        (PerPosition, make_rows, {"count_items": "labels"}, 0),
+        (PerPosition, full_rows, {}, 0),
+        (Forwards, make_rows, {}, 0),
+        (Trainer, make_rows, {"compute_loss_func": lambda outputs, labels: outputs["logits"].square().mean()}, 1),
+    ],
+)
+def test_weights_of_a_loss_of_the_users_own_are_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, rows: Any, options: dict[str, Any], num: int
+) -> None:
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 2}
+    for method in ("train", "evaluate"):
+        caplog.clear()
+        arguments = make_arguments(tmp_path, max_steps=2, **sizes)
+        trainer = kind(make_model(Words), arguments, train_dataset=rows(), eval_dataset=rows(), **options)
+        getattr(trainer, method)()
+        assert caplog.text.count('count_items="samples"') == num, method

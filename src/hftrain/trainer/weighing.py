@@ -11,6 +11,7 @@ from hftrain.core.errors import TaskError, explain
 from hftrain.core.log import get_logger
 from hftrain.core.tree import batch_size_of
 from hftrain.task.introspect import takes_item_count
+from hftrain.task.items import SAMPLES, SHIFTED, SUM, counted
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 from hftrain.task.noted import Note, NotedCount
@@ -58,6 +59,7 @@ class LossShares:
             else trainer.model_accepts_loss_kwargs or args.label_smoothing_factor
         )
         self._may_divide = bool(divides and trainer._loss_takes_count and self.plain is not None)
+        self._watch = _CountWatch(trainer, self.plain, function, is_overridden=is_overridden)
         self._is_read = function is not None or any(map(trainer._is_overridden, _SEES_COUNT))
         self._does_divide: bool | None = None
         self._note: Note | None = None
@@ -105,6 +107,8 @@ class LossShares:
                 return None
             if not (self.is_on or self._is_users or task.label_smoothing or task.gives_count):
                 return None
+        if self._does_divide is False and self._watch.is_on:
+            self._watch.see(batches)
         counts = [self._items_of(batch) for batch in batches]
         self._counted = {id(batch): (batch, count) for batch, count in zip(batches, counts, strict=True)}
         self._total, wait = self._sum(counts, device)
@@ -123,6 +127,8 @@ class LossShares:
     def count_for_evaluation(self, batch: Any) -> Count | None:
         """Return a batch's own item count, for a loss that may divide by it; else None."""
         task = self.plain
+        if self._watch.is_on and not (self._may_divide or self._does_divide or self.is_divided):
+            self._watch.see([batch])
         if task is None or not self._may_divide or task.label_key(batch) is None:
             return None
         found = task.mean_over or self.search.found
@@ -200,6 +206,10 @@ class LossShares:
             divides = note.is_read if note.divides is None else note.divides
             self._does_divide = not trainer.strategy.all_true(not divides)
             self._note = None
+            if note.divides is None and not self._does_divide and self._watch.is_on:
+                self._watch.see([batch for batch, _ in self._counted.values()])
+            else:
+                self._watch.is_on = False
             function = trainer.compute_loss_func
             if callable(function) and takes_item_count(function) and not self._does_divide:
                 logger.warning(
@@ -207,3 +217,55 @@ class LossShares:
                     "over a micro-batch's items. A sum must be divided by num_items_in_batch."
                 )
         return self._does_divide
+
+
+class _CountWatch:
+    """Say once what a loss of the user's own is weighed by, where its samples hold unequal numbers of labels.
+
+    Args:
+        trainer: Its override of `compute_loss` is read for whether it hands the batch on, or takes the model's loss.
+        task: None where no plain model is trained.
+        function: The user's `compute_loss_func`.
+        is_overridden: Whether `compute_loss` is.
+
+    Attributes:
+        is_on: Whether there may be something to say.
+    """
+
+    def __init__(
+        self, trainer: Trainer, task: ModelTask | None, function: Callable[..., Any] | None, *, is_overridden: bool
+    ) -> None:
+        self._trainer, self._task = trainer, task
+        code = getattr(trainer.compute_loss, "__code__", None)
+        names: set[str] = set() if code is None or not is_overridden else {*code.co_names, *map(str, code.co_consts)}
+        # One that takes the count without using it is told so.
+        is_own = is_overridden or (function is not None and not takes_item_count(function))
+        self._takes_models = "loss" in names
+        self.is_on = is_own and "super" not in names and task is not None and task.count_rule is None
+        self._counts: set[int] = set()
+        self._num_looks = 0
+
+    def see(self, batches: list[Any]) -> None:
+        """Look at the labels of batches, ever more rarely; to read them waits for a device."""
+        task = self._task
+        assert task is not None
+        self._num_looks += 1
+        if self._num_looks & (self._num_looks - 1) or task.kind in (SAMPLES, SUM):
+            return
+        found = task.mean_over
+        if self._takes_models and (found is None or (found.is_final and found.is_exact)):
+            return
+        for labels in map(task.label_tensor, batches):
+            if labels is not None and labels.dim():
+                marks = counted(labels[..., 1:] if task.kind == SHIFTED else labels, task.ignored_labels)
+                self._counts.update(marks.reshape(len(marks), -1).sum(1).tolist())
+        if len(self._counts) > 1:
+            self.is_on = False
+            if self._trainer.strategy.is_main:
+                logger.warning(
+                    "The loss of %s does not use num_items_in_batch, and the samples hold unequal numbers of labels: "
+                    "it is taken for a mean over them, and weighed by their number. If it is a mean over samples, pass "
+                    'count_items="samples" to the Trainer; count_items="%s" says that this is meant.',
+                    "compute_loss_func" if callable(self._trainer.compute_loss_func) else "compute_loss",
+                    task.kind,
+                )
