@@ -422,3 +422,14 @@ def test_weights_of_a_loss_of_the_users_own_are_said_once(
         trainer = kind(make_model(Words), arguments, train_dataset=rows(), eval_dataset=rows(), **options)
         getattr(trainer, method)()
         assert caplog.text.count('count_items="samples"') == num, method
+
+
+def test_batches_of_one_sample_are_compared_with_each_other(tmp_path: Path) -> None:
+    expected = make_model(PerSample)
+    loss = expected(**batch_of(make_rows()))["loss"]
+    loss.backward()
+    found = gradient(tmp_path, PerSample, size=1)
+    torch.testing.assert_close(found, gradient_of(expected), rtol=1e-6, atol=1e-9)
+    arguments = make_arguments(tmp_path, per_device_eval_batch_size=1)
+    trainer = Trainer(make_model(PerSample), arguments, eval_dataset=make_rows())
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-6)

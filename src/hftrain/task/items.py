@@ -111,6 +111,25 @@ def pick_pair(batch: Any, counts: Mapping[str, Sequence[int]] | None, *, even: b
     return Pair(*parts) if is_telling else Pair(parts[0])
 
 
+def join_batches(batches: Sequence[Any]) -> Any:
+    """Return the samples of several batches as one; None where their tensors do not fit, or something else differs."""
+    first = batches[0]
+    if not all(isinstance(batch, Mapping) and batch.keys() == first.keys() for batch in batches):
+        return None
+    joined = {}
+    for name, value in first.items():
+        others = [batch[name] for batch in batches]
+        if isinstance(value, torch.Tensor) and value.dim():
+            if any(not isinstance(each, torch.Tensor) or each.shape[1:] != value.shape[1:] for each in others):
+                return None
+            joined[name] = torch.cat(others)
+        elif not all(each is value for each in others):
+            return None
+        else:
+            joined[name] = value
+    return joined
+
+
 def _separation(one: Sequence[int], other: Sequence[int]) -> tuple[float, float]:
     """Return how well two samples tell all kinds apart, and how far apart the two are that differ most."""
     ratios = [count / max(count + with_it, 1) for count, with_it in zip(one, other, strict=True)]

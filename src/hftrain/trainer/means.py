@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,19 @@ import torch
 
 from hftrain.core.log import get_logger
 from hftrain.core.seed import preserved_rng
-from hftrain.task.items import KINDS, LABELS, SAMPLES, SHIFTED, SUM, MeanOver, Pair, counted, find_mean, pick_pair
+from hftrain.task.items import (
+    KINDS,
+    LABELS,
+    SAMPLES,
+    SHIFTED,
+    SUM,
+    MeanOver,
+    Pair,
+    counted,
+    find_mean,
+    join_batches,
+    pick_pair,
+)
 from hftrain.task.loss import read_loss
 from hftrain.task.model_task import ModelTask
 from hftrain.trainer.evaluating import cast_inputs
@@ -33,7 +45,7 @@ class MeanSearch:
 
     Two samples with unequal numbers of labels are enough: which weights of their losses give the loss of both? The
     model itself is called, without gradients and in evaluation mode, and no function or hook of the Trainer's.
-    Random numbers, buffers, modes and plain attributes of the modules stay as they were.
+    Random numbers, buffers, modes and the modules' own attributes stay as they were, containers with what they held.
 
     Args:
         trainer: Whose model is tried; what is found goes into its task.
@@ -51,6 +63,7 @@ class MeanSearch:
         self._is_open = self.task is not None and self.task.returns_loss and not makes_inputs
         self._num_looks = self._num_tries = 0
         self._fits: tuple[str, ...] = ()
+        self._before: Any = None
         self.found: MeanOver | None = None
 
     @property
@@ -76,7 +89,7 @@ class MeanSearch:
             return
         is_new = task.mean_over is None
         pairs = (self._pair(batch, even=False) for batch in batches)
-        pair = next((each for each in pairs if each is not None), None)
+        pair = next((each for each in pairs if each is not None), None) or self._joined_pair(batches)
         # A loss that takes a count tells on any batch.
         can_tell = pair is not None or (is_new and task.accepts_item_count)
         if not strategy.all_true(not can_tell):
@@ -98,7 +111,9 @@ class MeanSearch:
         if task.labels_of(batch) is None and not task.can_return_loss:
             return
         # A loss that takes a count tells on any batch.
+        before, self._before = self._before, batch
         pair = self._pair(batch, even=task.accepts_item_count and self.found is None)
+        pair = pair or (None if before is None else self._joined_pair([before, batch]))
         if pair is not None:
             self.found = self._try(pair)
 
@@ -106,6 +121,7 @@ class MeanSearch:
         """Return what the loss is a mean over, the same in every process; collective until known."""
         task, strategy = self.task, self.trainer.strategy
         assert task is not None
+        self._before = None
         if len(task.kinds) > 1:
             own = self.found or MeanOver(self._likeliest, is_final=False)
             found = MeanOver.from_code(int(strategy.reduce(torch.tensor(own.code(), device=strategy.device), op="max")))
@@ -140,6 +156,15 @@ class MeanSearch:
                 type(task.model).__name__,
                 found.kind.replace("_", " "),
             )
+
+    def _joined_pair(self, batches: Sequence[Any]) -> Pair | None:
+        """Return samples to compare out of several batches, of one sample each, say."""
+        task = self.task
+        assert task is not None
+        if len(batches) < 2 or not isinstance(batches[0], Mapping) or task.num_samples(batches[0]) > 1:
+            return None
+        joined = join_batches(batches)
+        return None if joined is None else self._pair(joined, even=False)
 
     def _pair(self, batch: Any, *, even: bool) -> Pair | None:
         """Return samples to compare, on the host or wherever they are."""

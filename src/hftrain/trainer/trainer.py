@@ -171,7 +171,8 @@ class Trainer:
             temporary folder, says how long a step took, and leaves nothing behind; `evaluate` and `predict` take so
             many batches. Callbacks hear it all; trackers and the Hub do not. None for a real run, True for one batch.
         count_items: What a plain model's loss is a mean over, where it is not to be found out: ``"labels"``,
-            ``"shifted_labels"``, ``"samples"``, ``"sum"``, or a function that counts a batch's items.
+            ``"shifted_labels"``, ``"samples"``, ``"sum"``, or a function that counts a batch's items. Batches of one
+            sample each, of unequal length, do not tell, and a loss of your own is not tried.
         loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
