@@ -433,3 +433,24 @@ def test_batches_of_one_sample_are_compared_with_each_other(tmp_path: Path) -> N
     arguments = make_arguments(tmp_path, per_device_eval_batch_size=1)
     trainer = Trainer(make_model(PerSample), arguments, eval_dataset=make_rows())
     assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-6)
+
+
+class Gathers(Words):
+    """Writes down what it sees in containers within containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: dict[str, Any] = {"sizes": [], "by": {"size": {}}}
+
+    def forward(self, x: torch.Tensor, labels: Any = None, **kwargs: Any) -> dict[str, torch.Tensor]:
+        self.notes["sizes"].append(len(x))
+        self.notes["by"]["size"].setdefault(len(x), []).append(1)
+        return super().forward(x, labels, **kwargs)
+
+
+def test_search_puts_back_what_containers_hold_at_any_depth(tmp_path: Path) -> None:
+    model = make_model(Gathers)
+    sizes = model.notes["sizes"]
+    Trainer(model, make_arguments(tmp_path, per_device_eval_batch_size=4), eval_dataset=make_rows()).evaluate()
+    assert model.notes == {"sizes": [4, 4], "by": {"size": {4: [1, 1]}}}
+    assert model.notes["sizes"] is sizes

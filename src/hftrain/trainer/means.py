@@ -267,7 +267,7 @@ class _Kept:
 
     Args:
         module: Its user's forward hooks are taken away.
-        is_whole: Keep its own attributes too; containers are kept one level deep.
+        is_whole: Keep its own attributes too, and what lists, dicts and sets in them hold, nested ones too.
     """
 
     def __init__(self, module: torch.nn.Module, *, is_whole: bool) -> None:
@@ -275,13 +275,10 @@ class _Kept:
         self._training, self._call, self._buffers = module.training, module._compiled_call_impl, dict(module._buffers)
         # Empty ones too: transformers' models add hooks in their first call, and note that they have.
         self._hooks = {name: own[name] for name in _HOOKS if is_whole}
-        self._attributes: dict[str, tuple[Any, Any]] | None = None
+        self._attributes: dict[str, tuple[Any, list[tuple[Any, Any]]]] | None = None
         if is_whole:
             values = {name: value for name, value in own.items() if name not in _INTERNAL}
-            self._attributes = {
-                name: (value, value.copy() if type(value) in (list, dict, set) else None)
-                for name, value in values.items()
-            }
+            self._attributes = {name: (value, list(_contents(value))) for name, value in values.items()}
         for name, hooks in self._hooks.items():
             own[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_users(hook))
 
@@ -294,8 +291,16 @@ class _Kept:
             return
         for name in own.keys() - self._attributes.keys() - _INTERNAL:
             del own[name]
-        for name, (value, content) in self._attributes.items():
+        for name, (value, contents) in self._attributes.items():
             own[name] = value
-            if content is not None and value != content:
-                value.clear()
-                value.extend(content) if isinstance(value, list) else value.update(content)
+            for container, content in contents:
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
+
+
+def _contents(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Yield the plain containers in a value, itself included, each with a copy of what it holds."""
+    if type(value) in (list, dict, set) and depth < 8:
+        yield value, value.copy()
+        for each in list(value.values()) if isinstance(value, dict) else list(value):
+            yield from _contents(each, depth + 1)
