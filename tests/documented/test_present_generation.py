@@ -108,7 +108,7 @@ def test_sortish_sampling_with_another_order_is_refused(tmp_path: Path) -> None:
     args = Seq2SeqTrainingArguments(
         str(tmp_path), sortish_sampler=True, train_sampling_strategy="sequential", use_cpu=True, report_to="none"
     )
-    with pytest.raises(ConfigError, match="'sequential' and sortish_sampler=True"):
+    with pytest.raises(ConfigError, match="'sequential' together with sortish_sampler=True"):
         Seq2SeqTrainer(Net(), args, train_dataset=make_rows()).get_train_dataloader()
 
 
