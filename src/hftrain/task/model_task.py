@@ -281,7 +281,7 @@ class ModelTask(TaskModule):
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             return None
         # Of a masked image the patches that are masked are predicted.
-        return torch.where(labels, 0, self.ignored_labels[0]) if key == "bool_masked_pos" else labels
+        return torch.where(labels.bool(), 0, self.ignored_labels[0]) if key == "bool_masked_pos" else labels
 
     def weights(self, batch: Any) -> dict[str, tuple[int | torch.Tensor, int | torch.Tensor]]:
         """Return, for each kind of `kinds`, the factor of a batch's loss in the set's, and the items it stands for."""

@@ -335,3 +335,10 @@ def test_samples_are_counted_by_labels_then_main_input_then_what_most_agree_on()
     assert task.count_as("samples", {**others, "target": torch.zeros(4)}) == 4
     assert task_of_images.count_as("samples", {**others, "pixels": torch.zeros(5, 3)}) == 5
     assert task.count_as("samples", others) == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_masked_patches_are_counted_whatever_the_masks_type(dtype: torch.dtype) -> None:
+    task = ModelTask(nn.Linear(2, 2), label_names=["bool_masked_pos"])
+    batch = {"pixel_values": torch.zeros(2, 4), "bool_masked_pos": torch.tensor([[1, 0, 0], [1, 1, 0]]).to(dtype)}
+    assert int(task.count_items(batch)) == 3
