@@ -12,6 +12,7 @@ from support.tiny import Net, Stream, make_arguments, make_rows
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hftrain import Seq2SeqTrainingArguments, Trainer, set_seed
+from hftrain.core.errors import ConfigError
 
 pytestmark = pytest.mark.distributed
 
@@ -304,3 +305,49 @@ def test_prepared_loader_is_not_shared_out_twice_and_goes_on_exactly(
     rest = run_distributed(train_prepared, folder=str(tmp_path / "b"), resume=True, **options)
     assert [each["seen"] for each in rest] == [each["seen"][8:] for each in whole]
     assert [each["weights"] for each in rest] == [each["weights"] for each in whole]
+
+
+def train_unevenly(folder: str, *, strategy: str, is_prepared: bool, **options: Any) -> dict[str, Any]:
+    """Train on 11 batches, 6 of which rank 0 gets."""
+    set_seed(7)
+    data = Counted(22)
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            if is_prepared:
+                return prepare(self.accelerator, data, even=False, dispatch=False)
+            return super().get_train_dataloader()
+
+    arguments = make_arguments(
+        Path(folder), per_device_train_batch_size=2, accelerator_config={"even_batches": False}, **options
+    )
+    trainer = Own(Net(), arguments, train_dataset=data, strategy=strategy)
+    try:
+        trainer.train()
+    except ConfigError as error:
+        return {"error": str(error), "step": trainer.state.global_step}
+    weights = [p.flatten().tolist() for p in trainer.strategy.model_state(trainer.model_wrapped).values()]
+    return {"step": trainer.state.global_step, "weights": weights}
+
+
+def train_each_unevenly(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [train_unevenly(f"{folder}/{number}", **case) for number, case in enumerate(cases)]
+
+
+def test_unequal_numbers_of_batches_train_right_or_end_at_once(tmp_path: Path, run_distributed: Any) -> None:
+    prepared, halves = {"strategy": "ddp", "is_prepared": True}, {"gradient_accumulation_steps": 2}
+    refused = [
+        prepared,
+        {**prepared, "max_steps": 14},
+        {**prepared, "strategy": "fsdp"},
+        {**prepared, **halves, "strategy": "fsdp"},
+        {"strategy": "ddp", "is_prepared": False},
+    ]
+    trained = [{**prepared, **halves}, {**prepared, "max_steps": 5}, {**prepared, "strategy": "fsdp", "max_steps": 5}]
+    both = run_distributed(train_each_unevenly, folder=str(tmp_path), cases=[*refused, *trained], timeout_s=120)
+    for found in both:
+        for case, each in zip(refused, found, strict=False):
+            assert "6 on rank 0, 5 on rank 1" in each.get("error", ""), case
+            assert each["step"] == 0, case
+        assert [each["step"] for each in found[len(refused) :]] == [6, 5, 5]
+    assert all(mine["weights"] == other["weights"] for mine, other in zip(both[0][-3:-1], both[1][-3:-1], strict=True))

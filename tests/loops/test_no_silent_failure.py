@@ -427,7 +427,8 @@ def test_tensors_of_a_task_itself_are_placed(tmp_path: Path) -> None:
 def test_launchers_settings_are_heeded_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert Trainer(Net(), make_arguments(tmp_path)).precision.policy.name == "bf16"
-    assert Trainer(Net(), make_arguments(tmp_path), precision="fp32").precision.policy.name == "fp32"
+    with pytest.warns(UserWarning, match="precision='fp32' takes precedence"):
+        assert Trainer(Net(), make_arguments(tmp_path), precision="fp32").precision.policy.name == "fp32"
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ConfigError, match="fsdp"):
         Trainer(Net(), make_arguments(tmp_path))

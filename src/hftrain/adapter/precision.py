@@ -41,11 +41,16 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
                 **{_field(args): True},
             )
         )
+    said = asked or next(iter(chosen), None)
+    # What `accelerate launch --mixed_precision` or its configuration file says.
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked is None and not chosen and launched != "no":
-        # What `accelerate launch --mixed_precision` or its configuration file says.
-        chosen = [launched]
-    name = asked or (chosen[0] if chosen else "tf32" if args.tf32 else "fp32")
+    if launched != "no" and said not in (None, launched):
+        acting = f"{_field(args)}=True" if asked is None else f"precision={said!r}"
+        warn_once(
+            f"The launcher's mixed precision has no effect (ACCELERATE_MIXED_PRECISION={launched!r}): {acting} takes "
+            "precedence. Remove one of the two, or let them agree."
+        )
+    name = said or (launched if launched != "no" else "tf32" if args.tf32 else "fp32")
     if args.tf32 is None:
         return name, {}
     matmul = "high" if args.tf32 else "highest"

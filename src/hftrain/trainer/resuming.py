@@ -14,7 +14,7 @@ from hftrain.checkpoint.foreign import is_foreign, read_foreign
 from hftrain.checkpoint.manifest import Manifest, read_manifest
 from hftrain.checkpoint.parts import load_arguments
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
-from hftrain.core.errors import CheckpointError
+from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.types import Owns
@@ -77,9 +77,37 @@ def plan_run(
 
     Raises:
         CheckpointError: The checkpoint's position or state means nothing in this run.
+        ConfigError: See `_check_rounds`.
     """
+    _check_rounds(trainer, num_batches=values[5], num_updates=values[1], max_steps=values[6])
     with nullcontext() if folder is None else restoring(folder):
         return _plan(trainer, folder, loader, values, progress=progress)
+
+
+def _check_rounds(trainer: Trainer, *, num_batches: int | None, num_updates: int, max_steps: int) -> None:
+    """Raise where a rank would run out of batches and leave the others waiting for its gradients. Collective.
+
+    DDP exchanges gradients once per update, so that updates of unequal numbers of micro-batches go together; what
+    splits the model, or counts micro-steps itself, meets in each of them.
+
+    Raises:
+        ConfigError: The ranks' loaders have different numbers of batches, and the run reaches the end of one.
+    """
+    strategy, accumulation = trainer.strategy, trainer.args.gradient_accumulation_steps
+    by_batch = strategy.shards_model or Owns.ACCUMULATION in strategy.owns
+    told = strategy.gather_object([num_batches, num_updates])
+    rounds = [batches if by_batch else updates for batches, updates in told]
+    if any(batches is None for batches, _ in told) or len(set(rounds)) == 1:
+        return
+    if max_steps > min(rounds) // (accumulation if by_batch else 1):
+        counts = ", ".join(f"{batches} on rank {rank}" for rank, (batches, _) in enumerate(told))
+        raise ConfigError(
+            explain(
+                f"Cannot train on unequal numbers of batches: {counts}.",
+                "A rank that has run out would leave the others waiting for its gradients.",
+                "Give every rank as many: even_batches=True (accelerate's default) or drop_last=True.",
+            )
+        )
 
 
 def _plan(

@@ -91,8 +91,9 @@ def test_object_is_used_as_it_is(tmp_path: Path) -> None:
     [
         ("bf16", None, {}, "bf16"),
         ("no", None, {}, "fp32"),
-        ("bf16", None, {"fp16": True}, "fp16"),
-        ("bf16", "fp32", {}, "fp32"),
+        ("no", None, {"bf16": True}, "bf16"),
+        ("bf16", "bf16", {}, "bf16"),
+        ("fp16", None, {"fp16": True}, "fp16"),
     ],
 )
 def test_launcher_decides_where_nobody_else_does(
@@ -105,6 +106,19 @@ def test_launcher_decides_where_nobody_else_does(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
     assert precision_request(make_arguments(tmp_path, **options), precision)[0] == name
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "acting"),
+    [(None, {"fp16": True}, "fp16=True"), ("fp32", {}, "precision='fp32'"), ("bf16_true", {}, "precision='bf16_true'")],
+)
+def test_launchers_precision_that_has_no_effect_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str | None, options: dict[str, Any], acting: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.warns(UserWarning, match=f"ACCELERATE_MIXED_PRECISION='bf16'.*{acting} takes precedence"):
+        name, _ = precision_request(make_arguments(tmp_path, **options), precision)
+    assert name == (precision or "fp16")
 
 
 @pytest.mark.parametrize("backend", ["cpu_amp", "cuda_amp"])
