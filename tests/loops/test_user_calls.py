@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from support.tiny import Net, Rows, make_arguments, make_rows
+from support.tiny import Net, Rows, Stream, make_arguments, make_rows
 from torch.utils.data import Dataset, default_collate
 
 from hftrain import Trainer
@@ -76,3 +77,24 @@ def test_hooks_functions_and_data_are_called_for_the_runs_own_batches_only(tmp_p
     assert trainer.calls == [*["prepare", "loss train", "function"] * 4, *of_evaluation, "metrics of 6"]
     assert (sorted(data.read), evaluated.read) == (list(range(16)), list(range(6)))
     assert sizes == [4, 4, 4, 4, 4, 2]
+
+
+@pytest.mark.parametrize("kind", [Reads, Stream])
+def test_hooks_that_take_and_count_batches_are_given_some(tmp_path: Path, kind: Any) -> None:
+    taken, counted = [], []
+
+    class Counts(Trainer):
+        def get_batch_samples(self, *args: Any) -> Any:
+            batches, count = super().get_batch_samples(*args)
+            taken.append(len(batches))
+            return batches, count
+
+        def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+            counted.append(len(batch_samples))
+            return torch.cat([batch["labels"] for batch in batch_samples]).numel()
+
+    arguments = make_arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2)
+    Counts(Net(), arguments, train_dataset=kind(make_rows(12))).train()
+    assert counted == [2, 1, 2, 1]
+    # The end of a stream is not known before it is asked for more.
+    assert taken == ([2, 1, 2, 1] if kind is Reads else [2, 1, 0, 2, 1])

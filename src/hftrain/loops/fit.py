@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
@@ -195,6 +196,13 @@ class FitLoop:
         num_steps = 0
         is_exhausted = False
         while progress.step < self.config.max_steps and not is_over:
+            if progress.micro_steps_in_epoch == num_batches:
+                # Hooks are not asked for batches after the last one. A loader may hold more than it says.
+                more = list(islice(batches, 1))
+                if not more:
+                    is_exhausted = True
+                    break
+                batches = chain(more, batches)
             window, num_items = self.slots.get_batch_samples(batches, accumulation, self.device)
             if not window:
                 is_exhausted = True

@@ -1324,7 +1324,7 @@ class Trainer:
         """
         batches = list(islice(epoch_iterator, num_batches))
         count = self._get_num_items_in_batch if self._counts_items_itself else self._shares.count
-        return batches, count(batches, device)
+        return batches, count(batches, device) if batches else None
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None) -> Any:
         """Return the items of a step's micro-batches, None where nobody needs them."""
