@@ -22,12 +22,7 @@ from hftrain.core.errors import ConfigError, explain
 
 _LISTS = ("label_names", "include_for_metrics")
 _WORDS = ("debug", "fsdp")
-_JSON = (
-    "lr_scheduler_kwargs",
-    "gradient_checkpointing_kwargs",
-    "activation_checkpointing_kwargs",
-    "liger_kernel_config",
-)
+# The dict settings that may name a file instead.
 _JSON_OR_PATH = ("fsdp_config", "deepspeed", "accelerator_config")
 _CHOICES: dict[str, type[Enum]] = {
     "eval_strategy": IntervalStrategy,
@@ -115,17 +110,12 @@ def _trackers(value: str | list[str] | None) -> list[str] | None:
 
 
 def _normalize_json(args: ArgumentFields) -> None:
-    for name in _JSON:
+    ours = ArgumentFields._VALID_DICT_FIELDS
+    for name in dict.fromkeys([*ours, *type(args)._VALID_DICT_FIELDS]):
         value = getattr(args, name)
-        if isinstance(value, str):
-            setattr(args, name, _parse(name, value))
-    for name in _JSON_OR_PATH:
-        value = getattr(args, name)
-        if isinstance(value, str) and value.lstrip().startswith("{"):
-            setattr(args, name, _parse(name, value))
-    for name in type(args)._VALID_DICT_FIELDS:
-        value = getattr(args, name)
-        if isinstance(value, str) and value.lstrip().startswith("{"):
+        # What a subclass adds may be any text.
+        is_json = name in ours and name not in _JSON_OR_PATH
+        if isinstance(value, str) and (is_json or value.lstrip().startswith("{")):
             setattr(args, name, convert_texts(_parse(name, value)))
     if args.lr_scheduler_kwargs is None:
         args.lr_scheduler_kwargs = {}
@@ -184,7 +174,7 @@ def _parse(name: str, text: str) -> dict[str, Any]:
     except ValueError as error:
         value = error
     if not isinstance(value, dict):
-        reason = f"It is no JSON object: {value}."
+        reason = f"It is not a JSON object: {value}."
         raise ConfigError(
             explain(f"{name}={text!r} was given.", reason, "Write it as '{\"key\": value}', or as a dict.")
         )

@@ -6,15 +6,15 @@ from typing import Any
 
 from hftrain.core.errors import TaskError, explain
 from hftrain.core.events import EVENTS
-from hftrain.core.lightning import CALLBACK_METHODS, LIGHTNING_NAMES, lightning_base
-from hftrain.core.uncalled import find_uncalled
+from hftrain.core.lightning import CALLBACK_METHODS, CALLBACK_MISNOMERS, LIGHTNING_NAMES, lightning_base
+from hftrain.core.uncalled import check_uncalled
 
 
 def check_callback(callback: Any) -> None:
-    """Raise unless a callback, a class or an instance, has a method for an event, and none that nothing would call.
+    """Raise unless a callback, a class or an instance, has a method for an event, and no hook that nothing would call.
 
     Raises:
-        TaskError: It is one of Lightning's, has no such method, or one under a name that looks as if.
+        TaskError: It is one of Lightning's, has no such method, or another library's hook.
     """
     kind = callback if isinstance(callback, type) else type(callback)
     # Lightning's own base class has on_train_end, which takes other arguments.
@@ -29,10 +29,7 @@ def check_callback(callback: Any) -> None:
             )
         )
     if lightning_base(kind) is None:
-        for name, remedy in find_uncalled(kind, called=EVENTS, known=CALLBACK_METHODS):
-            raise TaskError(
-                explain(f"{kind.__name__} defines {name}.", "Nothing calls it, so it would do nothing.", remedy)
-            )
+        check_uncalled(kind, error=TaskError, called=EVENTS, hooks=CALLBACK_METHODS, misnomers=CALLBACK_MISNOMERS)
     if not any(callable(getattr(callback, event, None)) for event in EVENTS):
         raise TaskError(
             explain(

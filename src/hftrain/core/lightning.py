@@ -62,10 +62,10 @@ _OTHER_EVENTS = {
         "Override evaluate() or prediction_step() of a Trainer subclass.",
     ),
 }  # fmt: skip
-# What those who know Keras, or write from memory, call events.
+# Keras's events.
+_KERAS = {"on_batch_begin": "on_step_begin", "on_batch_end": "on_step_end"}
+# What events are called from memory.
 _MISNOMERS = {
-    "on_batch_begin": "on_step_begin",
-    "on_batch_end": "on_step_end",
     "on_batch_start": "on_step_begin",
     "on_checkpoint_save": "on_save",
     "on_epoch_start": "on_epoch_begin",
@@ -79,27 +79,33 @@ _MISNOMERS = {
     "on_step_start": "on_step_begin",
 }
 
-# Methods of a callback that nothing calls, and what to do.
+
+def _define(events: dict[str, str]) -> dict[str, str]:
+    return {name: f"Define {event}(self, args, state, control, **kwargs)." for name, event in events.items()}
+
+
+# Other libraries' methods of a callback, which nothing here calls, and what to do.
 CALLBACK_METHODS = {
-    **{
-        name: f"Define {event}(self, args, state, control, **kwargs)."
-        for name, event in {**_EVENTS, **_MISNOMERS}.items()
-    },
+    **_define({**_EVENTS, **_KERAS}),
     **_OTHER_EVENTS,
     "on_save_checkpoint": "Define on_save, or derive from ExportableState too, whose state is in each checkpoint.",
 }
 
+# Names that are often written for an event.
+CALLBACK_MISNOMERS = _define(_MISNOMERS)
+
 _EVALUATES = "Define evaluation_step(self, batch); a torchmetrics child of the task sums over batches."
-# Methods of a module, and what to do.
+# Other libraries' methods of a module, likewise.
 MODULE_METHODS = {
     **{name: f"Do it in {event} of a TrainerCallback." for name, event in _EVENTS.items()},
     **_OTHER_EVENTS,
     "configure_callbacks": "Pass callbacks=[...] to the Trainer.",
     "configure_gradient_clipping": "Set max_grad_norm in TrainingArguments.",
     "configure_model": "Build the network in __init__, as self.model.",
+    "configure_optimiser": "Rename it to configure_optimizers.",
+    "configure_optimisers": "Rename it to configure_optimizers.",
+    "configure_optimizer": "Rename it to configure_optimizers.",
     "configure_sharded_model": "Build the network in __init__, as self.model.",
-    "eval_step": "Define evaluation_step(self, batch).",
-    "evaluate_step": "Define evaluation_step(self, batch).",
     "lr_scheduler_step": "Return the schedule from configure_optimizers; it is stepped once per update.",
     "on_after_batch_transfer": "Do it at the start of the step, or in the collator.",
     "on_before_batch_transfer": "Do it in the collator.",
@@ -118,12 +124,15 @@ MODULE_METHODS = {
     "training_step_end": "Do it at the end of training_step(self, batch).",
     "transfer_batch_to_device": "Override _prepare_inputs of a Trainer subclass.",
     "val_dataloader": "Pass eval_dataset to the Trainer, or override its get_eval_dataloader.",
-    "val_step": "Define evaluation_step(self, batch).",
-    "valid_step": "Define evaluation_step(self, batch).",
     "validation_epoch_end": "Do it in on_evaluate of a TrainerCallback.",
     "validation_step": "Rename it to evaluation_step(self, batch).",
     "validation_step_end": _EVALUATES,
 }
+
+# Names that are often written for a method of a module.
+MODULE_MISNOMERS = dict.fromkeys(
+    ("eval_step", "evaluate_step", "val_step", "valid_step"), "Define evaluation_step(self, batch)."
+)
 
 # Attributes of a module that its methods use, and what to do.
 MODULE_ATTRIBUTES = {

@@ -2,53 +2,118 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import linecache
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, FunctionType
-from typing import Any
+from contextlib import suppress
+from types import FrameType, FunctionType
 
-# Classes of these packages are no user's.
+from hftrain.core.errors import HFTrainError, explain
+from hftrain.core.log import warn_once
+
+# Classes of these packages are not the user's.
 _OTHERS = frozenset({"builtins", "hftrain", "torch", "transformers", "typing"})
 # How alike a name must be to one of ours to count as a misspelling of it.
 _ALIKE = 0.88
 
 
-def find_uncalled(kind: type, *, called: Iterable[str], known: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the methods of a user's class that nothing would call, each with what to do instead.
+def check_uncalled(
+    kind: type,
+    *,
+    error: type[HFTrainError],
+    called: Iterable[str] = (),
+    hooks: Mapping[str, str] | None = None,
+    misnomers: Mapping[str, str] | None = None,
+) -> None:
+    """Raise if a user's class defines another library's hook, and warn if it seems to misspell one of ours.
 
-    A method that another method of the class uses is a helper and may have any name.
+    A method that the class, its file or a file on the call stack uses is a helper and may have any name, and so may
+    those that the class lists in `not_hooks`.
 
     Args:
         kind: The class; bases from other packages are not looked at.
+        error: What to raise.
         called: The names that are called.
-        known: Names that other libraries call, or that are often written for one that is called, with the remedy.
+        hooks: Names that other libraries call, with what to do instead.
+        misnomers: Names that are often written for one that is called, likewise.
     """
-    called = set(called)
-    owners = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in _OTHERS]
-    used = {name for owner in owners for name in _names_used(owner)}
-    for owner in owners:
-        ours = [value for name, value in vars(owner).items() if name in called]
-        for name, value in vars(owner).items():
-            is_method = isinstance(value, (FunctionType, staticmethod, classmethod))
-            if not is_method or name in called or name in used or any(value is each for each in ours):
-                continue
-            if name in known:
-                yield name, known[name]
-            elif "_" in name.strip("_") and (near := difflib.get_close_matches(name, called, n=1, cutoff=_ALIKE)):
-                yield name, f"Did you mean {near[0]!r}?"
+    called, hooks, misnomers = set(called), hooks or {}, misnomers or {}
+    spellings = {_squeeze(name): name for name in called}
+    for name, function in _own_methods(kind, called):
+        if is_meant(kind, name):
+            continue
+        meant = spellings.get(_squeeze(name))
+        remedy = hooks.get(name) or (f"Rename it to {meant}." if meant else None)
+        hint = remedy or misnomers.get(name) or _near(name, called)
+        if hint is None or _is_used(name, function):
+            continue
+        message = word_uncalled(kind, name, hint)
+        if remedy is not None:
+            raise error(message)
+        warn_once(message)
 
 
-def _names_used(owner: type) -> Iterator[str]:
-    """Yield the attributes that a class's functions use, each but in the function of the same name."""
-    for name, value in vars(owner).items():
-        parts: list[Any] = [getattr(value, part, None) for part in ("fget", "fset", "__func__")]
-        for function in (value, *parts):
-            if isinstance(function, FunctionType):
-                yield from (used for used in _names_in(function.__code__) if used != name)
+def is_meant(kind: type, name: str) -> bool:
+    """Tell whether a class or one of its bases lists a name in `not_hooks`."""
+    return any(name in vars(owner).get("not_hooks", ()) for owner in kind.__mro__)
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+def word_uncalled(kind: type, name: str, remedy: str) -> str:
+    """Word that nothing calls a method, with what to do instead, and what to do if it is a helper."""
+    meant = f"If other code calls it, set not_hooks = ({name!r},) in the class."
+    return explain(f"{kind.__name__} defines {name}:", "nothing calls it, so it would do nothing.", f"{remedy} {meant}")
+
+
+def _own_methods(kind: type, called: set[str]) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the user's methods that are not called, and their functions; none that has a called name as well."""
+    for owner in kind.__mro__:
+        if _package(owner.__module__) in _OTHERS:
+            continue
+        methods = {name: getattr(value, "__func__", value) for name, value in vars(owner).items()}
+        ours = [value for name, value in methods.items() if name in called]
+        for name, value in methods.items():
+            if isinstance(value, FunctionType) and not any(value is each for each in ours):
+                yield name, value
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _squeeze(name: str) -> str:
+    return name.lower().replace("_", "")
+
+
+def _near(name: str, called: set[str]) -> str | None:
+    near = difflib.get_close_matches(name, called, n=1, cutoff=_ALIKE) if "_" in name.strip("_") else []
+    return f"Did you mean {near[0]!r}?" if near else None
+
+
+def _is_used(name: str, function: FunctionType) -> bool:
+    """Tell whether the file of a method, or one on the call stack, uses an attribute of that name."""
+    files = {function.__code__.co_filename}
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if _package(frame.f_globals.get("__name__", "")) not in _OTHERS:
+            files.add(frame.f_code.co_filename)
+        frame = frame.f_back
+    for file in files:
+        source = "".join(linecache.getlines(file))
+        with suppress(SyntaxError):
+            if name in source and _uses(ast.parse(source), name):
+                return True
+    return False
+
+
+def _uses(node: ast.AST, name: str) -> bool:
+    """Tell whether code reads an attribute, by a dot or getattr, outside the functions of that name."""
+    match node:
+        case ast.FunctionDef(name=own) | ast.AsyncFunctionDef(name=own) if own == name:
+            return False
+        case ast.Attribute(attr=attr, ctx=ast.Load()) if attr == name:
+            return True
+        case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=attr), *_]) if attr == name:
+            return True
+    return any(_uses(child, name) for child in ast.iter_child_nodes(node))

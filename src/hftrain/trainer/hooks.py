@@ -8,7 +8,7 @@ from typing import Any
 
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.lightning import TRAINER_ATTRIBUTES
-from hftrain.core.uncalled import find_uncalled
+from hftrain.core.uncalled import check_uncalled, is_meant, word_uncalled
 
 _STATEFUL = "Keep your own state in a callback that exports it (ExportableState), or override _save_checkpoint."
 _LOOP = (
@@ -115,18 +115,10 @@ def check_hooks(trainer: Any, base: type, *, given: Mapping[str, Any]) -> None:
     if kind is None:
         return
     for name, remedy in DOCUMENTED.items():
-        if hasattr(kind, name) and not hasattr(base, name):
-            raise ConfigError(
-                explain(
-                    f"{kind.__name__} defines {name}.",
-                    "This Trainer does not call it, so it would change nothing.",
-                    remedy or "Override one of the documented methods instead.",
-                )
-            )
+        if hasattr(kind, name) and not hasattr(base, name) and not is_meant(kind, name):
+            raise ConfigError(word_uncalled(kind, name, remedy or "Override one of the documented methods instead."))
     newer = {name: remedy for name, remedy in NEWER.items() if not hasattr(base, name)}
-    for name, remedy in find_uncalled(kind, called=(), known=newer):
-        reason = "This Trainer does not call it, so it would change nothing."
-        raise ConfigError(explain(f"{kind.__name__} defines {name}.", reason, remedy))
+    check_uncalled(kind, error=ConfigError, hooks=newer)
     taken = {name for name in vars(base) if _is_private(name) and name not in DOCUMENTED and _defines(kind, base, name)}
     for name, value in vars(trainer).items():
         is_ours = _is_private(name) and name not in _SETTABLE and (name not in given or given[name] is not value)

@@ -7,8 +7,8 @@ from typing import Any
 
 from hftrain.core.errors import TaskError, explain
 from hftrain.core.events import EVENTS
-from hftrain.core.lightning import MODULE_METHODS, lightning_base
-from hftrain.core.uncalled import find_uncalled
+from hftrain.core.lightning import MODULE_METHODS, MODULE_MISNOMERS, lightning_base
+from hftrain.core.uncalled import check_uncalled
 from hftrain.task.module import TaskModule
 
 _STEPS = ("training_step", "evaluation_step", "prediction_step", "count_items")
@@ -58,15 +58,12 @@ def check_task(task: TaskModule) -> None:
 
 
 def _check_names(kind: type[TaskModule]) -> None:
-    """Raise where a class defines a method that nothing would call, under a name that looks as if."""
+    """Raise if a class defines a hook that nothing would call."""
     if lightning_base(kind) is not None:
         # It serves both libraries.
         return
-    known = {event: f"Do it in {event} of a TrainerCallback." for event in EVENTS} | MODULE_METHODS
-    for name, remedy in find_uncalled(kind, called=_CALLED, known=known):
-        raise TaskError(
-            explain(f"{kind.__name__} defines {name}.", "Nothing calls it, so it would do nothing.", remedy)
-        )
+    hooks = {event: f"Do it in {event} of a TrainerCallback." for event in EVENTS} | MODULE_METHODS
+    check_uncalled(kind, error=TaskError, called=_CALLED, hooks=hooks, misnomers=MODULE_MISNOMERS)
 
 
 def _check_signatures(task: TaskModule) -> None:

@@ -89,6 +89,19 @@ def test_fsdp_config_loses_prefixes_and_text_booleans():
     assert "fsdp_use_orig_params" in config, "the caller's dict is left alone"
 
 
+def test_numbers_and_booleans_written_as_text_are_read_in_every_dict_setting():
+    args = TrainingArguments(
+        "out",
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs='{"use_reentrant": "false"}',
+        lr_scheduler_kwargs='{"num_cycles": "2"}',
+        accelerator_config='{"split_batches": "false"}',
+    )
+    assert args.gradient_checkpointing_kwargs == {"use_reentrant": False}
+    assert args.lr_scheduler_kwargs == {"num_cycles": 2}
+    assert args.accelerator_config.split_batches is False
+
+
 def test_home_folder_is_expanded(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     args = TrainingArguments("~/out", logging_dir="~/logs")
@@ -100,7 +113,7 @@ def test_home_folder_is_expanded(monkeypatch, tmp_path):
     [("lr_scheduler_kwargs", "num_cycles=2"), ("gradient_checkpointing_kwargs", "[1]"), ("deepspeed", "{broken")],
 )
 def test_text_that_is_no_json_object_raises(name, text):
-    with pytest.raises(ConfigError, match=f"{name}=.*no JSON object"):
+    with pytest.raises(ConfigError, match=f"{name}=.*not a JSON object"):
         TrainingArguments("out", **{name: text})
 
 
