@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,48 @@ def test_losses_are_those_of_all_samples_in_one_batch(tmp_path: Path, run_distri
         expected = make_model(case.rpartition(" ")[0])(**batch)["loss"].item()
         assert found == pytest.approx([expected] * len(found), rel=1e-5), case
         assert len(found) == 2 + case.startswith("shifts")
+
+
+class Breaks(Plain):
+    """Raises in its second layer for a marked sample alone, which the search tries and training does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        x = self.first(x) + 0 * x
+        if len(x) == 1 and not self.training and (labels == 6).any():
+            raise ValueError("a marked sample")
+        return super().forward(x, labels)
+
+
+def broken(folder: str, *, strategy: str) -> dict[str, Any]:
+    """Train where one process's samples cannot be tried, and return what was said, and whether it was trained."""
+    said: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("hftrain").addHandler(Ear(logging.WARNING))
+    rows = make_rows()
+    for row in rows:
+        row["labels"][row["labels"] == 6] = 5
+    rows[0]["labels"][0] = rows[1]["labels"][0] = 6
+    set_seed(0)
+    arguments = make_arguments(Path(folder), per_device_train_batch_size=2, max_steps=2, per_device_eval_batch_size=2)
+    trainer = Ordered(Breaks(), arguments, train_dataset=rows, eval_dataset=rows, strategy=strategy)
+    trainer.evaluate()
+    steps = trainer.train().global_step
+    return {"steps": steps, "said": [text for text in said if "Cannot find out" in text]}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_error_of_one_process_in_the_search_stops_nobody(
+    tmp_path: Path, run_distributed: Any, strategy: str
+) -> None:
+    first, second = run_distributed(broken, folder=str(tmp_path), strategy=strategy, timeout_s=60)
+    assert (first["steps"], second) == (2, {"steps": 2, "said": []})
+    assert len(first["said"]) == 1
+    assert "of Breaks is a mean over: ValueError: a marked sample. It is assumed" in first["said"][0]

@@ -454,3 +454,109 @@ def test_search_puts_back_what_containers_hold_at_any_depth(tmp_path: Path) -> N
     Trainer(model, make_arguments(tmp_path, per_device_eval_batch_size=4), eval_dataset=make_rows()).evaluate()
     assert model.notes == {"sizes": [4, 4], "by": {"size": {4: [1, 1]}}}
     assert model.notes["sizes"] is sizes
+
+
+class Breaks(Words):
+    """Cannot be tried: its loss needs a batch of at least three samples."""
+
+    num_least = 3
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if len(logits) < self.num_least:
+            raise ValueError("too few samples")
+        return super().loss(logits, labels)
+
+
+class Draws(Words):
+    """Draws random numbers in evaluation too."""
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return super().loss(logits + torch.rand(()), labels) * (1 + torch.rand(()))
+
+
+def apart(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return a batch that holds all positions in one row, which nothing can cut into samples."""
+    return {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]} | {
+        "starts": torch.arange(len(rows))
+    }
+
+
+UNCUT = "its batches cannot be cut into samples, or joined"
+SAID = "Cannot find out what the loss of %s is a mean over: %s. It is assumed to be the mean over labels"
+
+
+@pytest.mark.parametrize("method", ["train", "evaluate"])
+@pytest.mark.parametrize(
+    ("kind", "rows", "options", "reason", "level"),
+    [
+        (Breaks, make_rows, {}, "ValueError: too few samples", logging.WARNING),
+        (Draws, make_rows, {}, "ArithmeticError: the same samples gave two different losses", logging.WARNING),
+        (Words, make_rows, {"data_collator": apart}, UNCUT, logging.WARNING),
+        (Words, make_rows, {"data_collator": apart, "count_items": "labels"}, "", None),
+        (Breaks, make_rows, {"count_items": "labels"}, "", None),
+        (Breaks, lambda: full_rows(), {}, "", None),
+    ],
+)  # fmt: skip
+def test_what_is_assumed_of_a_model_that_cannot_be_tried_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, rows: Any, options: Any, reason: str, level: Any,
+    method: str,
+) -> None:  # fmt: skip
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 4}
+    arguments = make_arguments(tmp_path, num_train_epochs=4, **sizes)
+    trainer = Trainer(make_model(kind), arguments, train_dataset=rows(), eval_dataset=rows(), **options)
+    with caplog.at_level(logging.INFO, "hftrain"):
+        getattr(trainer, method)()
+    found = [record for record in caplog.records if "count_items=" in record.getMessage()]
+    assert [record.levelno for record in found] == ([] if level is None else [level])
+    if found:
+        message = found[0].getMessage()
+        assert SAID % (kind.__name__, reason) in message.replace(": the model draws random numbers", "")
+        assert "unequal numbers" in message
+
+
+def test_a_model_that_cannot_be_tried_yet_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Later(PerSample):
+        num_calls_failed = 0
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if not self.training and Later.num_calls_failed < 2:
+                Later.num_calls_failed += 1
+                raise ValueError("not yet")
+            return super().forward(*args, **kwargs)
+
+    arguments = make_arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    trainer = Trainer(make_model(Later), arguments, train_dataset=make_rows())
+    trainer.train()
+    assert caplog.text.count("not yet") == 1
+    assert trainer.task.mean_over.kind == "samples"
+    assert trainer.task.mean_over.is_final
+
+
+def test_evaluation_in_a_run_finds_what_its_training_batches_do_not_tell(tmp_path: Path) -> None:
+    expected = make_model(PerSample)
+    loss = expected(**batch_of(make_rows()))["loss"].item()
+    arguments = make_arguments(
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1, learning_rate=0.0,
+        per_device_eval_batch_size=3, eval_strategy="steps", eval_steps=1,
+    )  # fmt: skip
+    trainer = Trainer(make_model(PerSample), arguments, train_dataset=full_rows(), eval_dataset=make_rows())
+    trainer.train()
+    found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert found == pytest.approx([loss], rel=1e-6)
+
+
+def test_batches_of_equal_samples_are_compared_with_each_other(tmp_path: Path) -> None:
+    rows = make_rows()
+    # Two by two, samples hold equally many labels.
+    rows = [{**row, "labels": row["labels"].clamp(min=0)} for row in rows]
+    for index, row in enumerate(rows):
+        row["labels"][3 + index // 2 % 3 :] = -100
+    expected = make_model(PerSample)
+    expected(**batch_of(rows))["loss"].backward()
+
+    class Ordered(Trainer):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+    found = gradient(tmp_path, PerSample, size=2, rows=rows, trainer=Ordered)
+    torch.testing.assert_close(found, gradient_of(expected), rtol=1e-6, atol=1e-9)

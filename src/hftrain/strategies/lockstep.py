@@ -73,26 +73,39 @@ class Lockstep:
         dist.all_gather(all_of_them, mine)
         statuses: list[int] = torch.cat(all_of_them).tolist()
         if _CALLING in statuses and _EMPTY in statuses:
-            lent = self._lend(statuses.index(_CALLING))
+            lent = lend(self._strategy, self._call, src=statuses.index(_CALLING))
             if self._call is None:
                 self._call = lent
         return statuses
 
-    def _lend(self, src: int) -> Any:
-        """Return the arguments of process `src`; collective."""
-        tensors: list[torch.Tensor] = []
-        shape: Any = None
-        if self._strategy.rank == src:
-            shape = _describe(self._call, tensors)
-        kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-        kinds, shape = self._strategy.broadcast_object([kinds, shape], src)
-        device = self._strategy.device
-        if self._strategy.rank != src:
-            tensors = [torch.empty(size, dtype=getattr(torch, dtype), device=device) for dtype, size in kinds]
-        for tensor in tensors:
-            dist.broadcast(tensor.detach().contiguous() if self._strategy.rank == src else tensor, src)
-        args, kwargs = _rebuild(shape, iter(tensors).__next__)
-        return args, kwargs
+
+def lend(strategy: Strategy, tree: Any, *, src: int) -> Any:
+    """Return what process `src` holds: tensors on the device, in nested tuples, lists and mappings. Collective.
+
+    Raises:
+        StrategyError: It holds something else, in process `src` alone; see `can_lend`.
+    """
+    tensors: list[torch.Tensor] = []
+    shape: Any = None
+    if strategy.rank == src:
+        shape = _describe(tree, tensors)
+    kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    kinds, shape = strategy.broadcast_object([kinds, shape], src)
+    if strategy.rank != src:
+        tensors = [torch.empty(size, dtype=getattr(torch, dtype), device=strategy.device) for dtype, size in kinds]
+    for tensor in tensors:
+        # As bytes: backends do not take every type.
+        dist.broadcast(tensor.detach().contiguous().reshape(-1).view(torch.uint8), src)
+    return tree if strategy.rank == src else _rebuild(shape, iter(tensors).__next__)
+
+
+def can_lend(tree: Any) -> bool:
+    """Tell whether `lend` can send this."""
+    try:
+        _describe(tree, [])
+    except StrategyError:
+        return False
+    return True
 
 
 class SplittingStrategy(DistributedStrategy):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import combinations
 from typing import Any
 
@@ -39,23 +39,6 @@ class MeanOver:
     is_final: bool = True
     fits: tuple[str, ...] = ()
 
-    def code(self) -> int:
-        """Return a number for processes to exchange, of which the largest wins."""
-        flags = (not self.is_exact, self.needs_count, self.divides)
-        return 32 * self.is_final + 8 * KINDS.index(self.kind) + sum(flag << place for place, flag in enumerate(flags))
-
-    @classmethod
-    def from_code(cls, code: int) -> MeanOver:
-        """Return what `code` stands for."""
-        index, flags = divmod(code % 32, 8)
-        return cls(
-            KINDS[index],
-            needs_count=bool(flags & 2),
-            divides=bool(flags & 4),
-            is_exact=not flags & 1,
-            is_final=code >= 32,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -66,16 +49,18 @@ class Pair:
         other: A batch of the second; None where there is none.
         both: A batch of the two.
         twice: A batch of the first, repeated.
+        is_ragged: Whether samples hold unequal numbers of items, so that it matters what the loss is a mean over.
     """
 
     one: Any
     other: Any = None
     both: Any = None
     twice: Any = None
+    is_ragged: bool = True
 
-    def filled(self) -> Pair:
-        """Return a pair that takes as many losses as any other, for processes that share a model."""
-        return self if self.other is not None else Pair(self.one, self.one, self.one, self.one)
+    def parts(self) -> dict[str, Any]:
+        """Return what it is made of, by name; the samples themselves are not copied."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def pick_pair(batch: Any, counts: Mapping[str, Sequence[int]] | None, *, even: bool) -> Pair | None:
@@ -105,10 +90,12 @@ def pick_pair(batch: Any, counts: Mapping[str, Sequence[int]] | None, *, even: b
         last, first = (alike[row] for row in sorted(best, key=lambda row: (len(set(row)), row)))
     if not (is_telling or even) or not size:
         return None
+    is_ragged = counts is not None and is_telling
     parts = [take_samples(batch, indices, size) for indices in ([first], [last], [first, last], [first, first])]
     if any(part is None for part in parts):
-        return Pair(batch) if even else None
-    return Pair(*parts) if is_telling else Pair(parts[0])
+        return Pair(batch, is_ragged=is_ragged) if even or is_ragged else None
+    one, other, both, twice = parts
+    return Pair(one, other, both, twice, is_ragged=is_ragged) if is_telling else Pair(one, is_ragged=False)
 
 
 def join_batches(batches: Sequence[Any]) -> Any:
@@ -176,8 +163,7 @@ def find_mean(
 
     Args:
         pair: The samples.
-        loss_of: Returns the loss of a batch, given a number of items to divide by or None. Called equally often,
-            whatever it returns, so that processes that share a model stay together.
+        loss_of: Returns the loss of a batch, given a number of items to divide by or None.
         rule: What is assumed where these samples do not tell.
         kinds: What to consider, the likeliest first; of several that fit it is taken until a batch tells them apart.
         count: kind, batch -> its number of items.
@@ -185,6 +171,7 @@ def find_mean(
         is_rough: Whether it computes in 16 bits.
 
     Raises:
+        ArithmeticError: The same samples gave two different losses.
         Exception: What `loss_of` raises when it is given no number, unless it needs one.
     """
     counts = {kind: count(kind, pair.one) for kind in kinds}
@@ -205,8 +192,9 @@ def find_mean(
     if not math.isfinite(one):
         return needs_count if divided else assumed
     if not _is_close(one, again, 1e-3 if is_rough else 1e-6):
-        # It draws random numbers of its own, so that two losses cannot be compared.
-        return needs_count if divided else MeanOver(rule)
+        if divided:
+            return needs_count
+        raise ArithmeticError("the same samples gave two different losses: the model draws random numbers")
     if divided:
         # What is left of the loss as the number grows is not divided: a router's loss, say.
         items = total / ((one - (2 * with_twice - with_count)) or math.nan)

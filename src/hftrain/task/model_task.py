@@ -44,6 +44,7 @@ class ModelTask(TaskModule):
 
     Attributes:
         mean_over: What the model's own loss was found to be a mean over; None before.
+        level_told: At which logging level it was said that this could not be found.
         keeps_count: Whether the model is given the count although its own mean is known.
 
     Source: the documented `Trainer` (`model`, `compute_loss_func`, `label_names`, `label_smoothing_factor`).
@@ -79,6 +80,7 @@ class ModelTask(TaskModule):
         self.ignored_labels = ignored_labels(model)
         self.count_rule = count_items
         self.mean_over: MeanOver | None = None
+        self.level_told = 0
         self.keeps_count = False
         self.keys_to_ignore = keys_to_ignore(model)
 
@@ -299,9 +301,15 @@ class ModelTask(TaskModule):
         """What the loss may be a mean over, the likeliest first; one kind once it is known."""
         if callable(self.count_rule):
             return ("",)
-        if self.count_rule is not None or self.mean_over is not None or not self.returns_loss:
+        if not self.is_searched:
             return (self.kind,)
         return (self.rule, *(kind for kind in KINDS if kind != self.rule))
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether what the loss is a mean over is still to be found."""
+        is_found = self.mean_over is not None and self.mean_over.is_final
+        return self.returns_loss and self.count_rule is None and not is_found
 
     def _builds_decoder_inputs(self, inputs: Mapping[str, Any]) -> bool:
         """Encoder-decoder models make their decoder inputs from the labels where none are given."""

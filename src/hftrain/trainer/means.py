@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hftrain.core.log import get_logger
 from hftrain.core.seed import preserved_rng
+from hftrain.strategies.lockstep import can_lend, lend
 from hftrain.task.items import (
     KINDS,
     LABELS,
@@ -23,6 +26,7 @@ from hftrain.task.items import (
     find_mean,
     join_batches,
     pick_pair,
+    take_samples,
 )
 from hftrain.task.loss import read_loss
 from hftrain.task.model_task import ModelTask
@@ -35,6 +39,7 @@ logger = get_logger(__name__)
 
 _INTERNAL = frozenset(vars(torch.nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_MAX_PAIRS = 4  # of an evaluation, to be tried at its end
 _LIBRARIES = frozenset(
     {"accelerate", "bitsandbytes", "deepspeed", "hftrain", "peft", "torch", "torchao", "transformers"}
 )
@@ -47,90 +52,92 @@ class MeanSearch:
     model itself is called, without gradients and in evaluation mode, and no function or hook of the Trainer's.
     Random numbers, buffers, modes and the modules' own attributes stay as they were, containers with what they held.
 
+    The first process whose batch tells tries it, and all take its answer. Processes that share a model all try its
+    samples, so an error meets all of them at the same place.
+
     Args:
         trainer: Whose model is tried; what is found goes into its task.
 
     Attributes:
-        found: What this process alone has found in an evaluation.
+        is_open: Whether there is anything left to find.
+        found: What this process has found in an evaluation by itself.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        task = trainer.task
         self.trainer = trainer
-        self.task = task if isinstance(task, ModelTask) else None
+        task = self.task = trainer.task if isinstance(trainer.task, ModelTask) else None
         # Of a batch that an override makes for the model nothing is known.
         makes_inputs = any(map(trainer._is_overridden, ("_prepare_inputs", "_prepare_input")))
-        self._is_open = self.task is not None and self.task.returns_loss and not makes_inputs
+        self.is_open = task is not None and task.is_searched and not makes_inputs
         self._num_looks = self._num_tries = 0
         self._fits: tuple[str, ...] = ()
+        self._pairs: list[Pair] = []
         self._before: Any = None
         self.found: MeanOver | None = None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether there is nothing left to be found."""
-        task = self.task
-        found = None if task is None else task.mean_over
-        return (
-            not self._is_open or task is None or task.count_rule is not None or (found is not None and found.is_final)
-        )
-
     def look(self, batches: Sequence[Any]) -> None:
-        """Find out from a step's batches, if they tell, and write it into the task; collective until known."""
+        """Find out from a step's batches, if they tell, and write it into the task; collective while open."""
         task, strategy = self.task, self.trainer.strategy
-        if self.is_over or task is None:
-            return
+        assert task is not None
         self._num_looks += 1
-        is_shared = strategy.world_size > 1
-        # To agree takes an exchange, to read what lies on a device waits for it, and to try again takes losses: ever
-        # more rarely.
+        # An exchange or a read waits for a device, and to try again takes losses: ever more rarely.
+        is_shared = strategy.world_size > 1 and strategy.device.type != "cpu"
         is_costly = is_shared or self._num_tries or not _is_readable(task, batches)
         if self._num_looks & (self._num_looks - 1) and is_costly:
             return
         is_new = task.mean_over is None
         pairs = (self._pair(batch, even=False) for batch in batches)
         pair = next((each for each in pairs if each is not None), None) or self._joined_pair(batches)
-        # A loss that takes a count tells on any batch.
-        can_tell = pair is not None or (is_new and task.accepts_item_count)
-        if not strategy.all_true(not can_tell):
-            pair = pair or self._pair(batches[0], even=True) or Pair(batches[0])
-            found = self._try(pair.filled() if is_shared else pair)
-            if is_shared:
-                code = torch.tensor(found.code(), device=strategy.device)
-                found = MeanOver.from_code(int(strategy.reduce(code, op="max")))
-            if found.is_final or is_new:
-                self._settle(found)
+        if pair is None and is_new and task.accepts_item_count:
+            # A loss that takes a count tells on any batch.
+            pair = self._pair(batches[0], even=True) or Pair(batches[0], is_ragged=False)
+        found = self._share(pair, is_over=all(map(self._has_one_label, batches)))
+        if found is not None and (found.is_final or is_new):
+            self._settle(found)
         if task.mean_over is None:
-            task.mean_over = MeanOver(self._likeliest, is_final=False)
+            task.mean_over = MeanOver(self._likeliest, is_final=not self.is_open)
 
     def look_at(self, batch: Any) -> None:
-        """Find out from an evaluation's batch, for `agree` at its end."""
+        """Keep what an evaluation's batch may tell, for `agree` at its end."""
         task = self.task
-        if task is None or self.is_over or (self.found is not None and self.found.is_final):
+        if not self.is_open or task is None or (task.labels_of(batch) is None and not task.can_return_loss):
             return
-        if task.labels_of(batch) is None and not task.can_return_loss:
-            return
-        # A loss that takes a count tells on any batch.
+        if task.accepts_item_count and self.found is None and task.mean_over is None:
+            # Known at once, because the loss may need the count; such a loss tells on any batch. Where processes share
+            # the model it is the whole batch, so that all compute the same.
+            pair = None if self._is_split else self._pair(batch, even=True)
+            found = self._try(pair or Pair(batch, is_ragged=False))
+            if isinstance(found, list):
+                self._say_why(*found)
+                found = MeanOver(self._likeliest, is_final=False)
+            self.found = found
         before, self._before = self._before, batch
-        pair = self._pair(batch, even=task.accepts_item_count and self.found is None)
-        pair = pair or (None if before is None else self._joined_pair([before, batch]))
-        if pair is not None:
-            self.found = self._try(pair)
+        if len(self._pairs) < _MAX_PAIRS:
+            pair = self._pair(batch, even=False) or (None if before is None else self._joined_pair([before, batch]))
+            self._pairs += [] if pair is None else [pair]
 
     def agree(self) -> str:
-        """Return what the loss is a mean over, the same in every process; collective until known."""
-        task, strategy = self.task, self.trainer.strategy
+        """Return what the loss is a mean over, the same in every process; collective while open."""
+        task = self.task
         assert task is not None
-        self._before = None
-        if len(task.kinds) > 1:
-            own = self.found or MeanOver(self._likeliest, is_final=False)
-            found = MeanOver.from_code(int(strategy.reduce(torch.tensor(own.code(), device=strategy.device), op="max")))
-            self.found = None
-            if not found.is_final:
-                return found.kind
+        found = self._share(self.found) if self.is_open else None
+        for index in range(_MAX_PAIRS):
+            if self.is_open and (found is None or not found.is_final):
+                found = self._share(self._pairs[index] if index < len(self._pairs) else None)
+        if found is not None and found.is_final:
             self._settle(found)
-        self.found = None
-        return task.kinds[0]
+        self.found, self._before = None, None
+        self._pairs.clear()
+        if not task.is_searched:
+            return task.kinds[0]
+        return self._likeliest if task.mean_over is None else task.kind
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether a forward pass takes all processes."""
+        trainer = self.trainer
+        is_split = trainer.strategy.shards_model or trainer.is_deepspeed_enabled or trainer.is_tp_enabled
+        return is_split and trainer.strategy.world_size > 1
 
     @property
     def _likeliest(self) -> str:
@@ -144,10 +151,47 @@ class MeanSearch:
         known = [rule, *(kind for kind in KINDS if kind != rule)]
         return list(self._fits) or [kind for kind in known if kind != SUM]
 
+    def _share(self, own: Pair | MeanOver | None, *, is_over: bool = False) -> MeanOver | None:
+        """Return what the process that knows most has found, or finds with its samples. Collective.
+
+        Args:
+            own: What this process knows or can try.
+            is_over: No batch will ever tell this process more; if no process can be told more, the search ends.
+        """
+        task, strategy, is_split = self.task, self.trainer.strategy, self._is_split
+        assert task is not None
+        if is_split and isinstance(own, Pair):
+            own = Pair(**strategy.to_device(own.parts())) if can_lend(own.parts()) else None
+        weight = 0 if own is None else 2 if isinstance(own, Pair) else 3 if own.is_final else 1
+        size = strategy.world_size
+        codes = torch.tensor([weight * size + size - 1 - strategy.rank, not is_over], device=strategy.device)
+        best, is_open = strategy.reduce(codes, op="max").tolist()
+        weight, source = best // size, size - 1 - best % size
+        if not weight:
+            self.is_open = bool(is_open)
+            return None
+        answer: Any = own
+        if weight == 2:
+            self._num_tries += 1
+            pair = own if isinstance(own, Pair) else None
+            if is_split:
+                pair = Pair(**lend(strategy, pair and pair.parts(), src=source))
+            if pair is not None and (is_split or strategy.rank == source):
+                answer = self._try(pair)
+        if size > 1:
+            answer = strategy.broadcast_object(asdict(answer) if isinstance(answer, MeanOver) else answer, source)
+        if isinstance(answer, list):
+            self._say_why(*answer)
+            return None
+        found = answer if isinstance(answer, MeanOver) else MeanOver(**{**answer, "fits": tuple(answer["fits"])})
+        self._fits = found.fits or self._fits
+        return found
+
     def _settle(self, found: MeanOver) -> None:
         task = self.task
         assert task is not None
         task.mean_over = found
+        self.is_open = not found.is_final
         if not found.is_exact and self.trainer.strategy.is_main:
             logger.warning(
                 "The loss of %s is not the mean over samples or labels: a contrastive or weighted loss, say. Batches "
@@ -157,14 +201,56 @@ class MeanSearch:
                 found.kind.replace("_", " "),
             )
 
+    def _say_why(self, reason: str, is_ragged: bool) -> None:
+        """Say once that a loss could not be tried; once more if that begins to matter."""
+        task, level = self.task, logging.WARNING if is_ragged else logging.INFO
+        assert task is not None
+        if level <= task.level_told or not self.trainer.strategy.is_main:
+            return
+        task.level_told = level
+        logger.log(
+            level,
+            "Cannot find out what the loss of %s is a mean over: %s. It is assumed to be the mean over %s%s. Pass "
+            "count_items= to the Trainer to choose another.",
+            type(task.model).__name__,
+            reason,
+            self._likeliest.replace("_", " "),
+            ", and the samples hold unequal numbers of them, so gradients and eval_loss depend on it" * is_ragged,
+        )
+
     def _joined_pair(self, batches: Sequence[Any]) -> Pair | None:
-        """Return samples to compare out of several batches, of one sample each, say."""
+        """Return samples to compare out of several batches, of which each holds equal ones."""
         task = self.task
         assert task is not None
-        if len(batches) < 2 or not isinstance(batches[0], Mapping) or task.num_samples(batches[0]) > 1:
+        if len(batches) < 2 or any(task.label_tensor(each) is None or self._has_one_label(each) for each in batches):
             return None
-        joined = join_batches(batches)
-        return None if joined is None else self._pair(joined, even=False)
+        firsts = [take_samples(batch, [0], task.num_samples(batch)) for batch in batches]
+        joined = None if any(first is None for first in firsts) else join_batches(firsts)
+        if joined is not None:
+            return self._pair(joined, even=False)
+        counts = {tuple(self._counts(batch)[kind][0] for kind in self._kinds()) for batch in batches}
+        return Pair(batches[0]) if len(counts) > 1 else None
+
+    def _has_one_label(self, batch: Any) -> bool:
+        """Tell whether each sample has one label: whatever the loss, it is a mean over those that count."""
+        task = self.task
+        assert task is not None
+        key, labels = task.label_key(batch), task.label_tensor(batch)
+        return key is not None and isinstance(batch[key], torch.Tensor) and (labels is None or labels.dim() < 2)
+
+    def _counts(self, batch: Any) -> dict[str, list[int]]:
+        """Return how many items of each kind each sample of a batch with labels holds."""
+        task = self.task
+        assert task is not None
+        labels = task.label_tensor(batch)
+        assert labels is not None
+        marks = counted(labels, task.ignored_labels)
+        items = {
+            LABELS: marks,
+            SHIFTED: marks if batch.get("shift_labels") is not None else marks[..., 1:],
+            SAMPLES: torch.ones_like(marks[..., :1]).flatten(1)[:, :1],
+        }
+        return {kind: items[kind].flatten(1).sum(1).tolist() for kind in self._kinds()}
 
     def _pair(self, batch: Any, *, even: bool) -> Pair | None:
         """Return samples to compare, on the host or wherever they are."""
@@ -172,26 +258,18 @@ class MeanSearch:
         assert task is not None
         if not isinstance(batch, dict) and not hasattr(batch, "keys"):
             return None
-        labels, key = task.label_tensor(batch), task.label_key(batch)
-        if key is not None and isinstance(batch[key], torch.Tensor) and (labels is None or labels.dim() < 2):
-            # One label a sample: whatever the loss, it is a mean over samples, or over the labels that count.
+        if self._has_one_label(batch):
             return pick_pair(batch, None, even=True) if even else None
-        if labels is None:
-            return pick_pair(batch, None, even=even)
-        marks = counted(labels, task.ignored_labels)
-        items = {
-            LABELS: marks,
-            SHIFTED: marks if batch.get("shift_labels") is not None else marks[..., 1:],
-            SAMPLES: torch.ones_like(marks[..., :1]).flatten(1)[:, :1],
-        }
-        counts = {kind: items[kind].flatten(1).sum(1).tolist() for kind in self._kinds()}
+        counts = None if task.label_tensor(batch) is None else self._counts(batch)
         return pick_pair(batch, counts, even=even)
 
-    def _try(self, pair: Pair) -> MeanOver:
-        """Compare the losses; what cannot be computed here settles that the documented rule is taken."""
+    def _try(self, pair: Pair) -> MeanOver | list[Any]:
+        """Compare the losses; where they cannot be computed, return why, and whether the samples are ragged."""
         trainer, task = self.trainer, self.task
         assert task is not None
         strategy = trainer.strategy
+        if pair.is_ragged and pair.other is None and not task.accepts_item_count:
+            return ["its batches cannot be cut into samples, or joined", True]
         has_labels = task.label_tensor(pair.one) is not None
         kinds = self._kinds() if has_labels else [SAMPLES]
         model = task.model if strategy.shards_model else trainer.model
@@ -210,7 +288,6 @@ class MeanSearch:
             return float(read_loss(outputs, model_name=type(task.model).__name__))
 
         try:
-            self._num_tries += 1
             with _without_trace(trainer, model):
                 found = find_mean(
                     pair,
@@ -221,11 +298,11 @@ class MeanSearch:
                     takes_count=task.accepts_item_count,
                     is_rough=is_rough,
                 )
-            self._fits = found.fits or self._fits
-            return found
         except Exception as error:
-            logger.debug("What the loss is a mean over could not be tried: %r", error)
-            return MeanOver(task.rule)
+            return [f"{type(error).__name__}: {error}".strip().rstrip("."), pair.is_ragged]
+        if pair.is_ragged and pair.other is None and not (found.is_final or found.fits):
+            return ["its batches cannot be cut into samples, or joined", True]
+        return found
 
 
 def _is_readable(task: ModelTask, batches: Sequence[Any]) -> bool:

@@ -102,7 +102,8 @@ class LossShares:
             return None
         task = self.plain
         if task is not None:
-            self.search.look(batches)
+            if self.search.is_open:
+                self.search.look(batches)
             if (self._may_divide or self.is_divided) and not all(map(task.label_key, batches)):
                 return None
             if not (self.is_on or self._is_users or task.label_smoothing or task.gives_count):
