@@ -328,14 +328,29 @@ def test_own_sampler_in_both_forms(tmp_path: Path, kind: type[Collected]) -> Non
     assert torch.equal(torch.cat(kind.batches), torch.stack([row["x"] for row in make_rows()]))
 
 
-def test_stream_has_no_sampler(tmp_path: Path) -> None:
-    class Asks(Trainer):
-        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-            found = super()._get_train_sampler(train_dataset)
-            assert found is None
-            return found
+class StreamWithLength(Stream):
+    def __len__(self) -> int:
+        return len(self.rows)
 
-    make(Asks, tmp_path, Stream(make_rows()), max_steps=2).train()
+
+@pytest.mark.parametrize("stream", [Stream, StreamWithLength])
+def test_stream_is_read_in_its_own_order(tmp_path: Path, stream: type[Stream]) -> None:
+    """Nobody is asked for a sampler, and one that asks itself is told that there is none."""
+
+    class Asked(Collected):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            raise AssertionError("asked for the order of a stream")
+
+        def _get_eval_sampler(self, eval_dataset: Any = None) -> Any:
+            raise AssertionError("asked for the order of a stream")
+
+    Asked.batches, rows = [], make_rows(9)
+    arguments = make_arguments(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=3)
+    trainer = Asked(Net(), arguments, train_dataset=stream(rows), eval_dataset=stream(rows))
+    trainer.train()
+    assert torch.equal(torch.cat(Asked.batches), torch.stack([row["x"] for row in [*rows, *rows]]))
+    assert Trainer._get_train_sampler(trainer) is None
+    assert Trainer._get_eval_sampler(trainer, trainer.eval_dataset) is None
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

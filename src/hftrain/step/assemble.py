@@ -29,15 +29,18 @@ def assemble_stepper(
     optimizer: Optimizer,
     max_grad_norm: float | None,
     unclipped: Iterable[torch.Tensor] = (),
+    untrained: Iterable[torch.Tensor] = (),
 ) -> Stepper:
     """Resolve who does what in a step: the precision, unless the strategy's own engine takes it over.
 
     Args:
         strategy: Launched and set up.
         precision: Opened on the strategy's device.
-        optimizer: As `Strategy.setup` returned it; its parameters are the ones clipped, whatever else has a gradient.
+        optimizer: As `Strategy.setup` returned it; its parameters are clipped.
         max_grad_norm: The largest norm of all gradients together; None or 0 turns clipping off.
         unclipped: Parameters of the optimizer that are left as they are, and not counted.
+        untrained: Parameters of the model that the optimizer does not hold. Their gradients are cleared after each
+            step, and clipped and counted with the others, unless these are unscaled first: nothing unscales them.
 
     Raises:
         StrategyError: The strategy declares more than it provides, or takes over only a part that needs another.
@@ -48,15 +51,25 @@ def assemble_stepper(
     if is_in_backward(optimizer, strategy=strategy):
         return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0)
     clips = bool(max_grad_norm and max_grad_norm > 0) and Owns.CLIP not in owns
+    left = list(untrained)
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
     return Stepper(
         autocast=nullcontext if Owns.CASTING in owns else precision.autocast,
         backward=engine.backward if Owns.BACKWARD in owns else precision.backward,
-        clip=_make_clip(strategy, precision, optimizer, max_grad_norm or 0.0, unscales, frozenset(map(id, unclipped)))
+        clip=_make_clip(
+            strategy,
+            optimizer,
+            max_grad_norm or 0.0,
+            unscale=partial(precision.unscale, optimizer) if unscales else None,
+            unclipped=frozenset(map(id, unclipped)),
+            untrained=[] if unscales else left,
+        )
         if clips
         else _read_norm(getattr(strategy, "last_norm", None) if max_grad_norm else None),
         step=engine.step if Owns.STEP in owns else partial(precision.step, optimizer),
-        zero_grad=getattr(strategy, "zero_grad", optimizer.zero_grad) if Owns.STEP in owns else optimizer.zero_grad,
+        zero_grad=getattr(strategy, "zero_grad", optimizer.zero_grad)
+        if Owns.STEP in owns
+        else _make_zero_grad(optimizer, left),
     )
 
 
@@ -77,22 +90,38 @@ def _assemble_in_backward(precision: Precision, optimizer: UpdatesInBackward, ma
 
 def _make_clip(
     strategy: Strategy,
-    precision: Precision,
     optimizer: Optimizer,
     max_norm: float,
-    unscales: bool,
+    *,
+    unscale: Callable[[], None] | None,
     unclipped: frozenset[int],
+    untrained: list[torch.Tensor],
 ) -> Callable[[], torch.Tensor]:
     def clip() -> torch.Tensor:
-        if unscales:
-            precision.unscale(optimizer)
+        if unscale is not None:
+            unscale()
         # Read anew, because a callback may add a parameter group.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if untrained:
+            held = set(map(id, parameters))
+            parameters += [parameter for parameter in untrained if id(parameter) not in held]
         if unclipped:
             parameters = [parameter for parameter in parameters if id(parameter) not in unclipped]
         return strategy.clip_grad_norm(parameters, max_norm)
 
     return clip
+
+
+def _make_zero_grad(optimizer: Optimizer, untrained: list[torch.Tensor]) -> Callable[[], None]:
+    if not untrained:
+        return optimizer.zero_grad
+
+    def zero_grad() -> None:
+        optimizer.zero_grad()
+        for parameter in untrained:
+            parameter.grad = None
+
+    return zero_grad
 
 
 def _read_norm(norm: Any) -> Callable[[], Any]:

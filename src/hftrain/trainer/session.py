@@ -289,6 +289,7 @@ class TrainSession:
 
     def _log(self, logs: dict[str, Any]) -> None:
         self.counts.read()
+        self.trainer.store_flos()
         own = {name: float(value) for name, value in self.trainer._read_metrics().items()}
         if self.trainer._is_overridden("_get_learning_rate"):
             self.used_rate = logs["learning_rate"]

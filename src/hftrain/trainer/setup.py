@@ -44,8 +44,9 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
 
     strategy.plan(num_steps=max_steps, num_warmup_steps=trainer.args.get_warmup_steps(max_steps))
 
-    # The weights of a loss, say, that `create_optimizer` trains too.
+    # The weights of a loss, say, that `create_optimizer` trains too; and what it leaves to others, or to nobody.
     outside: list[torch.Tensor] = []
+    untrained: list[torch.Tensor] = []
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         if "scheduler" in strategy.makes:
@@ -55,8 +56,10 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
         assert trainer.optimizer is not None
         # Here, for a strategy may put parameters of its own into the groups.
         check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
-        own = set(map(id, trainer.task.parameters()))
-        outside[:] = [p for group in trainer.optimizer.param_groups for p in group["params"] if id(p) not in own]
+        own = {id(p): p for p in trainer.task.parameters()}
+        trained = {id(p): p for group in trainer.optimizer.param_groups for p in group["params"]}
+        outside[:] = [p for key, p in trained.items() if key not in own]
+        untrained[:] = [p for key, p in own.items() if key not in trained and p.requires_grad]
         return precision.attach(trainer.model, trainer.optimizer)
 
     wrapped, optimizer = _wrap(session, make_optimizer)
@@ -79,6 +82,7 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
         optimizer=optimizer,
         max_grad_norm=trainer.args.max_grad_norm,
         unclipped=outside,
+        untrained=untrained,
     )
     trainer._backward, trainer._autocast = stepper.backward, stepper.autocast
     return stepper

@@ -1527,6 +1527,8 @@ class Trainer:
         def make() -> Any:
             pruned, collate = self._without_unused_columns(dataset, description=description)
             order = SequentialSampler if sampler_fn is None and has_length(dataset) else sampler_fn
+            # A stream is read in its own order, whether it has a length or not.
+            order = None if isinstance(dataset, IterableDataset) else order
             build = build_train_loader if is_training else build_eval_loader
             return build(
                 pruned,
@@ -1568,7 +1570,8 @@ class Trainer:
             return length_sampler(
                 eval_dataset, lengths, is_training=False, world_size=self.strategy.world_size, unit=unit
             )
-        return SequentialSampler(eval_dataset) if has_length(eval_dataset) else None
+        is_ordered = has_length(eval_dataset) and not isinstance(eval_dataset, IterableDataset)
+        return SequentialSampler(eval_dataset) if is_ordered else None
 
     def _length_config(self, *, is_training: bool) -> LengthConfig | None:
         size = self.get_total_train_batch_size(self.args)

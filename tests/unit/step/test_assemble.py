@@ -193,6 +193,26 @@ def test_clipping_leaves_out_what_it_is_told_to() -> None:
     assert other.grad == 10.0
 
 
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_gradients_of_what_the_optimizer_does_not_hold_are_clipped_and_cleared(is_scaled: bool) -> None:
+    trained, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([trained])
+    precision = opened("fp16" if is_scaled else "fp32")
+    options: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "max_grad_norm": 1.0}
+    stepper = assemble_stepper(strategy=Engine(Owns.NOTHING), **options, untrained=[other])
+    stepper.backward((3 * trained + 4 * other).sum())
+    if is_scaled:
+        other.grad = torch.full((1,), 4.0)
+    assert stepper.clip() == pytest.approx(3.0 if is_scaled else 5.0)
+    assert other.grad == pytest.approx(4.0 if is_scaled else 0.8, rel=1e-5)
+    optimizer.add_param_group({"params": [other]})
+    stepper.zero_grad()
+    assert (trained.grad, other.grad) == (None, None)
+    trained.grad, other.grad = torch.full((1,), 3.0), torch.full((1,), 4.0)
+    if not is_scaled:
+        assert stepper.clip() == pytest.approx(5.0)  # not counted twice
+
+
 class Bare(Strategy):
     """A strategy that promises more than it has."""
 

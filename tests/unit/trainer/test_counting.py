@@ -12,7 +12,7 @@ from support.resuming import StopAt
 from support.tiny import Net, make_arguments
 from torch import nn
 
-from hftrain import Trainer
+from hftrain import Trainer, TrainerCallback
 from hftrain.trainer.counting import RunCounts, TokenCounter, count_tokens
 
 PAD = 0
@@ -173,6 +173,22 @@ def test_operations_of_an_override_are_counted_per_micro_batch(tmp_path: Path) -
     assert trainer.train().metrics["total_flos"] == 3 * 7
     assert trainer.current_flos == 0
     assert trainer.train().metrics["total_flos"] == 3 * 7
+
+
+def test_operations_are_in_the_state_at_each_log(tmp_path: Path) -> None:
+    seen = []
+
+    class Reads(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(state.total_flos)
+
+    class Counting(Trainer):
+        def floating_point_ops(self, inputs: Any) -> int:
+            return 7
+
+    arguments = make_arguments(tmp_path, max_steps=4, logging_strategy="steps", logging_steps=2)
+    Counting(Words(), arguments, train_dataset=make_words(10), callbacks=[Reads]).train()
+    assert seen == [14, 28, 28]
 
 
 def test_stored_operations_move_into_the_state(tmp_path: Path) -> None:
