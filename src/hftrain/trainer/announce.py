@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import get_logger
+from hftrain.core.progress import Progress
 from hftrain.data.sizes import has_length
-
-if TYPE_CHECKING:
-    from hftrain.core.progress import Progress
-    from hftrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
 
 
-def announce_training(trainer: Trainer, plan: tuple[Any, ...], *, batch_size: int, progress: Progress) -> None:
+def announce_training(
+    args: TrainingArguments,
+    plan: tuple[Any, ...],
+    *,
+    batch_size: int,
+    progress: Progress,
+    count_parameters: Callable[[], int],
+) -> None:
     """Log how long a run is and how its batches come about.
 
     Args:
-        trainer: About to train.
+        args: The run's.
         plan: What `Trainer.set_initial_training_values` returned.
         batch_size: Samples per optimizer update, all ranks together.
         progress: Where a resumed run goes on.
+        count_parameters: Counts those that are trained; not called where nobody reads the log.
     """
     if not logger.isEnabledFor(logging.INFO):
         # Counting parameters is not free.
         return
     num_epochs, num_examples, max_steps = plan[0], plan[2], plan[6]
-    args = trainer.args
     logger.info("***** Running training *****")
     logger.info("  Num examples = %s", f"{num_examples:,}")
     logger.info("  Num Epochs = %s", "as many as the steps need" if num_epochs == sys.maxsize else f"{num_epochs:,}")
@@ -39,17 +45,17 @@ def announce_training(trainer: Trainer, plan: tuple[Any, ...], *, batch_size: in
     logger.info("  Total train batch size (w. parallel, distributed & accumulation) = %s", f"{batch_size:,}")
     logger.info("  Gradient Accumulation steps = %d", args.gradient_accumulation_steps)
     logger.info("  Total optimization steps = %s", f"{max_steps:,}")
-    logger.info("  Number of trainable parameters = %s", f"{trainer.get_num_trainable_parameters():,}")
+    logger.info("  Number of trainable parameters = %s", f"{count_parameters():,}")
     if progress.step:
         logger.info("  Continuing from the checkpoint: from epoch %d, global step %d", progress.epoch, progress.step)
         if not args.ignore_data_skip:
             logger.info("  Passing over the first %d batches of that epoch", progress.micro_steps_in_epoch)
 
 
-def announce_evaluation(trainer: Trainer, loader: Any, *, description: str) -> None:
+def announce_evaluation(loader: Any, *, description: str, batch_size: int, count_samples: Callable[[Any], int]) -> None:
     """Log how much is evaluated."""
     logger.info("***** Running %s *****", description)
     dataset = getattr(loader, "dataset", None)
     is_known = has_length(dataset) or (dataset is None and has_length(loader))
-    logger.info("  Num examples = %s", trainer.num_examples(loader) if is_known else "unknown")
-    logger.info("  Batch size = %d", trainer.args.eval_batch_size)
+    logger.info("  Num examples = %s", count_samples(loader) if is_known else "unknown")
+    logger.info("  Batch size = %d", batch_size)

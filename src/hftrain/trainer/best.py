@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.state import TrainerState
 from hftrain.trainer.checks import best_metric_key
 
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
-
-def note_best(trainer: Trainer, metrics: Mapping[str, Any]) -> bool:
+def note_best(args: TrainingArguments, state: TrainerState, metrics: Mapping[str, Any]) -> bool:
     """Remember the best evaluation so far in the state, and tell whether this is it."""
-    state, args = trainer.state, trainer.args
     if args.metric_for_best_model is None:
         return False
     value = read_metric(metrics, args.metric_for_best_model)

@@ -6,18 +6,17 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.parts import save_arguments
 from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.state import TrainerState
+from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 Keep = Callable[[Any], Any]
 
@@ -47,44 +46,51 @@ def without_model(task: TaskModule) -> Iterator[TaskModule]:
         task.model = model
 
 
-def model_writer(trainer: Trainer, keep: Keep) -> Callable[[Path], None]:
+def model_writer(
+    args: TrainingArguments, strategy: Strategy, task: TaskModule, model: nn.Module, *, tool: Any, keep: Keep
+) -> Callable[[Path], None]:
     """Return what writes the model and what belongs to it as they are now. Collective.
 
     Args:
-        trainer: Whose model.
+        args: The run's.
+        strategy: Knows how the weights are gathered.
+        task: Holds the model.
+        model: As the strategy wrapped it.
+        tool: The processing class, or None.
         keep: Copies tensors to host memory.
     """
-    strategy, wrapped = trainer.strategy, trainer.model_wrapped
-    weights = {} if strategy.model_shards(wrapped) is not None else strategy.model_state(wrapped)
-    if not trainer.args.should_save:
+    weights = {} if strategy.model_shards(model) is not None else strategy.model_state(model)
+    if not args.should_save:
         return lambda folder: None
-    weights, own = keep(dict(weights)), keep(task_state(trainer.task))
-    model, arguments = _with_own_configs(trainer.model), trainer.args.to_dict()
+    weights, own = keep(dict(weights)), keep(task_state(task))
+    face, arguments = _with_own_configs(strategy.unwrap(model)), args.to_dict()
 
     def write(folder: Path) -> None:
-        write_model(trainer, folder, model=model, weights=weights, own=own, arguments=arguments)
+        write_model(folder, model=face, weights=weights, own=own, tool=tool, arguments=arguments)
 
     return write
 
 
 def write_model(
-    trainer: Trainer,
     folder: Path,
     *,
     model: nn.Module,
     weights: Mapping[str, torch.Tensor] | None,
     own: Mapping[str, torch.Tensor],
+    tool: Any,
     arguments: dict[str, Any],
 ) -> None:
     """Write a model, what its task holds beside it, the processing class and the arguments."""
-    save_weights(model, folder, state_dict=weights, safe=bool(trainer.args.save_safetensors))
+    save_weights(model, folder, state_dict=weights, safe=bool(arguments["save_safetensors"]))
     save_task_state(own, folder)
-    tool = trainer.processing_class
-    if tool is None:
-        tool = getattr(trainer.data_collator, "tokenizer", None)
     if hasattr(tool, "save_pretrained"):
         tool.save_pretrained(str(folder))
     save_arguments(arguments, folder)
+
+
+def saved_tool(processing_class: Any, collator: Any) -> Any:
+    """Return what is saved beside a model: the processing class, else the collator's tokenizer."""
+    return getattr(collator, "tokenizer", None) if processing_class is None else processing_class
 
 
 def frozen_state(state: TrainerState) -> TrainerState:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrain.core.log import warn_once
+from hftrain.core.progress import Progress
+from hftrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -117,6 +119,12 @@ class RunCounts:
     def num_tokens(self) -> int:
         """Return the tokens per device since `begin` that the state knows of."""
         return (self._trainer.state.num_input_tokens_seen - self._first_tokens) // self._trainer.strategy.world_size
+
+
+def samples_since(first: Progress, now: Progress, strategy: Strategy) -> int:
+    """Return the samples that all ranks have trained on since; collective."""
+    own = (now.samples - first.samples) // strategy.world_size
+    return int(strategy.reduce(torch.tensor(own, device=strategy.device), op="sum"))
 
 
 def token_counter(trainer: Trainer) -> TokenCounter:

@@ -17,7 +17,6 @@ from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.storage.files import write_text
 from hftrain.storage.remote import RemoteFolder
-from hftrain.trainer.remote import output_url, publish_quietly
 
 if TYPE_CHECKING:
     from hftrain.trainer.session import TrainSession
@@ -162,11 +161,11 @@ class Interrupts:
         except OSError as error:
             # A full disk, say: the run stops as it was told to, and the others with it.
             logger.warning("%s is not there to ask for a requeue: %s", self._marker, error)
-        publish_quietly(self.trainer)
+        self.trainer._output.publish_quietly()
 
     def _remove_marker(self) -> None:
         """Forget an earlier stop: from here on this run is what its folder is about."""
-        url = output_url(self.trainer)
+        url = self.trainer._output.url
         self._marker.unlink(missing_ok=True)
         if url is not None and saves_at_all(self.trainer):
             RemoteFolder(url).delete_file(MARKER)

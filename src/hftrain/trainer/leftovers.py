@@ -7,29 +7,22 @@ a run's last step comes before what is due at the end of the last epoch, and no 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hftrain.checkpoint.layout import MANIFEST
 from hftrain.checkpoint.manifest import read_manifest
-from hftrain.core.progress import Progress
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
+from hftrain.core.progress import Progress, TrainerControl
 
 EVALUATE, SAVE, END_EPOCH, END_RUN = _KNOWN = ("evaluate", "save", "end_epoch", "end_run")
 
 
-def to_do(trainer: Trainer, progress: Progress) -> list[str]:
+def to_do(control: TrainerControl, progress: Progress, *, max_steps: int, is_within_epoch: bool) -> list[str]:
     """Return what callbacks have asked for at this boundary, or the end of the run brings, and is not done yet."""
-    control = trainer.control
-    # There is none yet where a callback saves before the first step.
-    loop = getattr(trainer._session, "loop", None)
     is_due = {
         EVALUATE: control.should_evaluate,
         # Alone it is what this very checkpoint does.
         SAVE: control.should_evaluate and control.should_save,
         END_EPOCH: control.should_epoch_stop and progress.micro_steps_in_epoch > 0,
-        END_RUN: loop is not None and loop.is_within_epoch and progress.step >= trainer.state.max_steps,
+        END_RUN: is_within_epoch and progress.step >= max_steps,
     }
     return [name for name in _KNOWN if is_due[name]]
 

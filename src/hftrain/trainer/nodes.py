@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.foreign import check_whole
 from hftrain.checkpoint.layout import TRAINER_STATE
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.strategies.base import Strategy
 
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
-
-def check_nodes(args: Any, strategy: Strategy) -> None:
+def check_nodes(args: TrainingArguments, strategy: Strategy) -> None:
     """Raise where each machine should keep a whole checkpoint, and no machine has a whole model."""
     if args.save_on_each_node and strategy.shards_model:
         raise ConfigError(
@@ -28,16 +25,15 @@ def check_nodes(args: Any, strategy: Strategy) -> None:
         )
 
 
-def own_checkpoint(trainer: Trainer, folder: Path) -> Path:
+def own_checkpoint(args: TrainingArguments, strategy: Strategy, output_dir: Path, folder: Path) -> Path:
     """Return where this machine has the checkpoint that the main process goes on from. Collective.
 
     Raises:
         CheckpointError: A machine that keeps checkpoints of its own lacks this one, or has it damaged.
     """
-    strategy = trainer.strategy
-    if not trainer.args.save_on_each_node:
+    if not args.save_on_each_node:
         return folder
-    inside = trainer.output_dir / folder.name
+    inside = output_dir / folder.name
     own = inside if (inside / TRAINER_STATE).is_file() else folder
     cause: CheckpointError | None = None
     if strategy.is_local_main:

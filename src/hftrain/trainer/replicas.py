@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from hftrain.arguments.enums import DebugOption
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, explain
 from hftrain.strategies.base import Strategy
 from hftrain.task.quantized import is_quantized
 from hftrain.trainer.placement import is_spread
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 
 def forget_devices(args: Any, model: Any) -> None:
@@ -28,29 +28,29 @@ def note_devices(args: Any, strategy: Strategy) -> None:
         args._n_gpu = num
 
 
-def check_copies(trainer: Trainer) -> None:
+def check_copies(args: TrainingArguments, strategy: Strategy, model: nn.Module, *, compiles: bool) -> None:
     """Raise where one process should copy a model to several GPUs that cannot be copied.
 
     Raises:
         ConfigError: It is spread over devices, quantized, compiled, or hooks on its modules would miss the copies.
     """
-    if trainer.strategy.name != "data_parallel":
+    if strategy.name != "data_parallel":
         return
     reason = None
-    if trainer.is_model_parallel:
+    if is_spread(model):
         reason = "Its layers are on several devices already."
-    elif is_quantized(trainer.model):
+    elif is_quantized(model):
         reason = "Its weights are quantized, and what they are packed in is not copied from device to device."
-    elif trainer.compiler.config is not None:
+    elif compiles:
         reason = "torch_compile compiles for one device, and every batch would have new copies."
-    elif DebugOption.UNDERFLOW_OVERFLOW in trainer.args.debug:
+    elif DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         reason = "debug='underflow_overflow' watches modules, and every batch would have new copies of them."
-    elif "layer_classes" in (_recomputes(trainer.args) or ()):
+    elif "layer_classes" in (_recomputes(args) or ()):
         reason = "gradient_checkpointing_kwargs' layer_classes would run the layers of the first GPU in every copy."
     if reason:
         raise ConfigError(
             explain(
-                f"strategy='data_parallel' was to train {type(trainer.model).__name__}.",
+                f"strategy='data_parallel' was to train {type(model).__name__}.",
                 reason,
                 "Start one process per GPU with torchrun, or use strategy='single' (CUDA_VISIBLE_DEVICES=0).",
             )

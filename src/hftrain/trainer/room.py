@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.core.errors import ConfigError, explain
@@ -15,10 +17,9 @@ from hftrain.core.log import get_logger
 from hftrain.core.tree import map_tensors
 from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.storage.tensors import tensor_identity
+from hftrain.strategies.base import Strategy
+from hftrain.task.module import TaskModule
 from hftrain.trainer.capture import task_state
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
 
@@ -26,25 +27,35 @@ logger = get_logger(__name__)
 _ALLOWANCE, _ALLOWANCE_BYTES = 1.01, 1 << 20
 
 
-def checkpoint_bytes(trainer: Trainer, optimizer: torch.optim.Optimizer, *, is_first: bool = False) -> int:
+def checkpoint_bytes(
+    args: TrainingArguments,
+    strategy: Strategy,
+    task: TaskModule,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    is_first: bool = False,
+) -> int:
     """Return about how much a checkpoint takes on the disk of this process's committer. Collective; synchronises.
 
     Args:
-        trainer: Whose.
-        optimizer: Its optimizer.
+        args: The run's.
+        strategy: Knows what each process writes.
+        task: Holds the model.
+        model: As the strategy wrapped it.
+        optimizer: The run's.
         is_first: Whether to add what the optimizer's state will take, before its first step.
     """
-    strategy, args = trainer.strategy, trainer.args
     own = 0
-    shards = strategy.model_shards(trainer.model_wrapped)
+    shards = strategy.model_shards(model)
     if shards is not None:
         own += tree_bytes(shards)
     elif args.should_save:
-        own += _whole_bytes(trainer)
+        own += _whole_bytes(strategy, model)
     if args.should_save:
-        own += tree_bytes(task_state(trainer.task))
+        own += tree_bytes(task_state(task))
     if not args.save_only_model:
-        split = strategy.optimizer_shards(trainer.model_wrapped, optimizer)
+        split = strategy.optimizer_shards(model, optimizer)
         if split is not None:
             own += tree_bytes(split[1])
         elif args.should_save:
@@ -92,43 +103,48 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return int(ratio * tree_bytes(trained))
 
 
-def check_room(trainer: Trainer, manager: CheckpointManager, optimizer: torch.optim.Optimizer) -> None:
+def check_room(manager: CheckpointManager, needed: Callable[[], int], *, may_wait: bool) -> None:
     """Refuse a run whose output folder is another's, or cannot hold one checkpoint, before its first step. Collective.
 
     What killed saves left there is deleted first: it takes room, and this run may have nothing more to save. A resumed
     run that has one there already may go on, unless it is to stop when there is no room.
 
+    Args:
+        manager: Commits the checkpoints.
+        needed: Returns the bytes of one; collective.
+        may_wait: Whether a run that has one already may begin without room for another.
+
     Raises:
         ConfigError: Another run saves to the folder, or there is not the room for a checkpoint.
     """
-    if not trainer.strategy.all_true(not manager.is_committer or manager.lock.take()):
+    if not manager.group.all_true(not manager.is_committer or manager.lock.take()):
         who, remedy = "Another run", "Give each run an output_dir of its own, or wait until the other has ended."
         if manager.config.on_each_node:
             who += ", or another machine of this one,"
             remedy += " On storage that machines share leave save_on_each_node out."
         reason = f"{who} is saving there; each would delete what the other is writing."
         raise ConfigError(explain(f"Checkpoints should be saved to {manager.config.output_dir}.", reason, remedy))
-    needed = checkpoint_bytes(trainer, optimizer, is_first=True)
+    num_bytes = needed()
     is_enough, free = True, 0
     if manager.is_committer:
         manager.tidy()
         free = free_bytes(manager.config.output_dir)
-        logger.info("A checkpoint takes about %s; %s are free.", readable_bytes(needed), readable_bytes(free))
-        is_enough = free >= needed or (trainer.save_policy.on_full_disk != "stop" and bool(manager.own_checkpoints()))
-    if not trainer.strategy.all_true(is_enough):
+        logger.info("A checkpoint takes about %s; %s are free.", readable_bytes(num_bytes), readable_bytes(free))
+        is_enough = free >= num_bytes or (may_wait and bool(manager.own_checkpoints()))
+    if not manager.group.all_true(is_enough):
         found = f"{readable_bytes(free)} are free there" if manager.is_committer else "there is less room"
         raise ConfigError(
             explain(
                 f"Checkpoints should be saved to {manager.config.output_dir}.",
-                f"One takes about {readable_bytes(needed)}, and {found}.",
+                f"One takes about {readable_bytes(num_bytes)}, and {found}.",
                 "Give an output_dir with more room, or save less: save_only_model=True, or save_strategy='no'.",
             )
         )
 
 
-def _whole_bytes(trainer: Trainer) -> int:
+def _whole_bytes(strategy: Strategy, wrapped: nn.Module) -> int:
     """Return the bytes of a model that is saved whole, without asking for its state: that may be collective."""
-    strategy, model = trainer.strategy, trainer.strategy.unwrap(trainer.model_wrapped)
+    model = strategy.unwrap(wrapped)
     parameters = list(model.parameters())
     if saves_adapters(model):
         return tree_bytes([parameter for parameter in parameters if parameter.requires_grad])

@@ -33,12 +33,10 @@ from hftrain.data.feed import TrainFeed
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
-from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, without_model
+from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, saved_tool, without_model
 from hftrain.trainer.leftovers import to_do
 from hftrain.trainer.own_optimizers import OwnOptimizers
-from hftrain.trainer.remote import checkpoint_text, fetch_best, fetch_named, find_folder, publish_quietly, remote_of
 from hftrain.trainer.resuming import RunPlan, report_changed_arguments
-from hftrain.trainer.room import checkpoint_bytes
 from hftrain.trainer.sharding import check_engine, load_own, shard_writers
 from hftrain.trainer.unfreezing import Unfreezing
 from hftrain.trainer.writing import CheckpointWrites, Save, as_of, make_manager
@@ -98,18 +96,25 @@ class RunCheckpoints:
         """Commit a checkpoint of everything a resume needs, now or in the background, then rotate; collective."""
         self.writes.finish(for_next=True)
         trainer, state, keep = self.trainer, self.trainer.state, self.writes.keep
-        num_bytes = checkpoint_bytes(trainer, optimizer)
+        num_bytes = self.writes.checkpoint_bytes(optimizer)
         self.tried_step = state.global_step
         if not self.writes.has_room(num_bytes, step=state.global_step):
             return
         former_best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
             best = self.manager.config.output_dir / checkpoint_name(state.global_step)
-            state.best_model_checkpoint = checkpoint_text(trainer, best)
+            state.best_model_checkpoint = trainer._output.text_of(best)
         state.stateful_callbacks = trainer.callback_handler.stateful_states()
         self.writes.begin()
         each: list[Writer] = [
-            model_writer(trainer, keep)
+            model_writer(
+                trainer.args,
+                trainer.strategy,
+                trainer.task,
+                trainer.model_wrapped,
+                tool=saved_tool(trainer.processing_class, trainer.data_collator),
+                keep=keep,
+            )
             if self.writes.is_async
             else lambda folder: trainer.save_model(str(folder), _internal_call=True)
         ]
@@ -121,10 +126,15 @@ class RunCheckpoints:
             else:
                 main += self._resume_writers(optimizer, keep)
             each.append(self._rank_writer())
-        each += shard_writers(trainer, optimizer, keep)
+        sharded = None if trainer.args.save_only_model else optimizer
+        each += shard_writers(trainer.strategy, trainer.model_wrapped, sharded, keep)
         facts = self.plan.facts(self.progress)
         facts["geometry"] = {**facts["geometry"], "optimizer": type(optimizer).__name__}
-        facts["left"] = to_do(trainer, self.progress)
+        # There is no loop yet where a callback saves before the first step.
+        is_within_epoch = getattr(getattr(trainer._session, "loop", None), "is_within_epoch", False)
+        facts["left"] = to_do(
+            trainer.control, self.progress, max_steps=state.max_steps, is_within_epoch=is_within_epoch
+        )
         facts |= self.unfreezing.facts()
         facts["metric"] = self.metric.get(state.global_step)
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
@@ -158,7 +168,7 @@ class RunCheckpoints:
             if tells:
                 trainer.callback_handler.fire("on_save")
         if not self.writes.is_async:
-            publish_quietly(trainer)
+            trainer._output.publish_quietly()
 
     def rotate(self) -> None:
         """Delete the oldest checkpoints beyond the limit."""
@@ -239,7 +249,7 @@ class RunCheckpoints:
         self.unfreezing.restore(self.plan.saved.facts)
         trainer._load_optimizer_and_scheduler(str(folder))
         num_saved = self.plan.saved.facts["geometry"]["world_size"]
-        own = load_own(trainer, folder, num_saved=num_saved)
+        own = load_own(folder, rank=strategy.rank, world_size=strategy.world_size, num_saved=num_saved)
         self.epoch_rng = own.pop("epoch_rng", {})
         data = own.pop("data", None)
         # Where several processes read a stream, each may have stood elsewhere in it than all together.
@@ -270,7 +280,7 @@ class RunCheckpoints:
         """Load optimizer, schedule and scaler. Collective."""
         trainer, strategy = self.trainer, self.trainer.strategy
         before, state = group_settings(optimizer), load_optimizer(folder)
-        check_engine(trainer, state, folder / OPTIMIZER)
+        check_engine(state, folder / OPTIMIZER, is_deepspeed=trainer.is_deepspeed_enabled)
         if is_foreign(folder):
             check_foreign_optimizer(state, optimizer, folder)
         with restoring(folder / OPTIMIZER):
@@ -295,7 +305,7 @@ class RunCheckpoints:
         self.settle()
         best = best_checkpoint(self.trainer)
         if best is not None:
-            fetch_best(self.trainer, best)
+            self.trainer._output.fetch_best(best)
         if best is None or not best.is_dir():
             logger.warning("load_best_model_at_end=True found no saved best model (%s); the last one stays.", best)
             return
@@ -347,7 +357,7 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
                 )
             )
         return latest
-    folder = fetch_named(trainer, resume) or find_folder(resume, trainer.output_dir)
+    folder = trainer._output.fetch_named(resume) or trainer._output.find(resume)
     if manager.open(folder) is None:
         check_foreign(folder)
     return folder
@@ -360,7 +370,7 @@ def best_checkpoint(trainer: Trainer) -> Path | None:
         return None
     # By name first: the folder of the run may have been moved or copied since.
     here = trainer.output_dir / Path(best).name
-    return here if here.is_dir() or remote_of(trainer, here.parent) else Path(best)
+    return here if here.is_dir() or trainer._output.url_of(here.parent) else Path(best)
 
 
 def load_task(trainer: Trainer, folder: Path, *, model: nn.Module | None = None) -> None:

@@ -25,7 +25,6 @@ from hftrain.search.optuna_study import report_to_optuna, search_with_optuna
 from hftrain.search.ray_tune import search_with_ray
 from hftrain.search.wandb_sweep import search_with_wandb
 from hftrain.trainer.eval_sets import is_due
-from hftrain.trainer.remote import output_below
 from hftrain.trainer.signatures import takes_trial
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def trying(
         if unknown:
             logger.warning("Only model_init(trial) sees these hyper-parameters, no setting does: %s.", unknown)
         if name is not None:
-            args.output_dir = output_below(trainer, name)
+            args.output_dir = trainer._output.below(name)
         if args.neftune_noise_alpha != before["neftune_noise_alpha"]:
             trainer.neftune_noise_alpha = args.neftune_noise_alpha
         if trainer.is_deepspeed_enabled:

@@ -34,7 +34,7 @@ from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer.acceleration import note_sync
 from hftrain.trainer.announce import announce_training
 from hftrain.trainer.best import note_best, read_metric
-from hftrain.trainer.counting import RunCounts
+from hftrain.trainer.counting import RunCounts, samples_since
 from hftrain.trainer.debugging import watch_overflow
 from hftrain.trainer.eval_sets import check_cadences, is_left_out
 from hftrain.trainer.fitting import MicroBatches, found_size
@@ -42,7 +42,6 @@ from hftrain.trainer.interrupts import Interrupts
 from hftrain.trainer.leftovers import END_EPOCH, END_RUN, EVALUATE, SAVE, left_in
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
-from hftrain.trainer.remote import meet_at_mirror, own_copy, publish_quietly
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.resuming import plan_run
 from hftrain.trainer.salvage import Salvage
@@ -75,7 +74,7 @@ class TrainSession:
         self.losses = trainer._loss_window = loss_window(trainer)
         self._rng: Mapping[str, Any] | None = None
         self._left: frozenset[str] = frozenset()
-        self.changes = ModelChanges(trainer)
+        self.changes = ModelChanges(trainer.args, strategy)
         self.pending: list[Callable[[], None]] = []
         self.checkpoints = RunCheckpoints(
             trainer, progress=self.progress, losses=self.losses, logs=self.logs, pending=self.pending
@@ -99,8 +98,10 @@ class TrainSession:
         trainer, args = self.trainer, self.trainer.args
         trainer.is_in_train = True
         resume = trainer.strategy.broadcast_object(None if self.resume is None else str(self.resume))
-        self.resume = None if resume is None else own_checkpoint(trainer, own_copy(trainer, Path(resume)))
-        self.checkpoints.manager.parcels = meet_at_mirror(trainer)
+        if resume is not None:
+            copy = trainer._output.own_copy(Path(resume))
+            self.resume = own_checkpoint(args, trainer.strategy, trainer.output_dir, copy)
+        self.checkpoints.manager.parcels = trainer._output.meet()
         if trainer.model_init is not None:
             set_seed(args.seed)
             with trainer.strategy.building():
@@ -117,19 +118,20 @@ class TrainSession:
         self.counts = RunCounts(trainer)
         self._start_state(max_steps=max_steps, num_epochs=num_epochs)
         stepper = set_up(self, max_steps)
-        self._watch = watch_overflow(trainer)
+        self._watch = watch_overflow(args, trainer.model)
         if self.resume is not None:
             self._load_rest(self.resume)
         else:
             self.checkpoints.warn_of_others()
-        trainer.callback_handler.refresh(
-            model=trainer.model,
-            optimizer=trainer.optimizer,
-            lr_scheduler=trainer.lr_scheduler,
-            train_dataloader=loader,
-        )
+        self._show_parts(loader)
         self.checkpoints.writes.start(self.optimizer, own=self.checkpoints.own_state)
-        announce_training(trainer, plan, batch_size=batch_size, progress=self.progress)
+        announce_training(
+            args,
+            plan,
+            batch_size=batch_size,
+            progress=self.progress,
+            count_parameters=trainer.get_num_trainable_parameters,
+        )
         self.counts.begin()
         start_s, first = time.perf_counter(), replace(self.progress)
         trainer.task.train()
@@ -152,6 +154,11 @@ class TrainSession:
             output = self._finish(start_s=start_s, first=first)
             self.interrupts.settle()
         return output
+
+    def _show_parts(self, loader: Any) -> None:
+        trainer = self.trainer
+        parts = {"model": trainer.model, "optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler}
+        trainer.callback_handler.refresh(**parts, train_dataloader=loader)
 
     def close(self) -> None:
         """Put the unwrapped model back and mark the run as over; safe after an error."""
@@ -178,10 +185,8 @@ class TrainSession:
         trainer = self.trainer
         fresh = trainer._new_state() if self.resume is None else load_trainer_state(self.resume)
         flags = trainer._new_state()
-        fresh.is_local_process_zero, fresh.is_world_process_zero = (
-            flags.is_local_process_zero,
-            flags.is_world_process_zero,
-        )
+        for flag in ("is_local_process_zero", "is_world_process_zero"):
+            setattr(fresh, flag, getattr(flags, flag))
         vars(trainer.state).update(vars(fresh))
         state = trainer.state
         state.max_steps, state.num_train_epochs = max_steps, num_epochs
@@ -319,7 +324,7 @@ class TrainSession:
             return False
         value = read_metric(metrics, wanted)
         self.checkpoints.metric = {trainer.state.global_step: value if math.isfinite(value) else None}
-        return note_best(trainer, metrics)
+        return note_best(trainer.args, trainer.state, metrics)
 
     def follow_metric(self, metrics: Mapping[str, Any]) -> None:
         """Step a schedule that follows the evaluations."""
@@ -365,7 +370,7 @@ class TrainSession:
         metrics = speed_metrics(
             "train",
             start_s,
-            num_samples=self._samples_since(first),
+            num_samples=samples_since(first, self.progress, trainer.strategy),
             num_steps=self.progress.step - first.step,
             num_tokens=self.counts.session_tokens(),
         )
@@ -387,13 +392,7 @@ class TrainSession:
         if keeps_one and not with_newest and best is not None:
             self.checkpoints.manager.keep_only(best)
         trainer.callback_handler.fire("on_train_end")
-        publish_quietly(trainer)
+        trainer._output.publish_quietly()
         if trainer.args.push_to_hub:
             trainer._hub.after_training()
         return TrainOutput(trainer.state.global_step, training_loss, metrics)
-
-    def _samples_since(self, first: Progress) -> int:
-        """Return the samples that all ranks have trained on since; collective."""
-        strategy = self.trainer.strategy
-        own = (self.progress.samples - first.samples) // strategy.world_size
-        return int(strategy.reduce(torch.tensor(own, device=strategy.device), op="sum"))

@@ -18,7 +18,7 @@ from hftrain.task.modes import TrainingMode
 from hftrain.task.module import TaskModule
 from hftrain.trainer.acceleration import note_sync
 from hftrain.trainer.checks import check_optimizer
-from hftrain.trainer.engines import forget_taken
+from hftrain.trainer.engines import is_taken
 from hftrain.trainer.unfreezing import Unfreezing
 from hftrain.trainer.weighing import LossShares
 
@@ -38,9 +38,11 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
         session.checkpoints.load_model(session.resume)
     place_task(trainer.task, strategy, is_model_placed=True)
     trainer._align_special_tokens()
-    session.changes.apply(trainer.model)
+    hooks = trainer._activate_neftune, trainer._deactivate_neftune
+    session.changes.apply(trainer.model, noise_hooks=hooks if trainer.neftune_noise_alpha is not None else None)
     trainer._forget_schedule()
-    forget_taken(trainer)
+    if is_taken(strategy, trainer.model_wrapped):
+        trainer.optimizer = trainer.lr_scheduler = None
 
     strategy.plan(num_steps=max_steps, num_warmup_steps=trainer.args.get_warmup_steps(max_steps))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from hftrain.checkpoint.fitting import misfit
 from hftrain.checkpoint.layout import OPTIMIZER_SHARDS, WEIGHT_SHARDS
@@ -14,56 +15,53 @@ from hftrain.checkpoint.parts import load_rng
 from hftrain.checkpoint.ranks import share_out
 from hftrain.core.log import get_logger
 from hftrain.storage.shards import save_shards
+from hftrain.strategies.base import Strategy
 from hftrain.trainer.capture import Keep, as_it_is
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
 
 
 def shard_writers(
-    trainer: Trainer, optimizer: torch.optim.Optimizer, keep: Keep = as_it_is
+    strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | None, keep: Keep = as_it_is
 ) -> list[Callable[[Path], None]]:
     """Return what writes this process's pieces of model and optimizer; nothing where they are saved whole.
 
     Args:
-        trainer: Whose model.
-        optimizer: Its optimizer.
+        strategy: Knows how they are split.
+        model: As the strategy wrapped it.
+        optimizer: None to leave its state out.
         keep: Copies tensors to host memory, where they are written later.
     """
-    strategy = trainer.strategy
     place = {"rank": strategy.rank, "world_size": strategy.world_size}
-    weights = strategy.model_shards(trainer.model_wrapped)
+    weights = strategy.model_shards(model)
     writers: list[Callable[[Path], None]] = []
     if weights is not None:
         kept = keep(weights)
         writers.append(lambda folder: save_shards(kept, folder, stem=WEIGHT_SHARDS, **place))
-    split = None if trainer.args.save_only_model else strategy.optimizer_shards(trainer.model_wrapped, optimizer)
+    split = None if optimizer is None else strategy.optimizer_shards(model, optimizer)
     if split is not None:
         pieces = keep(split[1])
         writers.append(lambda folder: save_shards(pieces, folder, stem=OPTIMIZER_SHARDS, **place))
     return writers
 
 
-def load_own(trainer: Trainer, folder: Path, *, num_saved: int) -> dict[str, Any]:
+def load_own(folder: Path, *, rank: int, world_size: int, num_saved: int) -> dict[str, Any]:
     """Read what differs by process; another number of processes than now, `num_saved`, may have saved it."""
-    strategy = trainer.strategy
-    if num_saved == strategy.world_size:
-        return load_rng(folder, rank=strategy.rank, world_size=strategy.world_size)
+    if num_saved == world_size:
+        return load_rng(folder, rank=rank, world_size=world_size)
     logger.warning(
         "%s was saved by %d processes and goes on with %d: random numbers (dropout) come out differently.",
-        *(folder, num_saved, strategy.world_size),
+        *(folder, num_saved, world_size),
     )
-    states = [load_rng(folder, rank=rank, world_size=num_saved) for rank in range(num_saved)]
-    return share_out(states, rank=strategy.rank)
+    states = [load_rng(folder, rank=each, world_size=num_saved) for each in range(num_saved)]
+    return share_out(states, rank=rank)
 
 
-def check_engine(trainer: Trainer, state: dict[str, Any], path: Path) -> None:
+def check_engine(state: dict[str, Any], path: Path, *, is_deepspeed: bool) -> None:
     """Refuse an optimizer's state that DeepSpeed split where another strategy would have to put it together.
 
     Raises:
         CheckpointError: So it is.
     """
-    if "deepspeed" in state and not trainer.is_deepspeed_enabled:
+    if "deepspeed" in state and not is_deepspeed:
         raise misfit(path, "DeepSpeed split it in a way of its own, and the run does not use DeepSpeed")

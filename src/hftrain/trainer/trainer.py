@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +59,6 @@ from hftrain.precision.registry import precisions
 from hftrain.search.config import BestRun, HPSearchBackend
 from hftrain.step.in_backward import check_in_backward
 from hftrain.step.legality import check_legal
-from hftrain.storage.mirrors import Mirror
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 from hftrain.task.compilation import Compiler
@@ -73,7 +71,7 @@ from hftrain.task.module import TaskModule, as_step_output
 from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.acceleration import adopt_accelerator, has_engine, make_accelerator
 from hftrain.trainer.announce import announce_evaluation
-from hftrain.trainer.capture import task_state, write_model
+from hftrain.trainer.capture import saved_tool, task_state, write_model
 from hftrain.trainer.checks import (
     check_arguments,
     check_best_metric,
@@ -118,9 +116,9 @@ from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.mistakes import explain_mistake
 from hftrain.trainer.nodes import check_nodes
 from hftrain.trainer.numerics import check_training, prepare_model
+from hftrain.trainer.output import Output, check_output
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
 from hftrain.trainer.rehearsal import cut_short, existing_part, number_of_batches, rehearse, without_trackers
-from hftrain.trainer.remote import check_output, output_folder, prepare_output, publish, publish_together
 from hftrain.trainer.replicas import forget_devices, note_devices
 from hftrain.trainer.reports import (
     metrics_format,
@@ -242,7 +240,7 @@ class Trainer:
         self._check_evaluating()
         self.data_collator = data_collator or self._default_collator()
         self._resolve_hooks(given)
-        self._make_callbacks([*debug_callbacks(self), *callbacks])
+        self._make_callbacks([*debug_callbacks(self.args, self.strategy), *callbacks])
 
     # -- construction --------------------------------------------------------------------------------------------
 
@@ -365,7 +363,7 @@ class Trainer:
         self._outermost = model
         self.is_model_parallel = is_spread(self.model)
         self.strategy.place_model = bool(self.place_model_on_device)
-        prepare_model(self)
+        prepare_model(self.args, self.strategy, self.model, noise_alpha=self.neftune_noise_alpha)
         plain = self.task if isinstance(self.task, ModelTask) else None
         self._find("label_names", list(plain.label_names) if plain else ["labels"])
         self._find("can_return_loss", plain.can_return_loss if plain else False)
@@ -439,10 +437,7 @@ class Trainer:
 
     def _start_idle(self) -> None:
         """Set what only a running verb changes."""
-        self._start_folder = Path.cwd()
-        self._mirrors: dict[str, Mirror] = {}
-        # Where checkpoints were fetched from that were named by a URL.
-        self._origins: dict[Path, str] = {}
+        self._output = Output(lambda: self.args.output_dir, self.strategy)
         self._hub = TrainerHub(self)
         self.is_in_train = False
         # The backend of a search, while one goes on.
@@ -511,7 +506,7 @@ class Trainer:
 
         For a remote `args.output_dir` it is the local mirror, from which they are uploaded.
         """
-        return output_folder(self, str(self.args.output_dir))
+        return self._output.folder
 
     @property
     def callback_handler(self) -> CallbackHandler:
@@ -676,9 +671,9 @@ class Trainer:
         self._check_data()
         found = existing_part(self.output_dir)
         if saves_at_all(self):
-            prepare_output(self)
+            self._output.check_writable()
         self._check_optimizer()
-        check_training(self)
+        check_training(self.args, self.strategy, self.model, compiles=self.compiler.config is not None)
         self.strategy.check_model(self.model)
         check_ahead(self)
         resume = find_resume(self, resume_from_checkpoint)
@@ -690,7 +685,7 @@ class Trainer:
                 try:
                     return session.run()
                 except RuntimeError as error:
-                    report_late_ranks(self, error)  # as long as the session knows what it was about
+                    report_late_ranks(self.strategy, error)  # as long as the session knows what it was about
                     raise
                 finally:
                     session.close()
@@ -810,7 +805,12 @@ class Trainer:
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        announce_evaluation(self, dataloader, description=description)
+        announce_evaluation(
+            dataloader,
+            description=description,
+            batch_size=self.args.eval_batch_size,
+            count_samples=self.num_examples,
+        )
         self.callback_handler.refresh(eval_dataloader=dataloader)
         jit = JitModel(self, self.task.model) if self.args.jit_mode_eval else None
         loop = self._evaluate_loop(loss_only=loss_only, ignore_keys=ignore_keys, events=self.callback_handler, jit=jit)
@@ -910,7 +910,7 @@ class Trainer:
 
         Source: the documented `Trainer.save_model`.
         """
-        folder = output_folder(self, output_dir) if output_dir else self.output_dir
+        folder = self._output.locate(output_dir) if output_dir else self.output_dir
         # In a checkpoint each process may write a part of its own; asked for by name, a model is always whole.
         is_split = _internal_call and self.strategy.model_shards(self.model_wrapped) is not None
         with evaluation_weights(self.optimizer):
@@ -921,22 +921,28 @@ class Trainer:
                     logger.info("Saving model checkpoint to %s", folder)
                 self._save(str(folder), state_dict=weights)
         if not (_internal_call and output_dir):
-            publish_together(self, output_dir)
+            self._output.publish_together(output_dir)
         if not _internal_call:
             self.strategy.barrier()
             if self.args.push_to_hub:
                 self._hub.after_save_model(message="Model save", folder=folder)
 
     def _save(self, output_dir: str, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        own, arguments = task_state(self.task), self.args.to_dict()
-        write_model(self, Path(output_dir), model=self.model, weights=state_dict, own=own, arguments=arguments)
+        write_model(
+            Path(output_dir),
+            model=self.model,
+            weights=state_dict,
+            own=task_state(self.task),
+            tool=saved_tool(self.processing_class, self.data_collator),
+            arguments=self.args.to_dict(),
+        )
 
     def save_state(self) -> None:
         """Write `trainer_state.json` into `output_dir`; the main process writes."""
         if self.args.should_save:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self.state.save_to_json(str(self.output_dir / "trainer_state.json"))
-            publish(self)
+            self._output.publish()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add `logs` to the history and tell the callbacks.
@@ -972,7 +978,7 @@ class Trainer:
         """Write ``<split>_results.json`` and add to ``all_results.json``; the main process writes."""
         if self.is_world_process_zero():
             store_metrics(self.output_dir, split, metrics, combined=combined)
-            publish(self)
+            self._output.publish()
 
     # -- the Hub -------------------------------------------------------------------------------------------------
 
@@ -1052,7 +1058,7 @@ class Trainer:
             dataset=dataset,
             dataset_args=dataset_args,
         )
-        publish(self)
+        self._output.publish()
 
     def push_to_hub(
         self,
@@ -1656,7 +1662,13 @@ class Trainer:
 
     def _check_optimizer(self) -> None:
         """Refuse, before anything is launched, an optimizer that cannot be made."""
-        check_made(self)
+        check_made(
+            self.strategy,
+            self.task,
+            optimizers=(self.optimizer, self.lr_scheduler),
+            optimizer_cls_and_kwargs=self.optimizer_cls_and_kwargs,
+            is_overridden=self._is_overridden,
+        )
         is_own = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         makes_own = type(self.task).configure_optimizers is not TaskModule.configure_optimizers
         is_made = "optimizer" in self.strategy.makes
@@ -1952,12 +1964,12 @@ class Trainer:
                     self.task.label_names, self.task.can_return_loss = list(self.label_names), self.can_return_loss
                 self.compiler.open()
                 if self.strategy.watch is not None:
-                    self.strategy.watch.where = partial(whereabouts, self)
+                    self.strategy.watch.where = self._whereabouts
             with sharing_verbosity():
                 yield
         except Exception as error:
             if isinstance(error, RuntimeError):
-                report_late_ranks(self, error)
+                report_late_ranks(self.strategy, error)
             explain_mistake(self, error)
             raise
         finally:
@@ -1967,6 +1979,14 @@ class Trainer:
                 self.compiler.close()
                 self.precision.close()
                 self._memory.stop()
+
+    def _whereabouts(self) -> str:
+        return whereabouts(
+            is_idle=self._depth == 0,
+            stage=self._stage,
+            step=self.state.global_step,
+            phase=None if self._session is None else self._session.phase,
+        )
 
     @contextmanager
     def _evaluating(self, stage: str, *, casts: bool = True) -> Iterator[None]:

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
+from hftrain.strategies.base import Strategy
 
 _STAGES = {"eval": "evaluate", "predict": "predict"}
 
 
-def whereabouts(trainer: Trainer) -> str:
+def whereabouts(*, is_idle: bool, stage: str, step: int, phase: str | None) -> str:
     """Return what a Trainer does now, such as ``"train step 12"`` or ``"save checkpoint-20"``; from any thread."""
-    session = trainer._session
-    if trainer._depth == 0:
+    if is_idle:
         return "between training and evaluations"
-    if session is not None and session.phase is not None:
-        return session.phase
-    return _STAGES.get(trainer._stage) or f"train step {trainer.state.global_step + 1}"
+    return phase or _STAGES.get(stage) or f"train step {step + 1}"
 
 
-def report_late_ranks(trainer: Trainer, error: Exception) -> None:
+def report_late_ranks(strategy: Strategy, error: Exception) -> None:
     """Raise `StrategyError` in place of an error that says no more than that a collective's time was up.
 
     Raises:
         StrategyError: It names what this process did, the ranks that did not come, and where they were.
     """
-    strategy = trainer.strategy
     timeout = getattr(strategy, "timeout", None)
     late = strategy.watch.late(error, timeout_s=timeout.total_seconds()) if strategy.watch and timeout else None
     if late is not None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,7 @@ from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.trainer.capture import Keep, model_writer
 from hftrain.trainer.foresight import watch_states
 from hftrain.trainer.interrupts import saves_at_all
-from hftrain.trainer.remote import publish_quietly, remote_of
-from hftrain.trainer.room import check_room, expected_state_bytes
+from hftrain.trainer.room import check_room, checkpoint_bytes, expected_state_bytes
 from hftrain.trainer.sharding import shard_writers
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ class CheckpointWrites:
             ConfigError: There is no room for a checkpoint, or a state that it cannot hold.
         """
         if saves_at_all(self.trainer):
-            check_room(self.trainer, self.manager, optimizer)
+            needed = partial(self.checkpoint_bytes, optimizer, is_first=True)
+            check_room(self.manager, needed, may_wait=self.trainer.save_policy.on_full_disk != "stop")
             watch_states(self.trainer, optimizer, own=own, pending=self.pending)
         if not self.trainer.save_policy.save_async:
             return
@@ -129,6 +130,13 @@ class CheckpointWrites:
     def keep(self, tree: Any) -> Any:
         """Return a nested structure as it is now: copied to host memory, if it is written later."""
         return tree if self._copies is None else self._copies.copy(tree)
+
+    def checkpoint_bytes(self, optimizer: torch.optim.Optimizer, *, is_first: bool = False) -> int:
+        """Return about how much a checkpoint takes; see `room.checkpoint_bytes`."""
+        trainer = self.trainer
+        return checkpoint_bytes(
+            trainer.args, trainer.strategy, trainer.task, trainer.model_wrapped, optimizer, is_first=is_first
+        )
 
     def has_room(self, num_bytes: int, *, step: int) -> bool:
         """Tell whether a checkpoint fits on disk, after making room as the policy allows; collective.
@@ -196,7 +204,7 @@ class CheckpointWrites:
                 path = self._commit(save, group)
                 if not self.rotates_later:
                     self.manager.rotate(best=self.best())
-                publish_quietly(self.trainer)
+                self.trainer._output.publish_quietly()
                 return path
             finally:
                 # In this order, as `close` has it the other way round: one of both lets the folder go.
@@ -256,10 +264,11 @@ class CheckpointWrites:
         trainer, strategy = self.trainer, self.trainer.strategy
 
         def show(keep: Keep) -> None:
-            shard_writers(trainer, optimizer, keep)
+            sharded = None if trainer.args.save_only_model else optimizer
+            shard_writers(strategy, trainer.model_wrapped, sharded, keep)
             if strategy.shards_model:  # what else there is must be gathered, which costs more than its memory
                 return
-            model_writer(trainer, keep)
+            model_writer(trainer.args, strategy, trainer.task, trainer.model_wrapped, tool=None, keep=keep)
             if self.manager.is_committer and not self.manager.config.only_model:
                 keep(strategy.optimizer_state(trainer.model_wrapped, optimizer))
 
@@ -318,7 +327,7 @@ def as_of(state: TrainerState, save: Save) -> Iterator[None]:
 def make_manager(trainer: Trainer) -> CheckpointManager:
     """Return what saves and finds the run's checkpoints."""
     folder = Path(trainer._get_output_dir(trainer._trial))
-    config = checkpoint_config(trainer.args, output_dir=folder, url=remote_of(trainer, folder))
+    config = checkpoint_config(trainer.args, output_dir=folder, url=trainer._output.url_of(folder))
     config = replace(
         config, keep_best=trainer.save_policy.keep_best, is_greater_better=bool(trainer.args.greater_is_better)
     )

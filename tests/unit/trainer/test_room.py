@@ -73,8 +73,7 @@ def test_size_is_known_before_the_first_step(
         return found[-1]
 
     checkpoint_bytes = room.checkpoint_bytes
-    monkeypatch.setattr(room, "checkpoint_bytes", note)
-    monkeypatch.setattr("hftrain.trainer.saving.checkpoint_bytes", note)
+    monkeypatch.setattr("hftrain.trainer.writing.checkpoint_bytes", note)
     trainer = make_trainer(tmp_path, model=wide_net(), max_steps=2, **options)
     trainer.train()
     predicted, before_saving = found

@@ -9,7 +9,7 @@ import pytest
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import Trainer, TrainerCallback
-from hftrain.trainer.whereabouts import report_late_ranks, whereabouts
+from hftrain.trainer.whereabouts import report_late_ranks
 
 
 def test_phases_of_a_run(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_phases_of_a_run(tmp_path: Path) -> None:
 
     class Ask(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            found.append(whereabouts(trainer))
+            found.append(trainer._whereabouts())
 
         on_step_begin = on_prediction_step = on_train_end = on_save = on_train_begin
 
@@ -25,7 +25,7 @@ def test_phases_of_a_run(tmp_path: Path) -> None:
         tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2
     )
     trainer = Trainer(Net(), arguments, train_dataset=make_rows(), eval_dataset=make_rows(4), callbacks=[Ask()])
-    assert whereabouts(trainer) == "between training and evaluations"
+    assert trainer._whereabouts() == "between training and evaluations"
     trainer.train()
     assert found == [
         *("set up the training", "train step 1", "train step 2", "evaluate"),
@@ -43,15 +43,16 @@ def test_a_failed_exchange_is_reported_from_where_it_failed(tmp_path: Path, monk
         def on_save(self, *args: Any, **kwargs: Any) -> None:
             raise RuntimeError("gloo: Timed out")
 
-    def report(trainer: Trainer, error: Exception) -> None:
-        found.append(whereabouts(trainer))
+    def report(strategy: Any, error: Exception) -> None:
+        found.append(trainer._whereabouts())
 
     monkeypatch.setattr("hftrain.trainer.trainer.report_late_ranks", report)
     arguments = make_arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    trainer = Trainer(Net(), arguments, train_dataset=make_rows(), callbacks=[Fail()])
     with pytest.raises(RuntimeError, match="gloo"):
-        Trainer(Net(), arguments, train_dataset=make_rows(), callbacks=[Fail()]).train()
+        trainer.train()
     assert found[0] == "save checkpoint-2"
 
 
 def test_one_process_has_nobody_to_wait_for(tmp_path: Path) -> None:
-    report_late_ranks(Trainer(Net(), make_arguments(tmp_path)), RuntimeError("gloo: Timed out"))
+    report_late_ranks(Trainer(Net(), make_arguments(tmp_path)).strategy, RuntimeError("gloo: Timed out"))

@@ -1,0 +1,236 @@
+"""Where a run's files go. Where `output_dir` is a URL, it works in a local mirror and publishes what it writes."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hftrain.checkpoint.layout import checkpoint_step
+from hftrain.checkpoint.parcels import Parcels
+from hftrain.checkpoint.remote import RemoteCheckpoints
+from hftrain.core.errors import CheckpointError, ConfigError, explain
+from hftrain.core.log import get_logger
+from hftrain.storage.files import check_writable, write_text
+from hftrain.storage.mirrors import Mirror, local_folder, mirror_of
+from hftrain.storage.remote import RemoteFolder, check_url, is_url
+from hftrain.strategies.base import Strategy
+
+_MAX_LOOKS, _LOOK_S = 10, 0.3
+
+logger = get_logger(__name__)
+
+
+def check_output(args: Any) -> None:
+    """Raise where a remote `output_dir` cannot work; asks no network."""
+    check_url(args.output_dir)
+    if is_url(args.output_dir) and args.save_on_each_node:
+        raise ConfigError(
+            explain(
+                f"save_on_each_node=True was asked for with output_dir={args.output_dir!r}.",
+                "All machines would write the same files of the same store.",
+                "Leave save_on_each_node out: a remote folder is one that all machines share.",
+                save_on_each_node=True,
+            )
+        )
+
+
+class Output:
+    """The output folder of a Trainer, and what it takes to get files out of it and into it.
+
+    Args:
+        read_dir: Returns `output_dir` as the arguments say it now: a folder, or the URL of a remote one.
+        strategy: The processes that write to it.
+    """
+
+    def __init__(self, read_dir: Callable[[], Any], strategy: Strategy) -> None:
+        self._read_dir, self._strategy = read_dir, strategy
+        self._start = Path.cwd()
+        self._mirrors: dict[str, Mirror] = {}
+        # Where checkpoints were fetched from that were named by a URL.
+        self._origins: dict[Path, str] = {}
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are written: a remote one's, in its mirror."""
+        return self.locate(str(self._read_dir()))
+
+    @property
+    def url(self) -> str | None:
+        """`output_dir` if it is remote."""
+        folder = str(self._read_dir())
+        return folder if is_url(folder) else None
+
+    def locate(self, folder: str) -> Path:
+        """Return where the files of any folder are written: a remote one's, in its mirror."""
+        if is_url(folder) and folder not in self._mirrors:
+            # From now on it notices what is written.
+            self._mirrors[folder] = Mirror(folder, is_left_out=lambda part: checkpoint_step(part) is not None)
+        return local_folder(folder, start=self._start)
+
+    def below(self, name: str) -> str:
+        """Return the folder's own folder of a name, as `output_dir` would say it."""
+        return f"{self.url.rstrip('/')}/{name}" if self.url else str(self.folder / name)
+
+    def url_of(self, folder: Path) -> str | None:
+        """Return the URL of which a folder is the mirror, None if it is none."""
+        return self.url if folder == self.folder else None
+
+    def text_of(self, folder: Path) -> str:
+        """Return how the state calls a checkpoint: where it will still be when the mirror is gone."""
+        return self._remote_text_of(folder) or str(folder)
+
+    def check_writable(self) -> None:
+        """Prove that it can be written to, if remote by the main process; before anything is launched.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+        check_writable(self.folder)
+        if self.url is not None and self._strategy.is_main:
+            RemoteFolder(self.url).check_writable()
+
+    def meet(self) -> Parcels | None:
+        """Find out whether all processes see the main one's mirror. Collective.
+
+        Returns:
+            None if they do; else the means to bring files there.
+        """
+        url, strategy = self.url, self._strategy
+        if url is None or strategy.world_size == 1:
+            return None
+        name = strategy.broadcast_object(f".seen-{secrets.token_hex(4)}" if strategy.is_main else None)
+        probe = self.folder / name
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        if strategy.is_main:
+            write_text(probe, "test")
+        strategy.barrier()
+        is_seen = _appears(probe)
+        is_shared = strategy.all_true(is_seen)
+        if strategy.is_main:
+            probe.unlink()
+        return None if is_shared else Parcels(url, rank=strategy.rank, is_sender=not is_seen and strategy.is_local_main)
+
+    def publish(self, folder: str | None = None) -> None:
+        """Upload what was written to a mirror; the main process does, others return at once.
+
+        Args:
+            folder: The remote folder; None takes `output_dir`. Nothing happens to a local one.
+
+        Raises:
+            CheckpointError: The store cannot be used.
+        """
+        url = folder or str(self._read_dir())
+        mirror = self._mirrors.get(url)
+        if mirror is None or not self._strategy.is_main:
+            return
+        try:
+            mirror.publish()
+        except OSError as error:
+            raise CheckpointError(
+                explain(
+                    f"Files should be uploaded to {url}.",
+                    f"{str(error).rstrip('.')}.",
+                    f"They are whole in {mirror.folder}: mend the cause and write them again, or copy them.",
+                )
+            ) from error
+
+    def publish_together(self, folder: str | None = None) -> None:
+        """Do what `publish` does, and raise on all processes if it fails. Collective."""
+        cause: CheckpointError | None = None
+        try:
+            self.publish(folder)
+        except CheckpointError as error:
+            cause = error
+        if not self._strategy.all_true(cause is None):
+            raise cause or CheckpointError("The main process could not upload its files, and says why.")
+
+    def publish_quietly(self) -> None:
+        """Do what `publish` does, for files that are no loss, such as logs: a failure is warned of."""
+        try:
+            self.publish()
+        except CheckpointError as error:
+            logger.warning("%s", error)
+
+    def fetch_named(self, name: str | Path) -> Path | None:
+        """Fetch a checkpoint that was named explicitly, by its URL or as one of a remote output folder.
+
+        Returns:
+            Its verified copy; None if it is not remote.
+
+        Raises:
+            CheckpointError: It is damaged or no checkpoint, or the store cannot be used.
+        """
+        text, own = str(name), self.url
+        if not is_url(text):
+            if own is None or Path(text).is_dir() or len(Path(text).parts) != 1:
+                return None
+            text = f"{own.rstrip('/')}/{text}"
+        check_url(text)
+        if not is_url(text.rstrip("/").rpartition("/")[0]):
+            raise ConfigError(
+                explain(f"Resuming from {text!r} was asked for.", "It names no folder.", "Name a checkpoint's folder.")
+            )
+        path = _fetch(text)
+        self._origins[path] = text
+        return path
+
+    def find(self, name: str | Path) -> Path:
+        """Return the local folder of that name: relative to the working directory, else to the output folder."""
+        inside = self.folder / name
+        return inside if inside.is_dir() and not Path(name).is_dir() else Path(name)
+
+    def own_copy(self, folder: Path) -> Path:
+        """Return where this machine has the checkpoint to go on from, which the main process has fetched. Collective.
+
+        Raises:
+            CheckpointError: A machine could not fetch it.
+        """
+        known = self._origins.get(folder) or self._remote_text_of(folder)
+        origin = self._strategy.broadcast_object(known if self._strategy.is_main else None)
+        return folder if origin is None else self._fetch_together(origin, main_has_it=True)
+
+    def fetch_best(self, best: Path) -> None:
+        """Fetch the best checkpoint into each machine's mirror, unless it is there, or nowhere. Collective."""
+        url = self.url_of(best.parent)
+        if url is None:
+            return
+        is_there = best.name in RemoteFolder(url).names() if self._strategy.is_main else None
+        if self._strategy.broadcast_object(is_there):
+            self._fetch_together(f"{url.rstrip('/')}/{best.name}")
+
+    def _remote_text_of(self, folder: Path) -> str | None:
+        """Return the URL of a folder in the output folder's mirror, None if it lies elsewhere."""
+        url = self.url_of(folder.parent)
+        return f"{url.rstrip('/')}/{folder.name}" if url else None
+
+    def _fetch_together(self, text: str, *, main_has_it: bool = False) -> Path:
+        """Fetch a checkpoint on the main process, then on the first of each machine; return where it is. Collective."""
+        strategy = self._strategy
+        for is_mine in (strategy.is_main and not main_has_it, strategy.is_local_main and not strategy.is_main):
+            cause: CheckpointError | None = None
+            if is_mine:
+                try:
+                    _fetch(text)
+                except CheckpointError as error:
+                    cause = error
+            if not strategy.all_true(cause is None):
+                raise cause or CheckpointError(f"Another process could not fetch {text}, and says why.")
+        url, _, name = text.rstrip("/").rpartition("/")
+        return mirror_of(url) / name
+
+
+def _fetch(text: str) -> Path:
+    url, _, name = text.rstrip("/").rpartition("/")
+    return RemoteCheckpoints(url, mirror=mirror_of(url)).fetch(name)
+
+
+def _appears(path: Path) -> bool:
+    """Tell whether a file is there, or comes within seconds: network file systems show it late."""
+    for _ in range(_MAX_LOOKS):
+        if path.exists():
+            return True
+        time.sleep(_LOOK_S)
+    return False
