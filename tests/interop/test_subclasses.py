@@ -30,8 +30,9 @@ NAMES = [
     "adversarial_training", "callback_that_acts", "callback_that_evaluates_more", "callback_with_the_objects",
     "class_weights", "collected_predictions", "curriculum", "custom_scheduler", "distillation", "eval_dataloader",
     "extra_metrics", "freezing", "given_optimizer", "layerwise_rates", "logged_parts", "moving_average", "own_inputs",
-    "own_label_smoothing", "own_log", "own_prediction_step", "own_sampler", "own_save_model", "own_train_sampler",
-    "probed_gradients", "sampled_text", "scheduled_freezing", "sharpness_aware", "split_weight_decay", "tampered_log",
+    "own_label_smoothing", "own_log", "own_loss_in_bf16", "own_prediction_step", "own_prediction_step_in_bf16",
+    "own_sampler", "own_save_model", "own_train_sampler", "probed_gradients", "sampled_text", "scheduled_freezing",
+    "sharpness_aware", "split_weight_decay", "tampered_log",
 ]  # fmt: skip
 CASES: dict[str, Callable[..., dict[str, Any]]] = {}
 WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
@@ -109,6 +110,22 @@ def class_weights(library: Any, notes: list[Any]) -> dict[str, Any]:
             return (loss, outputs) if return_outputs else loss
 
     return {"trainer": WeightedTrainer, "compute_metrics": accuracy}
+
+
+@case
+def own_loss_in_bf16(library: Any, notes: list[Any]) -> dict[str, Any]:
+    class DistillingTrainer(library.Trainer):
+        teacher = make_model("bert", seed=7).eval()
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            with torch.no_grad():
+                wanted = self.teacher(**inputs).logits
+            notes.append(float(outputs.logits.detach().numpy().sum()))
+            loss = outputs.loss + ((outputs.logits @ outputs.logits.T - wanted @ wanted.T) ** 2).mean()
+            return (loss, outputs) if return_outputs else loss
+
+    return {"trainer": DistillingTrainer, "args": {"bf16": True}}
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -381,6 +398,14 @@ def own_prediction_step(library: Any, notes: list[Any]) -> dict[str, Any]:
         return {"mean": float(prediction.predictions.mean()), "ones": float(prediction.label_ids.mean())}
 
     return {"trainer": CroppingTrainer, "compute_metrics": compute_metrics}
+
+
+@case
+def own_prediction_step_in_bf16(library: Any, notes: list[Any]) -> dict[str, Any]:
+    def preprocess(logits, labels):
+        return torch.from_numpy(logits.numpy() + 1)
+
+    return {**own_prediction_step(library, notes), "preprocess_logits_for_metrics": preprocess, "args": {"bf16": True}}
 
 
 @case

@@ -29,7 +29,9 @@ def batches(rows: Rows) -> Any:
         epoch += 1
 
 
-def by_hand(model: nn.Module, rows: Rows, dtype: torch.dtype, max_norm: float) -> list[tuple[float, ...]]:
+def by_hand(
+    model: nn.Module, rows: Rows, dtype: torch.dtype, max_norm: float, *, is_own: bool = False
+) -> list[tuple[float, ...]]:
     """Train 50 steps with AdamW and a linear schedule; return loss, norm and rate of each."""
     decaying, named = set(decay_parameter_names(model)), list(model.named_parameters())
     # In the documented groups, for the norm is a sum in the optimizer's order.
@@ -40,7 +42,9 @@ def by_hand(model: nn.Module, rows: Rows, dtype: torch.dtype, max_norm: float) -
     history = []
     for _, batch in zip(range(NUM_STEPS), batches(rows), strict=False):
         with torch.autocast("cpu", dtype=dtype):
-            loss = model(**batch)[0]
+            loss, logits = model(**batch)
+        if is_own:
+            loss = contrast(logits.float())
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -52,6 +56,70 @@ def by_hand(model: nn.Module, rows: Rows, dtype: torch.dtype, max_norm: float) -
         optimizer.zero_grad()
         history.append((loss.item(), norm.item(), rate))
     return history
+
+
+def contrast(logits: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose value depends on the dtype it is computed in."""
+    assert logits.dtype == torch.float32
+    logits.detach().numpy()
+    return nn.functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+
+
+class Contrasts(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        outputs = model(**inputs)
+        loss = contrast(outputs[1])
+        return (loss, outputs) if return_outputs else loss
+
+
+class Steps(Trainer):
+    def training_step(self, model: Any, inputs: Any, *options: Any) -> torch.Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = contrast(model(**inputs)[1])
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("settings", [{"fp16": True}, {"bf16": True, "torch_compile": True}, {"bf16": True}], ids=str)
+@pytest.mark.parametrize("kind", [Contrasts, Steps, None])
+def test_loss_of_the_users_own_is_computed_in_float32(tmp_path: Path, kind: Any, settings: Any) -> None:
+    rows = make_rows(22)
+    set_seed(5)
+    model, twin = Net(), Net()
+    twin.load_state_dict(model.state_dict())
+    expected = by_hand(twin, rows, DTYPES[next(iter(settings))], 0.5, is_own=True)
+    options = {"torch_compile_backend": "eager"} if "torch_compile" in settings else {}
+    arguments = make_arguments(
+        tmp_path, max_steps=NUM_STEPS, max_grad_norm=0.5, weight_decay=0.0, **settings, **options
+    )
+    function = {} if kind else {"compute_loss_func": lambda outputs, labels: contrast(outputs[-1])}
+    trainer = (kind or Trainer)(model, arguments, train_dataset=rows, **function)
+    trainer.train()
+    assert [e["loss"] for e in trainer.state.log_history if "loss" in e] == [loss for loss, *_ in expected]
+    assert model._compiled_call_impl is None
+
+
+def test_evaluation_gives_the_users_functions_float32(tmp_path: Path) -> None:
+    seen = []
+
+    def preprocess(logits: torch.Tensor, labels: Any) -> torch.Tensor:
+        return torch.from_numpy(logits.numpy())
+
+    class Sees(Trainer):
+        def prediction_step(self, *args: Any, **options: Any) -> Any:
+            found = super().prediction_step(*args, **options)
+            seen.append(found[1].dtype)
+            return found
+
+    for kind in (Trainer, Sees):
+        arguments = make_arguments(tmp_path, bf16=True, batch_eval_metrics=True)
+        kind(
+            Net(), arguments, eval_dataset=make_rows(6), preprocess_logits_for_metrics=preprocess,
+            compute_metrics=lambda found, compute_result: {"mean": float(found.predictions.numpy().mean())},
+        ).evaluate()  # fmt: skip
+    assert seen == [torch.float32] * 2
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -66,6 +66,7 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
 
     wrapped, optimizer = _wrap(session, make_optimizer)
     trainer.compiler.compile(trainer.model)
+    trainer._casting.apply(trainer.model)
     if "scheduler" in strategy.makes:
         trainer.lr_scheduler = strategy.schedule
     elif "optimizer" in strategy.makes:

@@ -72,6 +72,7 @@ from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.acceleration import adopt_accelerator, has_engine, make_accelerator
 from hftrain.trainer.announce import announce_evaluation
 from hftrain.trainer.capture import saved_tool, task_state, write_model
+from hftrain.trainer.casting import ModelCasting, to_float32
 from hftrain.trainer.checks import (
     check_arguments,
     check_best_metric,
@@ -331,6 +332,7 @@ class Trainer:
         check_half_precision_backend(self.args, self.strategy.device_type)
         check_fitting(self.args, self.strategy)
         self.compiler = Compiler(compile_config(self.args))
+        self._casting = ModelCasting(self)
 
     def _with_trackers(self, loggers: Any, callbacks: Sequence[Any]) -> list[Any]:
         """Put the callbacks of the trackers to report to before the user's; none is started."""
@@ -1337,9 +1339,9 @@ class Trainer:
         return self._shares.count(batch_samples, device)
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
-        """Return the context the loss is computed in: the precision's casting."""
+        """Return the context the loss is computed in: the precision's casting, unless the model casts itself."""
         if not self._makes_contexts:
-            return self._autocast()
+            return nullcontext() if self._casting.is_on else self._autocast()
         stack = ExitStack()
         stack.enter_context(self.torchdynamo_smart_context_manager())
         stack.enter_context(self.autocast_smart_context_manager())
@@ -1438,7 +1440,10 @@ class Trainer:
             else:
                 output = as_step_output(task.evaluation_step(inputs))
         self._eval_logs = output.logs
-        return (output.loss, None, None) if prediction_loss_only else (output.loss, output.outputs, output.labels)
+        if prediction_loss_only:
+            return output.loss, None, None
+        is_cast = isinstance(task, ModelTask) and self.precision.policy.autocast and self._input_dtype is None
+        return output.loss, to_float32(output.outputs) if is_cast else output.outputs, output.labels
 
     def _note_memory(self, outputs: Any) -> None:
         """Remember what a model that was called without labels hands to the next step."""
@@ -1976,6 +1981,7 @@ class Trainer:
             self._depth -= 1
             self._stage = previous
             if self._depth == 0:
+                self._casting.undo()
                 self.compiler.close()
                 self.precision.close()
                 self._memory.stop()
@@ -1999,6 +2005,7 @@ class Trainer:
                 stack.enter_context(cast_weights(self.model, dtype, keep_on=torch.device("cpu")))
                 place_task(self.task, self.strategy)
                 self.compiler.compile(self.model)
+                self._casting.apply(self.model)
             else:
                 stack.enter_context(cast_weights(self.model, dtype))
             wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
