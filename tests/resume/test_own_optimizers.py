@@ -25,7 +25,7 @@ class Adversarial(Trainer):
         raise NotImplementedError
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        self.optimizer = torch.optim.Adam(self.model.layers[0].parameters(), lr=0.02)
+        self.optimizer = torch.optim.Adam(self.model.layers[:2].parameters(), lr=0.02)
         return self.optimizer
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -39,6 +39,10 @@ class Adversarial(Trainer):
 
 class Plain(Adversarial):
     """Has the same first optimizer, and no second one."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.model.layers[4].requires_grad_(False)
+        return super().create_optimizer(model)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         return Trainer.training_step(self, model, inputs, num_items_in_batch)

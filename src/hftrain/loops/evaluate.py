@@ -181,6 +181,8 @@ class EvaluateLoop:
         size = batch_size_of(batch) or 0
         self._num_samples += size
         if output.loss is not None:
+            if output.loss.numel() != 1:
+                raise _no_number(output.loss)
             self._add_loss(output.loss.detach(), self.slots.count_items(batch))
         if self.slots.compute_metrics is not None and self.slots.needs_labels:
             _check_complete(output, batch)
@@ -250,6 +252,16 @@ def _main_input(batch: Any, name: str) -> Any:
             "include_for_metrics=['inputs'] was asked for.",
             f"An evaluation batch holds no main input {name!r} (it has {columns}).",
             "Set main_input_name on the model to the column that compute_metrics is to get.",
+        )
+    )
+
+
+def _no_number(loss: torch.Tensor) -> TaskError:
+    return TaskError(
+        explain(
+            "Cannot use the loss of an evaluation batch:",
+            f"it has the shape {tuple(loss.shape)}, and a loss is one number.",
+            "Return its mean; outputs belong into StepOutput(loss=..., outputs=...).",
         )
     )
 

@@ -131,7 +131,11 @@ def optimizer_from_class(
                 optimizer_weight_decay=decay,
             )
         )
-    return cls(parameter_groups(model, weight_decay=decay, decay_names=decay_names), **settings)
+    optimizer = cls(parameter_groups(model, weight_decay=decay, decay_names=decay_names), **settings)
+    if "weight_decay" in optimizer.defaults:
+        # Of groups that are added later; AdamW's own default is 0.01.
+        optimizer.defaults["weight_decay"] = decay
+    return optimizer
 
 
 def with_options(cls: type[Optimizer], config: OptimizerConfig, **given: Any) -> OptimizerClass:

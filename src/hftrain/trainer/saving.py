@@ -39,6 +39,7 @@ from hftrain.trainer.own_optimizers import OwnOptimizers
 from hftrain.trainer.resuming import RunPlan, report_changed_arguments
 from hftrain.trainer.sharding import check_engine, load_own, shard_writers
 from hftrain.trainer.unfreezing import Unfreezing
+from hftrain.trainer.untrained import Untrained
 from hftrain.trainer.writing import CheckpointWrites, Save, as_of, make_manager
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class RunCheckpoints:
         self.past_state: dict[str, Any] | None = None
         self.plan: RunPlan
         self.unfreezing: Unfreezing
+        self.untrained: Untrained
         self.feed: TrainFeed
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
@@ -151,6 +153,8 @@ class RunCheckpoints:
         self.own.close(is_complete=False)
         if hasattr(self, "unfreezing"):
             self.unfreezing.close()
+        if hasattr(self, "untrained"):
+            self.untrained.close()
 
     def _after(self, save: Save, committed: Path | None, *, former_best: str | None, tells: bool) -> None:
         """Do what follows a commit, or forget a checkpoint for which there was no room."""

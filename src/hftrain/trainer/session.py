@@ -295,6 +295,7 @@ class TrainSession:
     def _log(self, logs: dict[str, Any]) -> None:
         self.counts.read()
         self.trainer.store_flos()
+        self.checkpoints.untrained.check_unfrozen()
         own = {name: float(value) for name, value in self.trainer._read_metrics().items()}
         if self.trainer._is_overridden("_get_learning_rate"):
             self.used_rate = logs["learning_rate"]
@@ -362,6 +363,7 @@ class TrainSession:
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
         trainer, self.phase = self.trainer, "finish the training"
         self.checkpoints.own.close(is_complete=True)
+        self.checkpoints.untrained.check_unfrozen()
         self.losses.read()
         self.counts.read()
         trainer.store_flos()

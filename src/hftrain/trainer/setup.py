@@ -20,6 +20,7 @@ from hftrain.trainer.acceleration import note_sync
 from hftrain.trainer.checks import check_optimizer
 from hftrain.trainer.engines import is_taken
 from hftrain.trainer.unfreezing import Unfreezing
+from hftrain.trainer.untrained import Untrained
 from hftrain.trainer.weighing import LossShares
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
     trainer.model.zero_grad()
     trainer.optimizer = session.optimizer = optimizer
     session.checkpoints.unfreezing = Unfreezing(trainer, optimizer)
+    session.checkpoints.untrained = Untrained(trainer, optimizer, session.checkpoints.own)
     trainer.task.model = trainer.model_wrapped = wrapped
     trainer._shares = LossShares(trainer)
     trainer._training_mode = TrainingMode(trainer.task, optimizer)

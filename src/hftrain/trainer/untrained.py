@@ -1,0 +1,117 @@
+"""What would stay as it is: parameters that no optimizer holds, a rate that waits for evaluations. Said once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hftrain.core.log import warn_once
+from hftrain.core.types import Owns
+from hftrain.trainer.acceleration import has_engine
+from hftrain.trainer.own_optimizers import OwnOptimizers
+
+if TYPE_CHECKING:
+    from hftrain.trainer.trainer import Trainer
+
+_MAX_NAMES = 3
+
+
+class Untrained:
+    """Look once, after the first update, for gradients that no optimizer uses, and at each log for what was unfrozen.
+
+    Engines that split the parameters, or step themselves, keep others in the optimizer than the model has.
+
+    Args:
+        trainer: Whose task is looked through.
+        optimizer: The run's.
+        own: Finds the optimizers that user code keeps.
+    """
+
+    def __init__(self, trainer: Trainer, optimizer: torch.optim.Optimizer, own: OwnOptimizers) -> None:
+        self._trainer, self._optimizer, self._own = trainer, optimizer, own
+        _check_plateau(trainer)
+        self._hook: Any = None
+        is_split = Owns.STEP in trainer.strategy.owns or any(
+            has_engine(trainer.strategy, engine) for engine in ("fsdp", "deepspeed")
+        )
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        if not is_split and isinstance(optimizer, torch.optim.Optimizer):
+            self._frozen = [(name, p) for name, p in trainer.model.named_parameters() if not p.requires_grad]
+            self._hook = optimizer.register_step_post_hook(lambda *_: self._check_first())
+
+    def check_unfrozen(self) -> None:
+        """Warn of parameters that were unfrozen since the run began and are in no optimizer."""
+        if any(parameter.requires_grad for _, parameter in self._frozen):
+            held = self._held()
+            names = [name for name, p in self._frozen if p.requires_grad and id(p) not in held]
+            self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
+            if names:
+                warn_once(
+                    f"{_listed(names)} no longer frozen, and no optimizer holds them: they are not trained. Add them "
+                    "where they are unfrozen: optimizer.add_param_group({'params': [...]})."
+                )
+
+    def close(self) -> None:
+        """Look no more; safe to call twice."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _check_first(self) -> None:
+        self.close()
+        held, task = self._held(), self._trainer.task
+        reached = [name for name, p in task.named_parameters() if p.grad is not None and id(p) not in held]
+        if reached:
+            warn_once(
+                f"The loss depends on {len(reached)} parameters that no optimizer holds ({_listed(reached)} not "
+                "trained). Give them to an optimizer, or freeze them with requires_grad_(False)."
+            )
+        hidden = [name for name, p in _hidden(task) if p.grad is not None and id(p) not in held]
+        if hidden:
+            warn_once(
+                f"The loss depends on parameters that are kept in a plain list, tuple or dict ({_listed(hidden)} not "
+                "trained, not saved and not moved to the device). Keep them in nn.ModuleList, nn.ModuleDict or "
+                "nn.ParameterList, inside the model."
+            )
+
+    def _held(self) -> set[int]:
+        own = [each for each in self._own.find().values() if isinstance(each, torch.optim.Optimizer)]
+        return {id(p) for each in (self._optimizer, *own) for group in each.param_groups for p in group["params"]}
+
+
+def _check_plateau(trainer: Trainer) -> None:
+    """Warn where a schedule of the user's own waits for evaluations that no setting asks for."""
+    follows = isinstance(trainer.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if follows and trainer.args.eval_strategy == "no":
+        warn_once(
+            f"{type(trainer.lr_scheduler).__name__} is stepped after each evaluation, and eval_strategy='no' asks for "
+            "none: the learning rate stays as it is unless a callback evaluates. Set eval_strategy."
+        )
+
+
+def _hidden(task: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters in containers that torch does not look into, by where they are kept."""
+    registered = {id(parameter) for parameter in task.parameters()}
+    for path, module in task.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, dict):
+                members = list(value.items())
+            elif isinstance(value, (list, tuple)):
+                members = list(enumerate(value))
+            else:
+                continue
+            for key, member in members:
+                where = f"{path}.{name}[{key!r}]".lstrip(".")
+                if isinstance(member, nn.Module):
+                    found = [(f"{where}.{inner}", p) for inner, p in member.named_parameters()]
+                else:
+                    found = [(where, member)] if isinstance(member, nn.Parameter) else []
+                yield from (pair for pair in found if id(pair[1]) not in registered)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{', '.join(names[:_MAX_NAMES])}{more} {'is' if len(names) == 1 else 'are'}"
