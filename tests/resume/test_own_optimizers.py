@@ -10,6 +10,7 @@ import torch
 from support.tiny import Net, Task, make_arguments, make_rows
 
 from hftrain import CheckpointError, Trainer, TrainerCallback
+from hftrain.storage.tensors import load_containers
 
 
 def make_critic(model: Any) -> tuple[torch.optim.Optimizer, Any]:
@@ -82,6 +83,54 @@ class OnTheTask(Adversarial):
         return self.task.critic
 
 
+class Critic:
+    """A helper that is no module, and knows the Trainer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.parts = {"both": make_critic(trainer.model)}
+
+
+class InAnObject(Adversarial):
+    helper: Critic | None = None
+
+    def critic(self) -> Any:
+        if self.helper is None:
+            self.helper = Critic(self)
+        return self.helper.parts["both"]
+
+
+class InTheModel(Adversarial):
+    def critic(self) -> Any:
+        layer = self.model.layers[4]
+        if not hasattr(layer, "critic"):
+            layer.critic = make_critic(self.model)
+        return layer.critic
+
+
+class Both:
+    """Two optimizers as one."""
+
+    def __init__(self, model: Any) -> None:
+        self.by_parameter = {p: torch.optim.Adam([p], lr=0.05) for p in model.layers[4].parameters()}
+
+    def step(self) -> None:
+        for optimizer in self.by_parameter.values():
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.by_parameter.values():
+            optimizer.zero_grad()
+
+
+class ByParameter(Adversarial):
+    def critic(self) -> Any:
+        if not hasattr(self, "both"):
+            self.both = Both(self.model)
+            self.schedule = torch.optim.lr_scheduler.StepLR(next(iter(self.both.by_parameter.values())), 2)
+        return self.both, self.schedule
+
+
 class Keeps(TrainerCallback):
     """Keeps a second optimizer itself, and makes it when the training begins."""
 
@@ -106,7 +155,7 @@ def outcome(trainer: Trainer) -> list[Any]:
     return [losses, *(parameter.tolist() for parameter in trainer.model.parameters())]
 
 
-@pytest.mark.parametrize("kind", [Early, Lazy, InList, OnTheTask, InACallback])
+@pytest.mark.parametrize("kind", [Early, Lazy, InList, OnTheTask, InACallback, InAnObject, InTheModel, ByParameter])
 def test_run_with_a_second_optimizer_resumes_to_the_last_bit(tmp_path: Path, kind: type[Trainer]) -> None:
     whole = make(kind, tmp_path)
     whole.train()
@@ -114,6 +163,19 @@ def test_run_with_a_second_optimizer_resumes_to_the_last_bit(tmp_path: Path, kin
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert outcome(resumed) == outcome(whole)
     assert (tmp_path / "checkpoint-6" / "own_optimizers.pt").exists()
+
+
+def test_attributes_of_the_trainer_keep_their_names_where_a_helper_knows_it(tmp_path: Path) -> None:
+    class Knows(Early):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.helper = type("Helper", (), {})()
+            self.helper.trainer = self
+            super().__init__(*args, **kwargs)
+
+    trainer = make(Knows, tmp_path, max_steps=3)
+    trainer.train()
+    names = load_containers(tmp_path / "checkpoint-3" / "own_optimizers.pt").keys()
+    assert {"trainer.critic_optimizer", "trainer.critic_schedule"} < names
 
 
 def test_checkpoint_of_a_run_without_any_has_no_such_file(tmp_path: Path) -> None:

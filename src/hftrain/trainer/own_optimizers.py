@@ -1,18 +1,21 @@
 """Optimizers, schedules and gradient scalers that user code keeps for itself: saved and restored with the run's own.
 
-They are found where they are kept: attributes of the Trainer, of the task and of callbacks, alone or in a list, tuple
-or dict.
+They are found where they are kept: attributes of the Trainer, of the task, of the model's modules, of callbacks and of
+the user's objects in these, alone or in lists, tuples and dicts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import Dataset
 
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, restoring
 from hftrain.checkpoint.layout import OWN_OPTIMIZERS
@@ -25,6 +28,14 @@ if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
 
 _KINDS = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
+_DEPTH = 3
+_MAX_MEMBERS = 256
+_INTERNAL = frozenset(vars(nn.Module()))
+# Whose objects keep no optimizer of the user's.
+_NOT_USERS = frozenset(
+    {*sys.stdlib_module_names, "accelerate", "datasets", "deepspeed", "hftrain", "numpy", "peft", "torch"}
+    | {"tokenizers", "transformers"}
+)
 
 
 class OwnOptimizers:
@@ -45,12 +56,16 @@ class OwnOptimizers:
         """Return what is kept now, by where it is kept."""
         trainer = self.trainer
         run = (trainer.optimizer, getattr(trainer.optimizer, "optimizer", None), trainer.lr_scheduler)
+        modules = [(f"task.{name}".rstrip("."), module) for name, module in trainer.task.named_modules()]
+        callbacks = [(type(each).__name__, each) for each in trainer.callback_handler.callbacks]
+        holders = [("trainer", trainer), *modules, *callbacks]
+        # Each is looked through under its own name.
+        own = {id(holder) for _, holder in holders}
         seen = {id(each) for each in run}
         found = {}
-        callbacks = [(type(each).__name__, each) for each in trainer.callback_handler.callbacks]
-        for owner, holder in (("trainer", trainer), ("task", trainer.task), *callbacks):
-            for name, value in _members(getattr(holder, "__dict__", {})):
-                if isinstance(value, _KINDS) and id(value) not in seen:
+        for owner, holder in holders:
+            for name, value in _kept(_attributes(holder), own):
+                if id(value) not in seen:
                     seen.add(id(value))
                     found[f"{owner}.{name}"] = value
         return found
@@ -130,11 +145,33 @@ class OwnOptimizers:
                 )
 
 
-def _members(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield attributes by name, and the members of those that are lists, tuples or dicts."""
-    for name, value in list(attributes.items()):
-        yield name, value
-        if isinstance(value, dict):
-            yield from ((f"{name}.{key}", member) for key, member in list(value.items()) if isinstance(key, (str, int)))
-        elif isinstance(value, (list, tuple)):
-            yield from ((f"{name}.{index}", member) for index, member in enumerate(value))
+def _kept(members: Iterable[tuple[Any, Any]], others: Set[int], depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+    """Yield what is kept among named values, and inside those that are none of the others, by the way there."""
+    for name, value in members:
+        if isinstance(value, _KINDS):
+            yield str(name), value
+        elif depth and id(value) not in others:
+            # Rows of data are not looked through.
+            rest = 0 if isinstance(value, (dict, list, tuple)) and len(value) > _MAX_MEMBERS else depth - 1
+            yield from ((f"{name}.{path}", each) for path, each in _kept(_members(value), others, rest))
+
+
+def _members(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        # A dict may be keyed by parameters.
+        numbered = enumerate(list(value.items()))
+        return ((key if isinstance(key, (str, int)) else number, member) for number, (key, member) in numbered)
+    if isinstance(value, (list, tuple)):
+        return enumerate(value)
+    kind = type(value)
+    is_users = kind.__module__.partition(".")[0] not in _NOT_USERS and not isinstance(value, Dataset)
+    return _attributes(value) if is_users else ()
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of an object, without a module's parameters and parts."""
+    members = getattr(value, "__dict__", None)
+    if not isinstance(members, dict):
+        return []
+    hidden = _INTERNAL if isinstance(value, nn.Module) else ()
+    return [(name, member) for name, member in members.items() if name not in hidden]
