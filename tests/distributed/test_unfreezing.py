@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from support.tiny import Net, make_arguments, make_rows
 from torch import nn
 
 from hftrain import Trainer, TrainerCallback, set_seed
+from hftrain.core.errors import StrategyError
 from hftrain.strategies import DDPStrategy
 
 pytestmark = pytest.mark.distributed
@@ -19,8 +21,9 @@ pytestmark = pytest.mark.distributed
 class Thaws(TrainerCallback):
     """Changes what trains after the first update, or within the second."""
 
-    def __init__(self, change: str) -> None:
+    def __init__(self, change: str, rank: int | None = None) -> None:
         self.change = change
+        self.rank = rank
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.change == "within" and state.global_step == 1:
@@ -28,7 +31,7 @@ class Thaws(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        if state.global_step != 1 or self.change == "within":
+        if state.global_step != 1 or self.change == "within" or self.rank not in (None, args.process_index):
             return
         if self.change in ("thaw", "swap"):
             model.layers[0].requires_grad_(True)
@@ -48,7 +51,7 @@ class Own(Trainer):
         return self.optimizer
 
 
-def train(folder: str, change: str, *, batch_size: int = 4, **options: Any) -> dict[str, Any]:
+def train(folder: str, change: str, *, batch_size: int = 4, rank: int | None = None, **options: Any) -> dict[str, Any]:
     set_seed(7)
     model = Net()
     model.layers[0].requires_grad_(change == "freeze")
@@ -60,7 +63,7 @@ def train(folder: str, change: str, *, batch_size: int = 4, **options: Any) -> d
         max_grad_norm=0,
         learning_rate=0.1,
     )
-    trainer = Own(model, arguments, train_dataset=make_rows(64), callbacks=[Thaws(change)], **options)
+    trainer = Own(model, arguments, train_dataset=make_rows(64), callbacks=[Thaws(change, rank)], **options)
     trainer.train()
     return {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
@@ -81,7 +84,7 @@ CASES = [
     *([strategy, change] for strategy in ("ddp", "fsdp") for change in ("thaw", "freeze", "swap", "within")),
     ["views", "swap"],
     ["views", "within"],
-    ["fsdp1", "swap"],
+    *(["fsdp1", change] for change in ("thaw", "freeze", "swap")),
     ["ddp", "grow"],
 ]
 
@@ -100,3 +103,46 @@ def test_processes_train_what_requires_a_gradient_now(tmp_path: Path, run_distri
             assert mine["losses"] == pytest.approx(alone[change]["losses"], rel=1e-5), case
             for found, expected in zip(mine["weights"], alone[change]["weights"], strict=True):
                 torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-6, msg=case)
+
+
+def train_split(folder: str) -> dict[str, Any]:
+    """Add a layer to a split model, and change what trains within an update."""
+    errors = []
+    for strategy in ("fsdp", "fsdp1"):
+        try:
+            train(f"{folder}/{strategy}", "grow", strategy=strategy)
+        except StrategyError as error:
+            errors.append(str(error))
+    warnings: list[str] = []
+    logger = logging.getLogger("hftrain.strategies.fsdp.changes")
+    logger.addFilter(lambda record: warnings.append(record.getMessage()) or True)
+    for strategy in ("fsdp", "fsdp1"):
+        train(f"{folder}/within/{strategy}", "within", strategy=strategy)
+    return {"errors": errors, "warnings": warnings}
+
+
+def test_split_model_refuses_a_new_layer_and_tells_of_a_change_within_an_update(
+    tmp_path: Path, run_distributed: Any
+) -> None:
+    for found in run_distributed(train_split, folder=str(tmp_path)):
+        assert len(found["errors"]) == 2, found
+        assert all("Cannot add 'layers.3.weight'" in error for error in found["errors"]), found
+        assert len(found["warnings"]) == 1, found
+        assert "strategy='fsdp1' counts the whole update" in found["warnings"][0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("change", "rank"), [("thaw", 1), ("grow", 0)])
+def test_rank_that_changes_alone_what_trains_is_named(
+    tmp_path: Path, launch_distributed: Any, strategy: str, change: str, rank: int
+) -> None:
+    kwargs = {"folder": str(tmp_path), "change": change, "rank": rank, "strategy": strategy}
+    run = launch_distributed(train, kwargs=kwargs, forks=True, timeout_s=120)
+    assert run.returncode == 1, run.output
+    if strategy == "fsdp" and change == "grow":
+        assert "Cannot add 'layers.3.weight'" in run.output
+    else:
+        name = "layers.0.weight" if change == "thaw" else "layers.3.weight"
+        assert f"Rank {rank}: trains '{name}'" in run.output
+        assert f"rank {1 - rank}: no change" in run.output
+    assert f"[rank{1 - rank}]: ended, because rank {rank} failed: StrategyError" in run.output

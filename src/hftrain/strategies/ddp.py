@@ -88,7 +88,7 @@ class DDPStrategy(DistributedStrategy):
         if make_optimizer is None or isinstance(model, DistributedDataParallel):
             wrapped, optimizer = super().setup(model, make_optimizer, policy)
             if isinstance(wrapped, DistributedDataParallel):
-                follow_parameters(wrapped)
+                follow_parameters(wrapped, self)
             return wrapped, optimizer
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError(
@@ -100,7 +100,7 @@ class DDPStrategy(DistributedStrategy):
             )
         device_ids = [self.device.index] if self.place_model and self.device_type != "cpu" else None
         wrapped = DistributedDataParallel(self.place(model), device_ids=device_ids, **self._options)
-        follow_parameters(wrapped)
+        follow_parameters(wrapped, self)
         return wrapped, make_optimizer(self.unwrap(wrapped))
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:

@@ -1,10 +1,12 @@
-"""Parameters that are frozen, unfrozen or added while a wrapper averages the gradients of those it was made for."""
+"""Parameters that are frozen, unfrozen or added while an engine averages the gradients of those it was made for."""
 
 from __future__ import annotations
 
+import json
+import time
 import weakref
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,20 +18,33 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hftrain.core.errors import StrategyError, explain
 
-_requires_grad = attrgetter("requires_grad")
-_FOLLOWED = "_hftrain_follows_parameters"
+if TYPE_CHECKING:
+    from hftrain.strategies.distributed import DistributedStrategy
+
+requires_grad = attrgetter("requires_grad")
+_FOLLOWER = "_hftrain_follower"
+_POLL_S = 0.02
+_WITHIN_UPDATE = (1 << 20) - 1
 
 
-def follow_parameters(wrapped: DistributedDataParallel) -> None:
-    """Let a wrapper average the gradients of all parameters that require one, whenever they came to.
+def follow_parameters(wrapped: DistributedDataParallel, strategy: DistributedStrategy) -> None:
+    """Let a wrapper average the gradients of all parameters that require one, whenever they came to. Collective.
 
     DDP averages those that required one when it was made; the others' gradients would differ by rank, and the copies of
     the model drift apart. Before each forward pass that records gradients it is compared which do, which takes some 40
-    nanoseconds for each parameter. All ranks must change the same ones.
+    nanoseconds for each parameter. All ranks must change the same ones: a rank that does not is named in an error.
     """
-    if not hasattr(wrapped, _FOLLOWED):
-        setattr(wrapped, _FOLLOWED, True)
-        wrapped.register_forward_pre_hook(_Followed(wrapped))
+    follow(wrapped, strategy, _Averaged)
+
+
+def follow(outermost: nn.Module, strategy: DistributedStrategy, kind: type[Follower]) -> None:
+    """Let one object of `kind` look at a model's parameters before each forward pass, for this run too. Collective."""
+    follower = vars(outermost).get(_FOLLOWER)
+    if follower is None:
+        follower = kind(outermost)
+        setattr(outermost, _FOLLOWER, follower)
+        outermost.register_forward_pre_hook(follower, prepend=True)
+    follower.join(strategy)
 
 
 class FixedParameters:
@@ -42,12 +57,14 @@ class FixedParameters:
 
     def __init__(self, model: nn.Module, *, engine: str) -> None:
         self._engine = engine
+        self._model = model
         self._names, self._parameters = map(list, zip(*model.named_parameters(), strict=True))
-        self._flags = list(map(_requires_grad, self._parameters))
+        self._flags = list(map(requires_grad, self._parameters))
+        self._is_stale = _mark_additions(self, set(map(id, self._parameters)))
 
     def check(self) -> None:
         """Raise `StrategyError` if other parameters require a gradient than at first."""
-        found = list(map(_requires_grad, self._parameters))
+        found = list(map(requires_grad, self._parameters))
         if found != self._flags:
             names = [name for name, now, before in zip(self._names, found, self._flags, strict=True) if now != before]
             raise StrategyError(
@@ -58,41 +75,193 @@ class FixedParameters:
                     changed=names,
                 )
             )
+        if self._is_stale[0]:
+            self._is_stale[0] = False
+            known = set(map(id, self._parameters))
+            refuse_added([n for n, p in self._model.named_parameters() if id(p) not in known and p.requires_grad])
 
 
-class _Followed:
-    """The parameters that a wrapper's reducer was made for; a forward pre-hook of the wrapper."""
+class _Agreement:
+    """Find out whether all ranks change the same parameters before the same forward pass.
 
-    def __init__(self, wrapped: DistributedDataParallel) -> None:
-        self._note(wrapped)
-        self._is_stale = [False]
-        for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
-            # Holds the mark alone, so that the wrapper can be freed.
-            hook = register(lambda *_, mark=self._is_stale: mark.__setitem__(0, True))
-            weakref.finalize(wrapped, hook.remove)
+    No step pays for it. A rank that notices a change leaves a note and waits for the others' notes; for a rank that has
+    gone on without a change, its watch's thread answers.
 
-    def _note(self, wrapped: DistributedDataParallel) -> None:
-        self._parameters: list[nn.Parameter] = list(wrapped.module.parameters())
-        self._flags = list(map(_requires_grad, self._parameters))
+    Args:
+        strategy: Launched, with a watch.
+        passes: Where this rank is, as its only element: a number that grows with each forward pass, on all ranks alike.
+    """
 
-    def __call__(self, wrapped: DistributedDataParallel, inputs: Any) -> None:
+    def __init__(self, strategy: DistributedStrategy, passes: list[int]) -> None:
+        assert strategy.watch is not None
+        self.watch = strategy.watch
+        self._board = strategy.make_board()
+        self._rank, self._world_size = strategy.rank, strategy.world_size
+        self._timeout_s = strategy.timeout.total_seconds()
+        self._passes = passes
+        self._changed_at = self._answered = -1
+        self.watch.chore = self._answer
+
+    def check(self, change: list[str]) -> None:
+        """Wait for the other ranks' changes. Collective among the ranks that change something.
+
+        Raises:
+            StrategyError: Another rank changes others, or none.
+        """
+        at = self._changed_at = self._passes[0]
+        self._post(at, change)
+        self._board.post("change", str(at))
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            told = {rank: self._told(rank, at) for rank in range(self._world_size)}
+            if all(names == change for names in told.values()):
+                return
+            if any(names not in (None, change) for names in told.values()) or time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+        others = "; ".join(f"rank {rank}: {_listed(names)}" for rank, names in told.items() if names != change)
+        raise StrategyError(
+            explain(
+                "Cannot change which parameters are trained on some ranks only.",
+                f"Rank {self._rank}: {_listed(change)}; {others}.",
+                "Freeze, unfreeze or add the same parameters on every rank, in the same step.",
+            )
+        )
+
+    def _told(self, rank: int, at: int) -> list[str] | None:
+        note = json.loads(self._board.read(f"rank {rank}") or "[-1, []]")
+        return note[1] if note[0] == at else None
+
+    def _post(self, at: int, change: list[str]) -> None:
+        self._board.post(f"rank {self._rank}", json.dumps([at, change]))
+
+    def _answer(self) -> None:
+        """Tell that this rank has gone on without a change; called by the watch's thread."""
+        at = int(self._board.read("change") or -1)
+        if self._passes[0] > at and at not in (-1, self._changed_at, self._answered):
+            self._answered = at
+            self._post(at, [])
+
+
+class Follower:
+    """Notice, before a forward pass that records gradients, which parameters begin or cease to require one.
+
+    Args:
+        outermost: What is called; this object becomes its forward pre-hook.
+    """
+
+    def __init__(self, outermost: nn.Module) -> None:
+        self._passes = [0]
+        self._agreement: _Agreement | None = None
+        self._names: list[str] = []
+        self._parameters: list[nn.Parameter] = []
+        self._known: set[int] = set()
+        self._note(outermost)
+        self._is_stale = _mark_additions(self, self._known)
+
+    def __call__(self, outermost: Any, inputs: Any) -> None:
+        raise NotImplementedError
+
+    def join(self, strategy: DistributedStrategy) -> None:
+        """Agree with the other ranks from now on, where there are any. Collective."""
+        if strategy.watch is not None and (self._agreement is None or self._agreement.watch is not strategy.watch):
+            self._agreement = _Agreement(strategy, self._passes)
+
+    def _note(self, outermost: nn.Module) -> None:
+        """Note the parameters that there are now, and which of them require a gradient."""
+        named = self._named(outermost)
+        self._names, self._parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        self._flags = list(map(requires_grad, self._parameters))
+        self._known.clear()
+        self._known.update(map(id, self._parameters))
+
+    def _look(self, outermost: Any) -> None:
+        """Act if other parameters require a gradient than before; collective then."""
+        self._is_stale[0] = False
+        # Held until the end, or a new parameter could take the place in memory of one that is gone.
+        held, before = self._parameters, self._trained()
+        self._note(outermost)
+        now = self._trained()
+        begun = [p for p in self._parameters if id(p) in now.keys() - before.keys()]
+        change = [f"trains {now[id(p)]!r}" for p in begun]
+        change += [f"freezes {before[id(p)]!r}" for p in held if id(p) in before.keys() - now.keys()]
+        if change:
+            self._check(outermost, begun)
+            if self._agreement is not None:
+                self._agreement.check(change)
+            self._act(outermost, begun)
+
+    def _trained(self) -> dict[int, str]:
+        found = zip(self._names, self._parameters, self._flags, strict=True)
+        return {id(parameter): name for name, parameter, is_trained in found if is_trained}
+
+    def _named(self, outermost: Any) -> list[tuple[str, nn.Parameter]]:
+        raise NotImplementedError
+
+    def _check(self, outermost: Any, begun: list[nn.Parameter]) -> None:
+        """Raise if the engine cannot follow."""
+
+    def _act(self, outermost: Any, begun: list[nn.Parameter]) -> None:
+        """Do what the engine needs to follow. Collective."""
+
+
+class _Averaged(Follower):
+    """The parameters that DDP's reducer was made for."""
+
+    def __call__(self, outermost: Any, inputs: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        if self._is_stale[0] or list(map(_requires_grad, self._parameters)) != self._flags:
-            self._is_stale[0] = False
-            self._follow(wrapped)
+        if self._is_stale[0] or list(map(requires_grad, self._parameters)) != self._flags:
+            self._look(outermost)
+        # Ranks may have unequal numbers of passes before they meet in one, and go on from there together.
+        before = self._passes[0]
+        self._passes[0] = (before | _WITHIN_UPDATE if outermost.require_backward_grad_sync else before) + 1
 
-    def _follow(self, wrapped: DistributedDataParallel) -> None:
-        """Rebuild the reducer if other parameters require a gradient now; collective then."""
-        before = {id(p) for p, required in zip(self._parameters, self._flags, strict=True) if required}
-        self._note(wrapped)
-        now = list(filter(_requires_grad, self._parameters))
-        if {id(parameter) for parameter in now} == before:
-            return
-        for parameter in now:
-            if id(parameter) not in before:
-                torch.distributed.broadcast(parameter.detach(), src=0, group=wrapped.process_group)
+    def _named(self, outermost: Any) -> list[tuple[str, nn.Parameter]]:
+        return list(outermost.module.named_parameters())
+
+    def _act(self, outermost: Any, begun: list[nn.Parameter]) -> None:
+        for parameter in begun:
+            torch.distributed.broadcast(parameter.detach(), src=0, group=outermost.process_group)
         # What unpickling does: a reducer for what requires a gradient, all else as it was.
-        wrapped.__setstate__(wrapped.__getstate__())  # type: ignore[no-untyped-call]
-        for hook, state in wrapped._comm_hooks:
-            torch.distributed._register_comm_hook(wrapped.reducer, state, hook)  # type: ignore[attr-defined]
+        outermost.__setstate__(outermost.__getstate__())
+        for hook, state in outermost._comm_hooks:
+            torch.distributed._register_comm_hook(outermost.reducer, state, hook)  # type: ignore[attr-defined]
+
+
+def _mark_additions(owner: object, known: set[int]) -> list[bool]:
+    """Return a list whose only element becomes True when any module gets a parameter or module that is not known.
+
+    It does for as long as `owner` lives.
+    """
+    mark = [False]
+
+    def note(module: nn.Module, name: str, new: Any) -> None:
+        # Engines put parameters back that they took out.
+        if id(new) not in known:
+            mark[0] = True
+
+    for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
+        # `note` holds the mark and the numbers alone, so that the model can be freed.
+        weakref.finalize(owner, register(note).remove)
+    return mark
+
+
+def refuse_added(names: list[str]) -> None:
+    """Raise `StrategyError` if there are names of parameters that were added and are to be trained."""
+    if names:
+        raise StrategyError(
+            explain(
+                f"Cannot add {names[0]!r} to a model that is split while the training runs.",
+                "Parameters are split, and their gradients averaged, as the model was when the run began.",
+                "Add them before train(), or end the run, add them and start a new one; strategy='ddp' can follow.",
+                added=names,
+            )
+        )
+
+
+def _listed(names: list[str] | None) -> str:
+    if names is None:
+        return "no answer"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more if names else "no change"

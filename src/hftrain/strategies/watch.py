@@ -44,12 +44,14 @@ class RankWatch:
 
     Attributes:
         where: Says in words what this process does now; called when somebody asks.
+        chore: What the thread does each time it looks; None for nothing.
     """
 
     def __init__(self, board: Board, *, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.where: Callable[[], str] = lambda: "between training and evaluations"
+        self.chore: Callable[[], None] | None = None
         self.has_failed = False
         self._board = board
         self._watched = threading.get_ident()
@@ -127,6 +129,14 @@ class RankWatch:
             if asked != self._answered:
                 self._answered = asked
                 self._post(f"at {self.rank}", json.dumps([asked, *self._place()]))
+            self._do_chore()
+
+    def _do_chore(self) -> None:
+        try:
+            if self.chore is not None:
+                self.chore()
+        except (RuntimeError, OSError):
+            self._is_over.set()
 
     def _ask(self) -> dict[int, Any]:
         """Return what every process's thread says of where its process is; some may not answer in time."""

@@ -19,9 +19,11 @@ from torch.optim import Optimizer
 from hftrain.core.errors import ConfigError, explain, suggest
 from hftrain.core.log import get_logger
 from hftrain.core.types import PrecisionPolicy, Shard
+from hftrain.strategies.fsdp.changes import SplitParameters
 from hftrain.strategies.fsdp.states import gather, pieces, split_like
 from hftrain.strategies.fsdp.units import find_units, recompute_activations
 from hftrain.strategies.lockstep import SplittingStrategy
+from hftrain.strategies.unfreezing import follow
 
 logger = get_logger(__name__)
 
@@ -154,20 +156,24 @@ class FSDPStrategy(SplittingStrategy):
         Raises:
             ConfigError: See `check_model`.
         """
-        if make_optimizer is None or self._split_root(model) is not None:
-            return super().setup(self._split_root(model) or model, make_optimizer, policy)
-        self.check_model(model)
-        self._policy = policy
-        units = self._units(model)
-        if self.auto_wrap and not units:
-            logger.warning(
-                "%s is one unit, whose parameters are all gathered at once. Name its repeated layers in "
-                "transformer_layer_cls_to_wrap, or set min_num_params, to save memory.",
-                type(model).__name__,
-            )
-        if self.activation_checkpointing:
-            recompute_activations(units)
-        return self._split(model, units, policy), make_optimizer(model)
+        root = self._split_root(model)
+        if make_optimizer is None:
+            return super().setup(root or model, None, policy)
+        if root is None:
+            self.check_model(model)
+            self._policy = policy
+            units = self._units(model)
+            if self.auto_wrap and not units:
+                logger.warning(
+                    "%s is one unit, whose parameters are all gathered at once. Name its repeated layers in "
+                    "transformer_layer_cls_to_wrap, or set min_num_params, to save memory.",
+                    type(model).__name__,
+                )
+            if self.activation_checkpointing:
+                recompute_activations(units)
+            root = self._split(model, units, policy)
+        follow(root, self, SplitParameters)
+        return super().setup(root, make_optimizer, policy)
 
     def place(self, model: nn.Module) -> nn.Module:
         return model if self._split_root(model) is not None else super().place(model)
