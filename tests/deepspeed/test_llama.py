@@ -69,10 +69,12 @@ def train_and_resume(folder: str) -> dict[str, list[list[float]]]:
     return answers
 
 
-def build_after_the_arguments(folder: str, source: str) -> dict[str, Any]:
+def build_after_the_arguments(folder: str, source: str, has_group: bool) -> dict[str, Any]:
     """Build and load models once the arguments are there, and train one; and build one when they are gone."""
     from transformers import LlamaForCausalLM
 
+    if has_group:
+        torch.distributed.init_process_group("gloo")
     warnings.filterwarnings("ignore", category=FutureWarning)  # DeepSpeed's use of torch
     zero = {"stage": 3, **dict.fromkeys(BUCKETS, "auto"), "stage3_gather_16bit_weights_on_model_save": True}
     config = {"zero_optimization": zero, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
@@ -87,10 +89,16 @@ def build_after_the_arguments(folder: str, source: str) -> dict[str, Any]:
     found = {"sizes": sizes, "whole": loaded.lm_head.weight.ds_numel}
     del splits
     found["after"] = LlamaForCausalLM._from_config(make_config()).lm_head.weight.numel()
+    if has_group:
+        assert torch.distributed.get_world_size() == 2
+        torch.distributed.destroy_process_group()
     return {**found, "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
 
 
-def test_model_built_after_the_arguments_is_split_from_the_start(tmp_path: Path, run_distributed: Any) -> None:
+@pytest.mark.parametrize("has_group", [False, True], ids=["own group", "user's group"])
+def test_model_built_after_the_arguments_is_split_from_the_start(
+    tmp_path: Path, run_distributed: Any, has_group: bool
+) -> None:
     from transformers import LlamaForCausalLM
 
     set_seed(5)
@@ -101,7 +109,8 @@ def test_model_built_after_the_arguments_is_split_from_the_start(tmp_path: Path,
         train_dataset=make_rows(),
     )  # fmt: skip
     alone.train()
-    answers = run_distributed(build_after_the_arguments, folder=str(tmp_path / "two"), source=str(tmp_path / "source"))
+    folders = {"folder": str(tmp_path / "two"), "source": str(tmp_path / "source")}
+    answers = run_distributed(build_after_the_arguments, **folders, has_group=has_group)
     for answer in answers:
         assert all(size == 0 for sizes in answer["sizes"] for size in sizes)
         assert answer["whole"] == answer["after"] == 32 * 16
