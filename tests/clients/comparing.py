@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.distributed import run_command
 
 RUN = Path(__file__).with_name("run.py")
 TOLERANCE = 1e-4
@@ -27,6 +27,7 @@ class Outcome:
     """What one run left."""
 
     folder: Path
+    out: Path
     history: list[dict[str, Any]]
     more: dict[str, Any]
     files: dict[str, list[str]]
@@ -38,14 +39,37 @@ class Outcome:
         return found
 
 
-def run_client(client: str, library: str, folder: Path) -> Outcome:
-    """Run a client's script in a process of its own, with `transformers` or `hftrain`."""
-    place = folder / library
-    command = [sys.executable, "-W", "ignore", str(RUN), client, library, str(place)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, f"{client} with {library}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    found = json.loads((place / "result.json").read_text(encoding="utf-8"))
-    return Outcome(place, found["history"], found["more"], found["files"])
+def run_client(
+    client: str, library: str, folder: Path, *, processes: int = 1, name: str = "", options: tuple[str, ...] = ()
+) -> Outcome:
+    """Run a client's script in a process of its own, or in several, with `transformers` or `hftrain`.
+
+    Args:
+        client: The script's name.
+        library: Whose Trainer it derives from.
+        folder: Where the folder of this run is made.
+        processes: How many ranks torchrun starts; their weights are to be the same, to the bit.
+        name: The name of this run's folder, the library's by default.
+        options: More options of `run.py`.
+    """
+    place = folder / (name or library)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, "-W", "ignore", *(launcher if processes > 1 else []), str(RUN), client, library]
+    returncode, output = run_command([*command, str(place), *options], folder, {}, timeout_s=280)
+    assert returncode == 0, f"{client} with {library}:\n{output[-6000:]}"
+    ranks = [place / f"rank-{rank}" for rank in range(processes)] if processes > 1 else [place]
+    found = [json.loads((rank / "result.json").read_text(encoding="utf-8")) for rank in ranks]
+    assert {each["processes"] for each in found} == {processes}
+    outcome = Outcome(ranks[0], place / "out", found[0]["history"], found[0]["more"], found[0]["files"])
+    for rank in ranks[1:]:
+        assert_same_bits(outcome.weights, torch.load(rank / "final.pt", weights_only=True))
+    return outcome
+
+
+def assert_same_bits(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    """Fail unless two runs, or two ranks, hold the same tensors."""
+    assert some.keys() == others.keys()
+    assert [name for name in some if not torch.equal(some[name], others[name])] == []
 
 
 def without_times(entry: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +124,7 @@ def compare_weights(theirs: Outcome, ours: Outcome) -> list[str]:
     for checkpoint, files in theirs.files.items():
         for name in files:
             if name.endswith(".safetensors"):
-                paths = [outcome.folder / "out" / checkpoint / name for outcome in (theirs, ours)]
+                paths = [outcome.out / checkpoint / name for outcome in (theirs, ours)]
                 if paths[1].exists():
                     found += same_tensors(*map(load, paths), where=f"{checkpoint}/{name}")
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -28,8 +28,9 @@ def assemble_stepper(
     precision: Precision,
     optimizer: Optimizer,
     max_grad_norm: float | None,
-    unclipped: Iterable[torch.Tensor] = (),
+    unclipped: Sequence[torch.Tensor] = (),
     untrained: Iterable[torch.Tensor] = (),
+    before_clip: Callable[[], None] | None = None,
 ) -> Stepper:
     """Resolve who does what in a step: the precision, unless the strategy's own engine takes it over.
 
@@ -38,9 +39,10 @@ def assemble_stepper(
         precision: Opened on the strategy's device.
         optimizer: As `Strategy.setup` returned it; its parameters are clipped.
         max_grad_norm: The largest norm of all gradients together; None or 0 turns clipping off.
-        unclipped: Parameters of the optimizer that are left as they are, and not counted.
+        unclipped: Parameters of the optimizer that are left as they are, and not counted; read anew at each step.
         untrained: Parameters of the model that the optimizer does not hold. Their gradients are cleared after each
             step, and clipped and counted with the others, unless these are unscaled first: nothing unscales them.
+        before_clip: Is called once the gradients of a step are complete, before they are unscaled and clipped.
 
     Raises:
         StrategyError: The strategy declares more than it provides, or takes over only a part that needs another.
@@ -53,19 +55,22 @@ def assemble_stepper(
     clips = bool(max_grad_norm and max_grad_norm > 0) and Owns.CLIP not in owns
     left = list(untrained)
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
-    return Stepper(
-        autocast=nullcontext if Owns.CASTING in owns else precision.autocast,
-        backward=engine.backward if Owns.BACKWARD in owns else precision.backward,
-        clip=_make_clip(
+    clip: Callable[[], torch.Tensor | None] = (
+        _make_clip(
             strategy,
             optimizer,
             max_grad_norm or 0.0,
             unscale=partial(precision.unscale, optimizer) if unscales else None,
-            unclipped=frozenset(map(id, unclipped)),
+            unclipped=unclipped,
             untrained=[] if unscales else left,
         )
         if clips
-        else _read_norm(getattr(strategy, "last_norm", None) if max_grad_norm else None),
+        else _read_norm(getattr(strategy, "last_norm", None) if max_grad_norm else None)
+    )
+    return Stepper(
+        autocast=nullcontext if Owns.CASTING in owns else precision.autocast,
+        backward=engine.backward if Owns.BACKWARD in owns else precision.backward,
+        clip=clip if before_clip is None else partial(_after, before_clip, clip),
         step=engine.step if Owns.STEP in owns else partial(precision.step, optimizer),
         zero_grad=getattr(strategy, "zero_grad", optimizer.zero_grad)
         if Owns.STEP in owns
@@ -94,7 +99,7 @@ def _make_clip(
     max_norm: float,
     *,
     unscale: Callable[[], None] | None,
-    unclipped: frozenset[int],
+    unclipped: Sequence[torch.Tensor],
     untrained: list[torch.Tensor],
 ) -> Callable[[], torch.Tensor]:
     def clip() -> torch.Tensor:
@@ -106,7 +111,8 @@ def _make_clip(
             held = set(map(id, parameters))
             parameters += [parameter for parameter in untrained if id(parameter) not in held]
         if unclipped:
-            parameters = [parameter for parameter in parameters if id(parameter) not in unclipped]
+            left_out = set(map(id, unclipped))
+            parameters = [parameter for parameter in parameters if id(parameter) not in left_out]
         return strategy.clip_grad_norm(parameters, max_norm)
 
     return clip
@@ -122,6 +128,11 @@ def _make_zero_grad(optimizer: Optimizer, untrained: list[torch.Tensor]) -> Call
             parameter.grad = None
 
     return zero_grad
+
+
+def _after(first: Callable[[], None], then: Callable[[], Any]) -> Any:
+    first()
+    return then()
 
 
 def _read_norm(norm: Any) -> Callable[[], Any]:

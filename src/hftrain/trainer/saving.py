@@ -35,6 +35,7 @@ from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, saved_tool, without_model
 from hftrain.trainer.leftovers import to_do
+from hftrain.trainer.outside import OutsideWeights
 from hftrain.trainer.own_optimizers import OwnOptimizers
 from hftrain.trainer.resuming import RunPlan, report_changed_arguments
 from hftrain.trainer.sharding import check_engine, load_own, shard_writers
@@ -82,6 +83,7 @@ class RunCheckpoints:
             trainer, self.manager, progress=progress, pending=pending, best=lambda: best_checkpoint(trainer)
         )
         self.own = OwnOptimizers(trainer)
+        self.outside = OutsideWeights(trainer)
         self.saved_step: int | None = None
         self.tried_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
@@ -197,7 +199,7 @@ class RunCheckpoints:
         scaler = keep(trainer.precision.state_dict())
         if scaler:
             writers.append(lambda folder: save_scaler(scaler, folder))
-        return writers + self.own.writers(keep)
+        return writers + self.outside.writers(keep) + self.own.writers(keep)
 
     def own_state(self) -> dict[str, Any]:
         """Return what differs by rank: random numbers, and this rank's part of the logging window."""
@@ -302,6 +304,7 @@ class RunCheckpoints:
             check_state(folder / SCALER, scale, trainer.precision, own=trainer.precision.state_dict())
             with restoring(folder / SCALER):
                 trainer.precision.load_state_dict(scale)
+        self.outside.load(folder)
         self.own.load(folder)
 
     def load_best(self) -> None:

@@ -48,7 +48,7 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
     strategy.plan(num_steps=max_steps, num_warmup_steps=trainer.args.get_warmup_steps(max_steps))
 
     # The weights of a loss, say, that `create_optimizer` trains too; and what it leaves to others, or to nobody.
-    outside: list[torch.Tensor] = []
+    outside = session.checkpoints.outside
     untrained: list[torch.Tensor] = []
 
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -59,10 +59,9 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
         assert trainer.optimizer is not None
         # Here, for a strategy may put parameters of its own into the groups.
         check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
-        own = {id(p): p for p in trainer.task.parameters()}
-        trained = {id(p): p for group in trainer.optimizer.param_groups for p in group["params"]}
-        outside[:] = [p for key, p in trained.items() if key not in own]
-        untrained[:] = [p for key, p in own.items() if key not in trained and p.requires_grad]
+        outside.find(trainer.optimizer)
+        trained = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+        untrained[:] = [p for p in trainer.task.parameters() if id(p) not in trained and p.requires_grad]
         return precision.attach(trainer.model, trainer.optimizer)
 
     wrapped, optimizer = _wrap(session, make_optimizer)
@@ -76,7 +75,7 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
     # An interrupted run, or the user, may have left gradients.
     trainer.model.zero_grad()
     trainer.optimizer = session.optimizer = optimizer
-    session.checkpoints.unfreezing = Unfreezing(trainer, optimizer)
+    session.checkpoints.unfreezing = Unfreezing(trainer, optimizer, outside)
     session.checkpoints.untrained = Untrained(trainer, optimizer, session.checkpoints.own)
     trainer.task.model = trainer.model_wrapped = wrapped
     trainer._shares = LossShares(trainer)
@@ -86,8 +85,9 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
         precision=precision,
         optimizer=optimizer,
         max_grad_norm=trainer.args.max_grad_norm,
-        unclipped=outside,
+        unclipped=outside.parameters,
         untrained=untrained,
+        before_clip=outside.average if outside.is_averaged else None,
     )
     trainer._backward, trainer._autocast = stepper.backward, stepper.autocast
     return stepper

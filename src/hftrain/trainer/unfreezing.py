@@ -10,6 +10,7 @@ import torch
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.types import Owns
 from hftrain.optim.added_groups import admit_group
+from hftrain.trainer.outside import OutsideWeights
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -21,11 +22,13 @@ class Unfreezing:
     Args:
         trainer: Whose model and schedule.
         optimizer: As the run begins with it; until `close` its `add_param_group` is wrapped. An engine's own is not.
+        outside: The parameters that the model does not hold; told of groups that are added.
     """
 
-    def __init__(self, trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, trainer: Trainer, optimizer: torch.optim.Optimizer, outside: OutsideWeights) -> None:
         self.trainer = trainer
         self.optimizer = optimizer
+        self.outside = outside
         self._num_groups = len(optimizer.param_groups)
         self._is_on = Owns.STEP not in trainer.strategy.owns
         self._before = {name: p.requires_grad for name, p in trainer.model.named_parameters()}
@@ -35,6 +38,7 @@ class Unfreezing:
     def _add(self, param_group: dict[str, Any]) -> None:
         type(self.optimizer).add_param_group(self.optimizer, param_group)
         admit_group(self.trainer.lr_scheduler, self.optimizer.param_groups[-1])
+        self.outside.find(self.optimizer)
 
     def facts(self) -> dict[str, Any]:
         """Return what a manifest says: parameters whose `requires_grad` has changed, and the groups that were added."""

@@ -90,9 +90,24 @@ class SeedEachStep(TrainerCallback):
     how often somebody evaluates does not change the training.
     """
 
+    seeds = True
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Seed with the number of the step."""
-        torch.manual_seed(1000 + state.global_step)
+        if self.seeds:
+            torch.manual_seed(1000 + state.global_step)
+
+
+class StopAfter(TrainerCallback):
+    """Stop the training after a number of steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ask for the stop."""
+        if state.global_step == self.steps:
+            control.should_training_stop = True
 
 
 # What every client's arguments have in common: a few steps, logged one by one, with evaluations and checkpoints.

@@ -1,0 +1,119 @@
+"""Parameters that the optimizer trains and the model does not hold, such as the weights of a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrain.checkpoint.layout import OUTSIDE_WEIGHTS
+from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.log import warn_once
+from hftrain.core.types import Owns
+from hftrain.storage.tensors import load_tensors, save_tensors
+
+if TYPE_CHECKING:
+    from hftrain.trainer.capture import Keep
+    from hftrain.trainer.trainer import Trainer
+
+
+class OutsideWeights:
+    """Save them with the optimizer, and keep them the same on all processes; an engine does both for its own.
+
+    Args:
+        trainer: Whose model, task and strategy; the model's wrapper averages the gradients of the model alone.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        # By their place in the optimizer: the numbers of the group and of the parameter.
+        self._by_place: dict[str, torch.Tensor] = {}
+        # The same list for the whole run; a callback may add a group.
+        self.parameters: list[torch.Tensor] = []
+
+    def find(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look which of the optimizer's parameters the model does not hold; share new ones. Collective."""
+        own = set(map(id, self.trainer.task.parameters()))
+        self._by_place = {
+            f"{number}.{index}": parameter
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+            if id(parameter) not in own
+        }
+        known = set(map(id, self.parameters))
+        self.parameters[:] = self._by_place.values()
+        if self.is_averaged:
+            self._share([parameter for parameter in self.parameters if id(parameter) not in known])
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether `average` has anything to do in this run."""
+        return self.trainer.strategy.world_size > 1 and Owns.STEP not in self.trainer.strategy.owns
+
+    @torch.no_grad()
+    def _share(self, parameters: list[torch.Tensor]) -> None:
+        """Give all processes the main one's values, as the model's wrapper does."""
+        strategy = self.trainer.strategy
+        for parameter in parameters:
+            value = parameter.detach() if strategy.is_main else torch.zeros_like(parameter)
+            parameter.copy_(strategy.reduce(value))
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average the gradients over all processes. Collective.
+
+        A process whose batch did not need a parameter has no gradient of it. One that no process needed keeps none.
+        """
+        for dtype in dict.fromkeys(parameter.dtype for parameter in self.parameters):
+            parameters = [parameter for parameter in self.parameters if parameter.dtype == dtype]
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            flags = parts[0].new_tensor([float(p.grad is not None) for p in parameters])
+            sums = self.trainer.strategy.reduce(torch.cat([flags, *(part.reshape(-1) for part in parts)]), "mean")
+            means = torch.split(sums[len(flags) :], [p.numel() for p in parameters])
+            for number, (parameter, mean) in enumerate(zip(parameters, means, strict=True)):
+                if parameter.grad is not None:
+                    parameter.grad.copy_(mean.view_as(parameter))
+                elif sums[number] > 0:
+                    parameter.grad = mean.view_as(parameter).to(parameter.device, copy=True)
+
+    def writers(self, keep: Keep) -> list[Callable[[Path], None]]:
+        """Return what writes them into a checkpoint's folder; nothing if there are none."""
+        if not self._by_place or Owns.STEP in self.trainer.strategy.owns:
+            return []
+        kept: dict[str, torch.Tensor] = keep({name: value.detach() for name, value in self._by_place.items()})
+        return [lambda folder: save_tensors(kept, folder / OUTSIDE_WEIGHTS)]
+
+    def load(self, folder: Path) -> None:
+        """Restore them from a checkpoint's folder.
+
+        Raises:
+            CheckpointError: The file holds parameters of other shapes.
+        """
+        if not self._by_place or Owns.STEP in self.trainer.strategy.owns:
+            return
+        path = folder / OUTSIDE_WEIGHTS
+        if not path.exists():
+            warn_once(
+                f"The checkpoint does not hold {len(self._by_place)} parameters that the optimizer trains and the "
+                "model does not have, such as the weights of a loss: they start from their initial values."
+            )
+            return
+        self._restore(path, load_tensors(path))
+
+    @torch.no_grad()
+    def _restore(self, path: Path, saved: Mapping[str, Any]) -> None:
+        shapes = {name: tuple(value.shape) for name, value in self._by_place.items()}
+        if {name: tuple(value.shape) for name, value in saved.items()} != shapes:
+            raise CheckpointError(
+                explain(
+                    f"Cannot restore {path}:",
+                    "the optimizer trains other parameters besides the model's than it did when this was saved.",
+                    "Use the same loss and optimizer, or start a new run.",
+                    saved=sorted(saved),
+                    optimizer=sorted(shapes),
+                )
+            )
+        for name, parameter in self._by_place.items():
+            parameter.copy_(saved[name])

@@ -1,0 +1,68 @@
+"""Weights that the optimizer trains and the model does not hold, such as a loss's, are saved and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.outside import Heads, OwnLoss
+from support.resuming import StopAt, assert_same, outcome
+from support.tiny import Net, make_arguments, make_rows
+from torch import nn
+
+from hftrain import CheckpointError, SavePolicy, Trainer, set_seed
+from hftrain.trainer.outside import OutsideWeights
+
+
+def train(
+    folder: Path,
+    *,
+    stop: int | None = None,
+    resume: bool = False,
+    heads: nn.Module | None = None,
+    save_async: bool = False,
+) -> OwnLoss:
+    """Train a model and the weights of its loss."""
+    set_seed(3)
+    model, made = Net(), Heads()
+    trainer = OwnLoss(
+        model,
+        make_arguments(folder, max_steps=6),
+        train_dataset=make_rows(),
+        callbacks=[StopAt(stop)],
+        heads=made if heads is None else heads,
+        save_policy=SavePolicy(save_async=save_async),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_weights_of_a_loss_are_resumed_to_the_bit(tmp_path: Path, save_async: bool) -> None:
+    whole = train(tmp_path / "whole")
+    train(tmp_path / "parts", stop=4, save_async=save_async)
+    resumed = train(tmp_path / "parts", resume=True, save_async=save_async)
+    assert_same(resumed.heads.state_dict(), whole.heads.state_dict())
+    assert_same(outcome(resumed), outcome(whole))
+
+
+def test_loss_with_other_weights_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, stop=2)
+    heads = Heads()
+    heads.layers[2] = nn.Linear(3, 5)
+    with pytest.raises(CheckpointError, match="trains other parameters besides the model's"):
+        train(tmp_path, resume=True, heads=heads)
+
+
+def test_checkpoint_without_weights_of_a_loss_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(OutsideWeights, "writers", lambda *_: [])  # as versions before did
+        train(tmp_path, stop=2)
+    with pytest.warns(UserWarning, match="does not hold 6 parameters that the optimizer trains"):
+        train(tmp_path, resume=True)
+
+
+def test_model_that_holds_all_weights_saves_no_others(tmp_path: Path) -> None:
+    Trainer(Net(), make_arguments(tmp_path, max_steps=2, save_strategy="epoch"), train_dataset=make_rows()).train()
+    assert not (tmp_path / "checkpoint-2" / "outside_weights.safetensors").exists()
+    assert (tmp_path / "checkpoint-2" / "optimizer.pt").exists()
