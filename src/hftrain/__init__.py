@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         DagsHubCallback,
         DVCLiveCallback,
         FlyteCallback,
+        KubeflowCallback,
         MLflowCallback,
         SwanLabCallback,
         TensorBoardCallback,
@@ -153,7 +154,7 @@ _HOMES = {
     ),
     "hftrain.callbacks.trackers": (
         "AzureMLCallback ClearMLCallback CodeCarbonCallback CometCallback DagsHubCallback DVCLiveCallback "
-        "FlyteCallback MLflowCallback SwanLabCallback TensorBoardCallback TrackerCallback "
+        "FlyteCallback KubeflowCallback MLflowCallback SwanLabCallback TensorBoardCallback TrackerCallback "
         "TrackioCallback WandbCallback"
     ),
     "hftrain.checkpoint.layout": "PREFIX_CHECKPOINT_DIR get_last_checkpoint",
@@ -258,6 +259,7 @@ __all__ = [
     "HubStrategy",
     "IntervalStrategy",
     "IterableDatasetShard",
+    "KubeflowCallback",
     "LabelSmoother",
     "LengthGroupedSampler",
     "Logger",

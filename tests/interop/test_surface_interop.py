@@ -70,7 +70,6 @@ SIGNATURES: dict[str, str] = {
 
 CALLBACKS: dict[str, str] = {
     "NeptuneCallback": "Neptune's service has closed",
-    "KubeflowCallback": "its TrainJob reads a server of Kubeflow's: see docs/trackers.md",
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ logger = get_logger(__name__)
 def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
     """Return the names (or loggers) of the trackers that a run reports to.
 
-    None means all that are installed, as documented; the log names them.
+    None means all that are installed, as documented; the log names them. A run in a Kubeflow TrainJob reports to it too.
 
     Args:
         args: The training arguments.
@@ -28,8 +27,6 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
     Raises:
         ConfigError: A tracker has no known name, or is no logger.
     """
-    if "KUBEFLOW_TRAINER_SERVER_URL" in os.environ and args.process_index == 0:
-        warn_once("Kubeflow's TrainJob asks for reports of the progress, which hftrain does not send it.")
     asked = args.report_to if given is None else given
     if asked is None:
         names = available_loggers()
@@ -44,6 +41,10 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
     wanted: list[str | Logger] = []
     for each in asked:
         wanted += available_loggers() if each == "all" else [] if each == "none" else [_check(each)]
+    # A Kubeflow TrainJob asks for reports itself.
+    job: Any = known_loggers.resolve("kubeflow")[0]
+    if job.why_off() is None:
+        wanted.append("kubeflow")
     return [each for each in dict.fromkeys(wanted) if isinstance(each, Logger) or not _is_off(each)]
 
 

@@ -37,6 +37,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
 
     tracker: ClassVar[str] = ""
     by_tracker: ClassVar[dict[str, type[TrackerCallback]]] = {}
+    rename = staticmethod(regroup)
     # A logger cannot be built anew from a checkpoint.
     is_rebuilt = False
 
@@ -122,7 +123,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Report the numbers."""
         if state.is_world_process_zero and logs and self._open(args, state, model):
-            self._try(self.logger.log, regroup(numbers_of(logs)), state.global_step)
+            self._try(self.logger.log, self.rename(numbers_of(logs)), state.global_step)
 
     def on_predict(
         self,
@@ -259,6 +260,29 @@ class DVCLiveCallback(TrackerCallback, tracker="dvclive"):
 
 class FlyteCallback(TrackerCallback, tracker="flyte"):
     """Report to Flyte; see `hftrain.loggers.flyte`."""
+
+
+class KubeflowCallback(TrackerCallback, tracker="kubeflow"):
+    """Report to a Kubeflow TrainJob; see `hftrain.loggers.kubeflow`."""
+
+    # The server is told the names that the log has.
+    rename = staticmethod(dict)
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Start to report."""
+        super().on_train_begin(args, state, control, model=model, **kwargs)
+        self._report(state, True)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Report how far training is."""
+        self._report(state)
+
+    def _report(self, state: TrainerState, is_first: bool = False) -> None:
+        if self._is_open:
+            kubeflow: Any = self.logger
+            self._try(kubeflow.log_progress, state.global_step, state.max_steps, state.epoch, is_first)
 
 
 class MLflowCallback(TrackerCallback, tracker="mlflow"):

@@ -50,6 +50,7 @@ _NAMES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "DagsHubCallback",
             "DVCLiveCallback",
             "FlyteCallback",
+            "KubeflowCallback",
             "MLflowCallback",
             "SwanLabCallback",
             "TensorBoardCallback",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hftrain.loggers.dagshub import DagsHubLogger
     from hftrain.loggers.dvclive import DVCLiveLogger
     from hftrain.loggers.flyte import FlyteLogger
+    from hftrain.loggers.kubeflow import KubeflowLogger
     from hftrain.loggers.mlflow import MLflowLogger
     from hftrain.loggers.swanlab import SwanLabLogger
     from hftrain.loggers.tensorboard import TensorBoardLogger
@@ -34,6 +35,7 @@ _HOMES = {
     "hftrain.loggers.dagshub": ("DagsHubLogger",),
     "hftrain.loggers.dvclive": ("DVCLiveLogger",),
     "hftrain.loggers.flyte": ("FlyteLogger",),
+    "hftrain.loggers.kubeflow": ("KubeflowLogger",),
     "hftrain.loggers.mlflow": ("MLflowLogger",),
     "hftrain.loggers.swanlab": ("SwanLabLogger",),
     "hftrain.loggers.tensorboard": ("TensorBoardLogger",),
@@ -49,6 +51,7 @@ __all__ = [
     "DVCLiveLogger",
     "DagsHubLogger",
     "FlyteLogger",
+    "KubeflowLogger",
     "Logger",
     "MLflowLogger",
     "RunFacts",

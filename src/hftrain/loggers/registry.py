@@ -17,10 +17,6 @@ loggers: Registry[Logger] = Registry(
             "Neptune closed its service in March 2026, and nothing receives what its package sends.",
             "Use another tracker, such as report_to='wandb', 'mlflow' or 'trackio'.",
         ),
-        "kubeflow": (
-            "the server of a Kubeflow TrainJob is not reported to.",
-            "Read the progress from a tracker, or from trainer_state.json in the checkpoints.",
-        ),
     },
 )
 loggers.register("azure_ml", "hftrain.loggers.azure_ml:AzureMLLogger", summary="Azure Machine Learning")
@@ -30,6 +26,7 @@ loggers.register("comet_ml", "hftrain.loggers.comet:CometLogger", summary="Comet
 loggers.register("dagshub", "hftrain.loggers.dagshub:DagsHubLogger", summary="MLflow on DagsHub")
 loggers.register("dvclive", "hftrain.loggers.dvclive:DVCLiveLogger", summary="DVCLive")
 loggers.register("flyte", "hftrain.loggers.flyte:FlyteLogger", summary="Flyte, inside a task")
+loggers.register("kubeflow", "hftrain.loggers.kubeflow:KubeflowLogger", summary="a Kubeflow TrainJob's server")
 loggers.register("mlflow", "hftrain.loggers.mlflow:MLflowLogger", summary="MLflow")
 loggers.register("swanlab", "hftrain.loggers.swanlab:SwanLabLogger", summary="SwanLab")
 loggers.register("tensorboard", "hftrain.loggers.tensorboard:TensorBoardLogger", summary="TensorBoard")

@@ -126,13 +126,7 @@ def test_callback_of_the_user_takes_the_place_of_the_tracker(tmp_path: Path) -> 
 
 
 def test_every_documented_callback_is_exported() -> None:
-    names = "AzureML ClearML CodeCarbon Comet DagsHub DVCLive Flyte MLflow SwanLab TensorBoard Trackio Wandb"
+    names = "AzureML ClearML CodeCarbon Comet DagsHub DVCLive Flyte Kubeflow MLflow SwanLab TensorBoard Trackio Wandb"
     kinds = [getattr(hftrain, f"{name}Callback") for name in names.split()]
     assert all(issubclass(kind, TrackerCallback) for kind in kinds)
     assert {kind.tracker for kind in kinds} == set(hftrain.loggers.names())
-
-
-def test_train_job_of_kubeflow_is_told_nothing_and_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://localhost")
-    with pytest.warns(UserWarning, match="does not send it"):
-        assert trackers_asked(make_arguments(tmp_path)) == []

@@ -32,7 +32,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_documented_tracker_has_its_name() -> None:
-    assert set(loggers.names()) == NAMES_4_53 | {"trackio"}
+    assert set(loggers.names()) == NAMES_4_53 | {"kubeflow", "trackio"}
     for name in loggers.names():
         assert loggers.resolve(name)[0].name == name
         assert loggers.summary(name)
@@ -105,7 +105,6 @@ def test_entry_points_add_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "theirs" not in available_loggers()
 
 
-@pytest.mark.parametrize(("name", "remedy"), [("neptune", "trackio"), ("kubeflow", "trainer_state.json")])
-def test_trackers_that_nothing_answers_are_refused_with_what_to_do(name: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=f"Cannot use tracker='{name}': .*{remedy}"):
-        create_logger(name)
+def test_tracker_whose_service_has_closed_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="Cannot use tracker='neptune': .*trackio"):
+        create_logger("neptune")
