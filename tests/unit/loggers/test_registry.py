@@ -106,5 +106,5 @@ def test_entry_points_add_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tracker_whose_service_has_closed_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ConfigError, match="Cannot use tracker='neptune': .*trackio"):
+    with pytest.raises(ConfigError, match=r"Cannot use tracker='neptune': .*trackio"):
         create_logger("neptune")
