@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
     """Return the names (or loggers) of the trackers that a run reports to.
 
-    None means all that are installed, as documented; the log names them. A run in a Kubeflow TrainJob reports to it too.
+    None means all that are installed, as documented; the log names them. A Kubeflow TrainJob is always reported to.
 
     Args:
         args: The training arguments.

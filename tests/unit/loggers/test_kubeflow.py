@@ -73,7 +73,8 @@ def test_train_job_is_told_of_begin_progress_and_end(
     assert [report["progressPercentage"] for report in job.got] == [0, 25, 50, 75, 99, 100]
     assert {report["token"] for report in job.got} == {"Bearer secret"}
     first, last = job.got[0], job.got[-1]
-    assert "estimatedRemainingSeconds" not in first and last["estimatedRemainingSeconds"] == 0
+    assert "estimatedRemainingSeconds" not in first
+    assert last["estimatedRemainingSeconds"] == 0
     assert metrics(first) == {"current_step": "0", "total_steps": "4", "current_epoch": "0"}
     assert metrics(job.got[2])["loss"] == str(trainer.state.log_history[0]["loss"])
     assert metrics(last)["train_loss"] == str(trainer.state.log_history[-1]["train_loss"])
@@ -104,7 +105,8 @@ def test_training_does_not_wait_for_the_server(tmp_path: Path, job: Server) -> N
     trainer.callback_handler.callbacks.insert(0, Release())
     trainer.callback_handler.refresh()
     trainer.train()
-    assert seen == [0] and len(job.got) == 2
+    assert seen == [0]
+    assert len(job.got) == 2
 
 
 def test_refused_report_is_warned_of_and_training_goes_on(
@@ -114,7 +116,8 @@ def test_refused_report_is_warned_of_and_training_goes_on(
     trainer = make(tmp_path)
     trainer.train()
     assert trainer.state.global_step == 4
-    assert "Tracker kubeflow failed" in caplog.text and "403" in caplog.text
+    assert "Tracker kubeflow failed" in caplog.text
+    assert "403" in caplog.text
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
