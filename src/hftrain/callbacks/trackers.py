@@ -37,7 +37,6 @@ class TrackerCallback(TrainerCallback, ExportableState):
 
     tracker: ClassVar[str] = ""
     by_tracker: ClassVar[dict[str, type[TrackerCallback]]] = {}
-    rename = staticmethod(regroup)
     # A logger cannot be built anew from a checkpoint.
     is_rebuilt = False
 
@@ -56,6 +55,11 @@ class TrackerCallback(TrainerCallback, ExportableState):
         self._num_failed = 0
         self._saved: tuple[Path, int] | None = None
         self._end: Any = None
+
+    @staticmethod
+    def rename(metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return metrics by the names that the tracker is told."""
+        return regroup(metrics)
 
     def state(self) -> dict[str, Any]:
         """Return by which name the run can be continued."""
@@ -265,8 +269,10 @@ class FlyteCallback(TrackerCallback, tracker="flyte"):
 class KubeflowCallback(TrackerCallback, tracker="kubeflow"):
     """Report to a Kubeflow TrainJob; see `hftrain.loggers.kubeflow`."""
 
-    # The server is told the names that the log has.
-    rename = staticmethod(dict)
+    @staticmethod
+    def rename(metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep the names that the log has."""
+        return dict(metrics)
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
