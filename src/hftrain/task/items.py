@@ -74,20 +74,11 @@ def pick_pair(batch: Any, counts: Mapping[str, Sequence[int]] | None, *, even: b
     Returns:
         None where the batch tells nothing.
     """
-    size = (batch_size_of(batch) or 0) if counts is None else len(next(iter(counts.values())))
+    size = (batch_size_of(batch) or 0) if counts is None else len(next(iter(counts.values()), ()))
     first, last = 0, size - 1
     is_telling = counts is None and size > 1
     if counts is not None:
-        # Of samples that hold equally many one is enough, and of many those that differ most.
-        alike = {each: index for index, each in enumerate(zip(*counts.values(), strict=True)) if any(each)}
-        rows = sorted(each for each in alike if all(each)) or sorted(alike)
-        if not rows:
-            return None
-        rows = rows if len(rows) <= 2 * _NUM_TRIED else rows[:_NUM_TRIED] + rows[-_NUM_TRIED:]
-        best = max(combinations(rows, 2), key=lambda two: _separation(*two)[0], default=(rows[-1], rows[-1]))
-        is_telling = _separation(*best)[1] > _LEAST_GAP
-        # A loss that divides by a count is tried with the first alone.
-        last, first = (alike[row] for row in sorted(best, key=lambda row: (len(set(row)), row)))
+        first, last, is_telling = pick_rows(list(zip(*counts.values(), strict=True)))
     if not (is_telling or even) or not size:
         return None
     is_ragged = counts is not None and is_telling
@@ -96,6 +87,22 @@ def pick_pair(batch: Any, counts: Mapping[str, Sequence[int]] | None, *, even: b
         return Pair(batch, is_ragged=is_ragged) if even or is_ragged else None
     one, other, both, twice = parts
     return Pair(one, other, both, twice, is_ragged=is_ragged) if is_telling else Pair(one, is_ragged=False)
+
+
+def pick_rows(counts: Sequence[Sequence[int]]) -> tuple[int, int, bool]:
+    """Return which two samples tell the kinds apart best, by how many items of each they hold, and whether they do.
+
+    The first is the one that is tried alone.
+    """
+    # Of samples that hold equally many one is enough, and of many those that differ most.
+    alike = {tuple(each): index for index, each in enumerate(counts) if any(each)}
+    rows = sorted(each for each in alike if all(each)) or sorted(alike)
+    if not rows:
+        return 0, 0, False
+    rows = rows if len(rows) <= 2 * _NUM_TRIED else rows[:_NUM_TRIED] + rows[-_NUM_TRIED:]
+    best = max(combinations(rows, 2), key=lambda two: _separation(*two)[0], default=(rows[-1], rows[-1]))
+    last, first = (alike[row] for row in sorted(best, key=lambda row: (len(set(row)), row)))
+    return first, last, _separation(*best)[1] > _LEAST_GAP
 
 
 def join_batches(batches: Sequence[Any]) -> Any:

@@ -133,11 +133,21 @@ class MicroBatches:
     def _run(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
         assert self.size is not None
         step, parts = self.trainer._slot_training_step, split_batch(batch, self.size)
+        self.trainer._shares.has_weighed = len(parts) == 1
         losses = []
         for part in parts[:-1]:
             with self.trainer.strategy.no_sync(model):
                 losses.append(step(model, part, num_items))
         losses.append(step(model, parts[-1], num_items))
+        if not self.trainer._shares.is_weighed(num_items):
+            raise ConfigError(
+                explain(
+                    "auto_find_batch_size=True was asked for, and memory ran out.",
+                    "The batch is cut into parts, whose losses Trainer.training_step weighs; the training_step of "
+                    f"{type(self.trainer).__name__} does not call it, so the gradients would be added up unweighed.",
+                    "Call super().training_step, or set auto_find_batch_size='smaller_batch'.",
+                )
+            )
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
     def _try(self, run: Callable[[], torch.Tensor], *, is_final: bool = True) -> torch.Tensor | None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hftrain.core.log import get_logger
-from hftrain.core.seed import preserved_rng
 from hftrain.strategies.lockstep import can_lend, lend
 from hftrain.task.items import (
     KINDS,
@@ -26,23 +23,22 @@ from hftrain.task.items import (
     find_mean,
     join_batches,
     pick_pair,
+    pick_rows,
     take_samples,
 )
 from hftrain.task.loss import read_loss
 from hftrain.task.model_task import ModelTask
 from hftrain.trainer.evaluating import cast_inputs
+from hftrain.trainer.traceless import without_trace
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
 
-_INTERNAL = frozenset(vars(torch.nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _MAX_PAIRS = 4  # of an evaluation, to be tried at its end
-_LIBRARIES = frozenset(
-    {"accelerate", "bitsandbytes", "deepspeed", "hftrain", "peft", "torch", "torchao", "transformers"}
-)
+_COUNTED = (LABELS, SHIFTED, SAMPLES)
+_FAR = 2**62
 
 
 class MeanSearch:
@@ -73,6 +69,7 @@ class MeanSearch:
         self._fits: tuple[str, ...] = ()
         self._pairs: list[Pair] = []
         self._before: Any = None
+        self._even: Pair | None = None
         self.found: MeanOver | None = None
 
     def look(self, batches: Sequence[Any]) -> None:
@@ -86,12 +83,14 @@ class MeanSearch:
         if self._num_looks & (self._num_looks - 1) and is_costly:
             return
         is_new = task.mean_over is None
+        is_over = all(map(self._has_one_label, batches))
         pairs = (self._pair(batch, even=False) for batch in batches)
         pair = next((each for each in pairs if each is not None), None) or self._joined_pair(batches)
-        if pair is None and is_new and task.accepts_item_count:
-            # A loss that takes a count tells on any batch.
+        # A loss that takes a count tells on any batch.
+        can_tell = pair is not None or (is_new and task.accepts_item_count)
+        if pair is None and (can_tell or not is_over):
             pair = self._pair(batches[0], even=True) or Pair(batches[0], is_ragged=False)
-        found = self._share(pair, is_over=all(map(self._has_one_label, batches)))
+        found = self._share(pair, can_tell=can_tell, is_over=is_over)
         if found is not None and (found.is_final or is_new):
             self._settle(found)
         if task.mean_over is None:
@@ -115,6 +114,8 @@ class MeanSearch:
         if len(self._pairs) < _MAX_PAIRS:
             pair = self._pair(batch, even=False) or (None if before is None else self._joined_pair([before, batch]))
             self._pairs += [] if pair is None else [pair]
+        if self._even is None and not self._has_one_label(batch):
+            self._even = self._pair(batch, even=True)
 
     def agree(self) -> str:
         """Return what the loss is a mean over, the same in every process; collective while open."""
@@ -123,10 +124,11 @@ class MeanSearch:
         found = self._share(self.found) if self.is_open else None
         for index in range(_MAX_PAIRS):
             if self.is_open and (found is None or not found.is_final):
-                found = self._share(self._pairs[index] if index < len(self._pairs) else None)
+                can_tell = index < len(self._pairs)
+                found = self._share(self._pairs[index] if can_tell else self._even, can_tell=can_tell)
         if found is not None and found.is_final:
             self._settle(found)
-        self.found, self._before = None, None
+        self.found = self._before = self._even = None
         self._pairs.clear()
         if not task.is_searched:
             return task.kinds[0]
@@ -151,21 +153,29 @@ class MeanSearch:
         known = [rule, *(kind for kind in KINDS if kind != rule)]
         return list(self._fits) or [kind for kind in known if kind != SUM]
 
-    def _share(self, own: Pair | MeanOver | None, *, is_over: bool = False) -> MeanOver | None:
+    def _share(
+        self, own: Pair | MeanOver | None, *, can_tell: bool = True, is_over: bool = False, is_joined: bool = False
+    ) -> MeanOver | None:
         """Return what the process that knows most has found, or finds with its samples. Collective.
 
         Args:
             own: What this process knows or can try.
+            can_tell: Whether that is worth trying; else it is there for other processes to compare theirs with.
             is_over: No batch will ever tell this process more; if no process can be told more, the search ends.
+            is_joined: Whether it was compared with what the others have.
         """
-        task, strategy, is_split = self.task, self.trainer.strategy, self._is_split
-        assert task is not None
+        strategy, is_split = self.trainer.strategy, self._is_split
         if is_split and isinstance(own, Pair):
             own = Pair(**strategy.to_device(own.parts())) if can_lend(own.parts()) else None
-        weight = 0 if own is None else 2 if isinstance(own, Pair) else 3 if own.is_final else 1
+        weight = 0 if own is None or not can_tell else 2 if isinstance(own, Pair) else 3 if own.is_final else 1
         size = strategy.world_size
-        codes = torch.tensor([weight * size + size - 1 - strategy.rank, not is_over], device=strategy.device)
-        best, is_open = strategy.reduce(codes, op="max").tolist()
+        rows = self._rows(own) if size > 1 and isinstance(own, Pair) and not is_joined else []
+        # Whether all that can be compared hold equally many is told by the largest and the smallest numbers.
+        ends = [(max(each), -min(each)) for each in zip(*rows, strict=True)] or [(-_FAR, -_FAR)] * len(_COUNTED)
+        codes = [weight * size + size - 1 - strategy.rank, not is_over, *sum(ends, ())]
+        best, is_open, *spread = strategy.reduce(torch.tensor(codes, device=strategy.device), op="max").tolist()
+        if any(most + least > 0 for most, least in zip(spread[::2], spread[1::2], strict=True)):
+            return self._share(self._across(own, rows), is_joined=True)
         weight, source = best // size, size - 1 - best % size
         if not weight:
             self.is_open = bool(is_open)
@@ -186,6 +196,38 @@ class MeanSearch:
         found = answer if isinstance(answer, MeanOver) else MeanOver(**{**answer, "fits": tuple(answer["fits"])})
         self._fits = found.fits or self._fits
         return found
+
+    def _rows(self, pair: Pair) -> list[tuple[int, ...]]:
+        """Return how many items of each kind the samples hold that other processes may compare with theirs."""
+        task = self.task
+        assert task is not None
+        samples = [each for each in (pair.one, pair.other) if each is not None]
+        if any(task.label_tensor(each) is None or task.num_samples(each) > 1 or not can_lend(each) for each in samples):
+            return []
+        return [tuple(int(task.count_as(kind, each)) for kind in _COUNTED) for each in samples]
+
+    def _across(self, own: Pair | MeanOver | None, rows: list[tuple[int, ...]]) -> Pair | MeanOver | None:
+        """Return the two samples of all processes that tell best: in the process that holds both, or else in all."""
+        strategy, kinds = self.trainer.strategy, self._kinds()
+        places, offered = [], []
+        for rank, theirs in enumerate(strategy.gather_object(rows)):
+            for index, counts in enumerate(theirs):
+                places.append((rank, index))
+                offered.append(tuple(number for kind, number in zip(_COUNTED, counts, strict=True) if kind in kinds))
+        one, other, is_telling = pick_rows(offered)
+        if not is_telling:
+            return own if isinstance(own, MeanOver) or (own is not None and own.is_ragged) else None
+        if places[one][0] == places[other][0]:
+            return own if places[one][0] == strategy.rank else None
+        mine = [] if not isinstance(own, Pair) else [strategy.to_device(each) for each in (own.one, own.other)]
+        lent = [
+            lend(strategy, mine[index] if rank == strategy.rank else None, src=rank)
+            for rank, index in (places[one], places[other])
+        ]
+        joined = join_batches(lent)
+        if joined is not None:
+            return self._pair(joined, even=False)
+        return own if isinstance(own, Pair) and own.other is not None else Pair(lent[0])
 
     def _settle(self, found: MeanOver) -> None:
         task = self.task
@@ -288,7 +330,7 @@ class MeanSearch:
             return float(read_loss(outputs, model_name=type(task.model).__name__))
 
         try:
-            with _without_trace(trainer, model):
+            with without_trace(trainer, model):
                 found = find_mean(
                     pair,
                     loss_of,
@@ -309,75 +351,3 @@ def _is_readable(task: ModelTask, batches: Sequence[Any]) -> bool:
     """Tell whether reading the labels waits for no device."""
     labels = [task.label_tensor(batch) for batch in batches]
     return all(each is None or each.device.type == "cpu" for each in labels)
-
-
-def _is_users(hook: Any) -> bool:
-    """Tell whether a forward hook is written by a user, and so not called but for the run's own batches."""
-    function = getattr(hook, "func", hook)
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return module.partition(".")[0] not in _LIBRARIES
-
-
-@contextmanager
-def _without_trace(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
-    """Call a model in evaluation mode, as it is written, and put everything back that this changes."""
-    modules = list(model.modules())
-    # An engine that splits the model keeps notes of its own in the modules.
-    is_split = trainer.strategy.shards_model or trainer.is_deepspeed_enabled or trainer.is_tp_enabled
-    kept = [_Kept(module, is_whole=not is_split) for module in modules]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with preserved_rng(), torch.no_grad():
-            for module in modules:
-                module.training, module._compiled_call_impl = False, None
-            yield
-    finally:
-        for each in kept:
-            each.restore()
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-
-
-class _Kept:
-    """What the call of a module may change of it, and what is changed to call it.
-
-    Args:
-        module: Its user's forward hooks are taken away.
-        is_whole: Keep its own attributes too, and what lists, dicts and sets in them hold, nested ones too.
-    """
-
-    def __init__(self, module: torch.nn.Module, *, is_whole: bool) -> None:
-        self._own = own = vars(module)
-        self._training, self._call, self._buffers = module.training, module._compiled_call_impl, dict(module._buffers)
-        # Empty ones too: transformers' models add hooks in their first call, and note that they have.
-        self._hooks = {name: own[name] for name in _HOOKS if is_whole}
-        self._attributes: dict[str, tuple[Any, list[tuple[Any, Any]]]] | None = None
-        if is_whole:
-            values = {name: value for name, value in own.items() if name not in _INTERNAL}
-            self._attributes = {name: (value, list(_contents(value))) for name, value in values.items()}
-        for name, hooks in self._hooks.items():
-            own[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_users(hook))
-
-    def restore(self) -> None:
-        """Put everything back."""
-        own = self._own
-        own.update(self._hooks, training=self._training, _compiled_call_impl=self._call)
-        own["_buffers"].update(self._buffers)
-        if self._attributes is None:
-            return
-        for name in own.keys() - self._attributes.keys() - _INTERNAL:
-            del own[name]
-        for name, (value, contents) in self._attributes.items():
-            own[name] = value
-            for container, content in contents:
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(content)
-
-
-def _contents(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Yield the plain containers in a value, itself included, each with a copy of what it holds."""
-    if type(value) in (list, dict, set) and depth < 8:
-        yield value, value.copy()
-        for each in list(value.values()) if isinstance(value, dict) else list(value):
-            yield from _contents(each, depth + 1)

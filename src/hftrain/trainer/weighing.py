@@ -32,6 +32,9 @@ class LossShares:
 
     Args:
         trainer: Its task counts the items; its arguments and hooks say who divides.
+
+    Attributes:
+        has_weighed: Whether a loss came here; not if a step of the user's own does not call the documented one.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -60,10 +63,12 @@ class LossShares:
         )
         self._may_divide = bool(divides and trainer._loss_takes_count and self.plain is not None)
         self._watch = _CountWatch(trainer, self.plain, function, is_overridden=is_overridden)
+        self._watch.is_on &= not self.is_divided
         self._is_read = function is not None or any(map(trainer._is_overridden, _SEES_COUNT))
         self._does_divide: bool | None = None
         self._note: Note | None = None
         self._window_samples = 1
+        self.has_weighed = False
         self._counted: dict[int, tuple[Any, Count]] = {}
         self._total: Count | None = None
         self._wait: Callable[[], Any] | None = None
@@ -72,7 +77,7 @@ class LossShares:
             # Copies on several devices divide exactly by a count, but their means are weighed by samples; and a step
             # of the user's own may believe that the model has divided.
             is_copied = getattr(trainer.strategy, "num_devices", 1) > 1
-            self.plain.keeps_count = is_copied or trainer._is_overridden("training_step")
+            self.plain.keeps_count = is_copied or self.is_divided or trainer._is_overridden("training_step")
 
     # -- counting --------------------------------------------------------------------------------------------------
 
@@ -168,7 +173,7 @@ class LossShares:
     def noted(self, num_items: Count | None) -> Count | None:
         """Return the count to hand to `compute_loss`: for the user's code, the first notes what becomes of it."""
         is_new = self._does_divide is None and self._is_users and num_items is not None
-        if not is_new or self.is_divided or not self.trainer._loss_takes_count:
+        if not is_new or not self.trainer._loss_takes_count:
             return num_items
         if self.trainer._is_overridden("compute_loss") and self.trainer.compiler.config is not None:
             # What is compiled cannot take notes.
@@ -182,8 +187,9 @@ class LossShares:
 
         DDP averages gradients over ranks: where the count is over all ranks, that is taken back.
         """
+        self.has_weighed = True
         if self.is_divided:
-            return loss
+            return loss * self.num_ranks if self._takes_divided() else loss
         if num_items is None:
             return loss * share / self._window_samples
         if self._divides():
@@ -197,6 +203,24 @@ class LossShares:
         share = share.to(loss.device, non_blocking=True)
         # In this order, so that the counts take the loss's floating-point type.
         return torch.where(share > 0, loss * (share * self.num_ranks) / total, 0.0)
+
+    def is_weighed(self, num_items: Count | None) -> bool:
+        """Tell whether a step's losses were weighed, here or by the model, which divided them by the item count."""
+        return self.has_weighed or (num_items is not None and self.plain is not None and self.plain.gives_count)
+
+    def _takes_divided(self) -> bool:
+        """Tell whether a loss that is said to be divided comes from the model, which knows nothing of the ranks."""
+        if self._does_divide is None and self._note is not None:
+            self._does_divide = bool(self._note.divides) and not self._scales
+            if self._note.divides is False and self.trainer.args.gradient_accumulation_steps > 1:
+                logger.warning(
+                    "loss_is_scaled_for_ga=True was set, and compute_loss takes the loss of %s from super(), which "
+                    "does not divide it by num_items_in_batch: it is the mean of one micro-batch. Divide it by the "
+                    "number of micro-batches, or leave loss_is_scaled_for_ga out, and it is weighed for you.",
+                    type(self.trainer.model).__name__,
+                )
+            self._note = None
+        return bool(self._does_divide)
 
     def _divides(self) -> bool:
         """Tell whether the loss is divided by the item count already; collective the first time, for a user's loss."""

@@ -89,6 +89,41 @@ def test_gradients_schedule_and_steps_stay(
     assert max(fitted.model.sizes[-3:]) <= limit
 
 
+class OwnStep(Trainer):
+    """A step that is written out, and knows nothing of a batch's parts."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Divided(Limited):
+    """Divides by the item count that it is given."""
+
+    def forward(self, x: torch.Tensor, labels: Any = None, num_items_in_batch: Any = None) -> Any:
+        loss, logits = super().forward(x, labels)
+        return (loss if num_items_in_batch is None else loss * len(x) / num_items_in_batch), logits
+
+
+def test_parts_that_a_step_of_the_users_own_would_not_weigh_are_refused(tmp_path: Path) -> None:
+    def run(model: Any, **options: Any) -> Trainer:
+        arguments = make_arguments(tmp_path, per_device_train_batch_size=8, max_steps=3, **options)
+        trainer = OwnStep(model, arguments, train_dataset=make_rows())
+        trainer.train()
+        return trainer
+
+    with pytest.raises(ConfigError, match=r"training_step of OwnStep does not call it.*smaller_batch"):
+        run(Limited(5), auto_find_batch_size=True)
+    run(Limited(5), auto_find_batch_size="smaller_batch")
+    # Nothing is cut, or the model divides by the items of the whole step.
+    for limits in ((8, 8), (5, 1000)):
+        set_seed(1)
+        fitted = run(Divided(limits[0]), auto_find_batch_size=True)
+        set_seed(1)
+        assert_equal(fitted, run(Divided(limits[1])))
+
+
 def test_random_numbers_stay_where_nothing_is_cut(tmp_path: Path) -> None:
     set_seed(1)
     undisturbed = train(tmp_path, Net(dropout=0.5))
