@@ -25,6 +25,11 @@ def note_best(args: TrainingArguments, state: TrainerState, metrics: Mapping[str
     return bool(is_better)
 
 
+def is_left_out(metrics: Mapping[str, Any], wanted: str, *, has_all_sets: bool) -> bool:
+    """Tell whether the evaluation set that decides has a cadence of its own, and had no part in an evaluation."""
+    return not has_all_sets and best_metric_key(wanted) not in metrics
+
+
 def read_metric(metrics: Mapping[str, Any], wanted: str) -> float:
     """Return the metric that picks the best model.
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrain.core.errors import ConfigError, explain
-from hftrain.trainer.checks import best_metric_key
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
+from hftrain.core.state import TrainerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,53 +99,17 @@ def check_cadences(args: Any, sets: Mapping[str, EvalSet], *, eval_steps: float 
             )
 
 
-def is_due(entry: EvalSet | None, trainer: Trainer) -> bool:
-    """Tell whether a set takes part in the evaluation that is running."""
-    if entry is None or entry.every is None or trainer._session is None or trainer.fast_dev_run:
+def is_due(entry: EvalSet | None, state: TrainerState, *, by_epoch: bool) -> bool:
+    """Tell whether a set takes part in the evaluation that a run has come to.
+
+    Args:
+        entry: None for a set without a cadence of its own.
+        state: Where the run is.
+        by_epoch: Whether the cadence counts passes, else optimizer steps.
+    """
+    if entry is None or entry.every is None:
         return True
-    state = trainer.state
-    if trainer.args.eval_strategy == "epoch":
+    if by_epoch:
         epoch = state.epoch or 0.0
         return abs(epoch - round(epoch)) < 1e-6 and round(epoch) % entry.every == 0
     return state.global_step % entry.every == 0
-
-
-def is_left_out(trainer: Trainer, metrics: Mapping[str, Any], wanted: str) -> bool:
-    """Tell whether the set that decides has a cadence of its own, and had no part in an evaluation just done."""
-    is_there = best_metric_key(wanted) in metrics
-    return not is_there and not all(is_due(entry, trainer) for entry in trainer._eval_sets.values())
-
-
-def evaluate_sets(
-    trainer: Trainer, eval_dataset: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, is_own: bool
-) -> dict[str, float]:
-    """Evaluate each set that is due under its own name, and return all their metrics; collective.
-
-    Args:
-        trainer: Whose `evaluate` is called for each.
-        eval_dataset: The sets by name.
-        ignore_keys: Outputs to leave out of the predictions.
-        prefix: What metric names start with, before the set's name.
-        is_own: They are the Trainer's own sets: then the name is handed on and not the data, so that an override of
-            `get_eval_dataloader` sees what was asked for.
-    """
-    datasets, sets = split_eval_sets(eval_dataset)
-    sets = trainer._eval_sets if is_own else sets
-    metrics: dict[str, float] = {}
-    for name, dataset in datasets.items():
-        if is_due(sets.get(name), trainer):
-            with own_metrics(trainer, sets.get(name)):
-                metrics.update(trainer.evaluate(name if is_own else dataset, ignore_keys, f"{prefix}_{name}"))
-    return metrics
-
-
-@contextmanager
-def own_metrics(trainer: Trainer, entry: EvalSet | None) -> Iterator[None]:
-    """Let a set's own metrics take the place of the Trainer's `compute_metrics`."""
-    previous = trainer.compute_metrics
-    if entry is not None and entry.metrics is not None:
-        trainer.compute_metrics = entry.metrics  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        trainer.compute_metrics = previous

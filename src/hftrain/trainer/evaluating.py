@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,6 @@ from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
 
@@ -187,11 +184,17 @@ def cast_inputs(inputs: Any, dtype: torch.dtype, *, labels: list[str]) -> Any:
 # -- jit_mode_eval ---------------------------------------------------------------------------------------------------
 
 
-def trace_model(trainer: Trainer, model: nn.Module, dataloader: Any) -> nn.Module:
+def trace_model(
+    model: nn.Module,
+    dataloader: Any,
+    *,
+    prepare: Callable[[Any], Any],
+    context: Callable[[], AbstractContextManager[Any]],
+) -> nn.Module:
     """Return the model traced with a loader's first batch, or as it is, with a warning, where that fails."""
     try:
-        batch = trainer._prepare_inputs(next(iter(dataloader)))
-        with warnings.catch_warnings(), torch.no_grad(), trainer.compute_loss_context_manager():
+        batch = prepare(next(iter(dataloader)))
+        with warnings.catch_warnings(), torch.no_grad(), context():
             # torch advises against torch.jit as a whole, which was asked for by name; and says that Python values
             # are recorded as constants, which is what tracing is.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -212,22 +215,22 @@ class JitModel:
     """Trace a model with the first batch that comes, and note how long that took.
 
     Args:
-        trainer: Its `torch_jit_model_eval` traces.
+        trace: The documented `torch_jit_model_eval`.
         model: The model to evaluate.
 
     Units:
         compilation_s: seconds, once a batch has come.
     """
 
-    def __init__(self, trainer: Trainer, model: nn.Module) -> None:
+    def __init__(self, trace: Callable[[nn.Module, Any], nn.Module], model: nn.Module) -> None:
         self.compilation_s: float | None = None
-        self._trainer = trainer
+        self._trace = trace
         self._model = model
 
     def for_batch(self, batch: Any) -> nn.Module:
         """Return the model to call on a batch."""
         if self.compilation_s is None:
             start_s = time.perf_counter()
-            self._model = self._trainer.torch_jit_model_eval(self._model, [batch])
+            self._model = self._trace(self._model, [batch])
             self.compilation_s = round(time.perf_counter() - start_s, 4)
         return self._model

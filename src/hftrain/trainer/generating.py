@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
-from hftrain.adapter.generation import generation_options
 from hftrain.core.errors import ConfigError, TaskError, explain
 from hftrain.core.log import warn_once
 from hftrain.core.optional import require
+from hftrain.strategies.base import Strategy
 from hftrain.task.loss import IGNORED_LABEL
 from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule
 from hftrain.trainer.signatures import accepts
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 _SETTINGS = {"generation_max_length": "max_length", "generation_num_beams": "num_beams"}
 _LIMITS = ("max_new_tokens", "max_length")
@@ -56,19 +54,20 @@ def load_generation_config(given: Any) -> Any:
         raise _no_config(given, f"It cannot be loaded: {error}") from error
 
 
-def prepare_generation(trainer: Trainer, config: Any) -> None:
-    """Give the Trainer's model its generation config, and refuse what cannot generate; nothing is launched.
+def prepare_generation(args: Any, strategy: Strategy, task: TaskModule, model: Any, *, config: Any) -> None:
+    """Give a model its generation config, and refuse what cannot generate; nothing is launched.
 
     Args:
-        trainer: With a model.
+        args: Sequence-to-sequence arguments.
+        strategy: May split the model.
+        task: Must be a plain model's.
+        model: Mutated.
         config: What `load_generation_config` returned; None leaves the model its own.
 
     Raises:
         ConfigError: A setting means nothing to the model's `generate`, or something else decides what is evaluated.
         TaskError: The model has no `generate`.
     """
-    args: Any = trainer.args
-    model: Any = trainer.model
     if config is not None:
         if not hasattr(model, "generation_config"):
             name = type(model).__name__
@@ -83,7 +82,7 @@ def prepare_generation(trainer: Trainer, config: Any) -> None:
             if getattr(args, name, None) is not None:
                 warn_once(f"{name} has no effect without predict_with_generate=True.")
         return
-    _check_evaluates_plainly(trainer)
+    _check_evaluates_plainly(args, task)
     if not callable(getattr(model, "generate", None)):
         raise TaskError(
             explain(
@@ -93,7 +92,7 @@ def prepare_generation(trainer: Trainer, config: Any) -> None:
             )
         )
     check_taken(model, [option for name, option in _SETTINGS.items() if getattr(args, name) is not None])
-    if trainer.strategy.shards_model:
+    if strategy.shards_model:
         check_taken(model, ["synced_gpus"])
 
 
@@ -110,19 +109,19 @@ def check_taken(model: Any, options: Iterable[str]) -> None:
         )
 
 
-def _check_evaluates_plainly(trainer: Trainer) -> None:
-    if not isinstance(trainer.task, ModelTask):
+def _check_evaluates_plainly(args: Any, task: TaskModule) -> None:
+    if not isinstance(task, ModelTask):
         raise ConfigError(
             explain(
-                f"predict_with_generate=True was given together with {type(trainer.task).__name__}.",
+                f"predict_with_generate=True was given together with {type(task).__name__}.",
                 "A task evaluates and predicts in its own way.",
                 "Call self.model.generate in its evaluation_step and prediction_step, or pass a plain model.",
             )
         )
-    if trainer.args.past_index >= 0:
+    if args.past_index >= 0:
         raise ConfigError(
             explain(
-                f"past_index={trainer.args.past_index} was given together with predict_with_generate=True.",
+                f"past_index={args.past_index} was given together with predict_with_generate=True.",
                 "generate hands a model's memory from token to token itself.",
                 "Leave one of the two out.",
             )
@@ -137,14 +136,17 @@ def _no_config(given: Any, reason: str, remedy: str | None = None) -> ConfigErro
 # -- one batch -------------------------------------------------------------------------------------------------------
 
 
-def run_generate(trainer: Trainer, model: nn.Module, inputs: Any, given: Mapping[str, Any]) -> torch.Tensor:
+def run_generate(
+    model: nn.Module, inputs: Any, *, bare: Any, options: dict[str, Any], label_names: list[str]
+) -> torch.Tensor:
     """Generate from one batch.
 
     Args:
-        trainer: Knows the settings.
-        model: The model that is evaluated; one that was traced generates as it was before.
+        model: The model that is evaluated, without the strategy's wrapper.
         inputs: The batch, on the device; not mutated.
-        given: Keyword arguments of `evaluate` or `predict`.
+        bare: The Trainer's model: generates where the other was traced.
+        options: For `generate`.
+        label_names: What of the batch is not there to generate from.
 
     Returns:
         Token ids, padded to the longest length that may come where that and a padding token are known.
@@ -160,18 +162,13 @@ def run_generate(trainer: Trainer, model: nn.Module, inputs: Any, given: Mapping
                 "Let the collator return a dict.",
             )
         )
-    bare: Any = trainer.strategy.unwrap(model)
-    own: Any = trainer.model
-    generate = bare.generate if hasattr(bare, "generate") else own.generate
-    options = generation_options(trainer.args, given, getattr(trainer.model, "generation_config", None))
-    if trainer.strategy.shards_model:
-        options.setdefault("synced_gpus", True)
-    found = generate(**_prompts(inputs, generate, label_names=trainer.label_names), **options)
+    generate: Any = getattr(model, "generate", bare.generate)
+    found = generate(**_prompts(inputs, generate, label_names=label_names), **options)
     tokens = getattr(found, "sequences", found)
     if not isinstance(tokens, torch.Tensor):
         raise TaskError(
             explain(
-                f"{type(trainer.model).__name__}.generate was called.",
+                f"{type(bare).__name__}.generate was called.",
                 f"It returned a {type(found).__name__}.",
                 "Return token ids, a tensor of shape [batch, length].",
             )
@@ -179,11 +176,9 @@ def run_generate(trainer: Trainer, model: nn.Module, inputs: Any, given: Mapping
     return tokens
 
 
-def longest_output(trainer: Trainer, given: Mapping[str, Any]) -> int | None:
-    """Return how long generated sequences may get, as far as the settings say."""
-    config = getattr(trainer.model, "generation_config", None)
-    options = generation_options(trainer.args, given, config)
-    config = options.pop("generation_config", config)
+def longest_output(options: Mapping[str, Any], own: Any) -> int | None:
+    """Return how long generated sequences may get, as far as the options of `generate` and the own config say."""
+    config = options.get("generation_config", own)
     num_new, length = (options.get(n) if n in options else getattr(config, n, None) for n in _LIMITS)
     # The first token is there before any new one.
     return length if num_new is None else num_new + 1
@@ -242,9 +237,8 @@ def _tokens_of(config: Any, name: str) -> list[Any]:
 # -- padding ---------------------------------------------------------------------------------------------------------
 
 
-def padding_token(trainer: Trainer) -> int | None:
+def padding_token(tool: Any, model: Any) -> int | None:
     """Return the token that pads sequences: that for padding, else that for the end; None if nothing names one."""
-    tool, model = trainer.processing_class, trainer.model
     sources = (tool, getattr(tool, "tokenizer", None), getattr(model, "generation_config", None))
     for name in ("pad_token_id", "eos_token_id"):
         for source in (*sources, getattr(model, "config", None)):

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrain.core.errors import ConfigError, explain
-from hftrain.task.model_task import ModelTask
-from hftrain.trainer.generating import generates
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 
 class InStep:
@@ -22,13 +17,13 @@ class InStep:
 
     Args:
         loader: This rank's batches; other attributes are its own.
-        trainer: Its strategy lets the ranks agree, once per batch.
+        all_true: Lets the ranks agree, once per batch.
         repeat: Runs a batch for nothing.
     """
 
-    def __init__(self, loader: Any, trainer: Trainer, *, repeat: Callable[[Any], Any]) -> None:
+    def __init__(self, loader: Any, *, all_true: Callable[[bool], bool], repeat: Callable[[Any], Any]) -> None:
         self._loader = loader
-        self._all_true = trainer.strategy.all_true
+        self._all_true = all_true
         self._repeat = repeat
 
     def __getattr__(self, name: str) -> Any:
@@ -67,33 +62,23 @@ class InStep:
             )
 
 
-def in_step(trainer: Trainer, loader: Any, *, loss_only: bool, ignore_keys: list[str] | None) -> Any:
-    """Return the loader, made to keep the ranks in step where the steps may talk to each other.
+def check_turns(kind: type, *, is_overridden: bool) -> None:
+    """Refuse steps that may talk to other processes where metrics are exchanged after each batch as well.
+
+    Args:
+        kind: The Trainer's class.
+        is_overridden: Whether it overrides the evaluation step.
 
     Raises:
-        ConfigError: They may, and metrics are exchanged after each batch as well: two takes of turns, which uneven
-            numbers of batches would mix up.
+        ConfigError: It does: two takes of turns, which uneven numbers of batches would mix up.
     """
-    talks = trainer._accelerator is not None and isinstance(trainer.task, ModelTask)
-    # A split model generates in step (`synced_gpus`).
-    talks = talks or (trainer.strategy.shards_model and generates(trainer.args))
-    if trainer.strategy.world_size == 1 or not talks:
-        return loader
-    if trainer.args.batch_eval_metrics and trainer.compute_metrics is not None and not loss_only:
-        if any(map(trainer._is_overridden, ("prediction_step", "compute_loss"))):
-            raise ConfigError(
-                explain(
-                    "batch_eval_metrics=True was asked for on several processes, with trainer.accelerator in use.",
-                    f"{type(trainer).__name__} overrides the evaluation step, which may gather with it, and the "
-                    "metrics are gathered after each batch too: processes with fewer batches would be waited for.",
-                    "Leave batch_eval_metrics out, or gather with trainer.strategy in compute_metrics alone.",
-                    batch_eval_metrics=True,
-                )
+    if is_overridden:
+        raise ConfigError(
+            explain(
+                "batch_eval_metrics=True was asked for on several processes, with trainer.accelerator in use.",
+                f"{kind.__name__} overrides the evaluation step, which may gather with it, and the "
+                "metrics are gathered after each batch too: processes with fewer batches would be waited for.",
+                "Leave batch_eval_metrics out, or gather with trainer.strategy in compute_metrics alone.",
+                batch_eval_metrics=True,
             )
-        # Only the metrics talk, and those take turns of their own.
-        return loader
-    return InStep(
-        loader,
-        trainer,
-        repeat=lambda batch: trainer.prediction_step(trainer.task.model, batch, loss_only, ignore_keys),
-    )
+        )

@@ -24,7 +24,6 @@ from hftrain.search.defaults import (
 from hftrain.search.optuna_study import report_to_optuna, search_with_optuna
 from hftrain.search.ray_tune import search_with_ray
 from hftrain.search.wandb_sweep import search_with_wandb
-from hftrain.trainer.eval_sets import is_due
 from hftrain.trainer.signatures import takes_trial
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class TrialRun:
 
     def note(self, trainer: Trainer, metrics: Mapping[str, Any], *, step: int) -> None:
         """Compute the objective of an evaluation while training, and report it."""
-        if not all(is_due(entry, trainer) for entry in trainer._eval_sets.values()):
+        if not trainer._has_all_sets:
             # Sets with a cadence of their own: the objective needs all of them.
             return
         self.values, self.step = self.compute_objective(dict(metrics)), step

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.adapter.generation import generation_options
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.tree import detach
@@ -153,12 +154,16 @@ class Seq2SeqTrainer(Trainer):
         assert isinstance(task, ModelTask)
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            tokens = run_generate(self, model, inputs, given)
+            bare: Any = self.model
+            options = generation_options(self.args, given, getattr(bare, "generation_config", None))
+            own = {"synced_gpus": True, **options} if self.strategy.shards_model else options
+            shown = self.strategy.unwrap(model)
+            tokens = run_generate(shown, inputs, bare=bare, options=own, label_names=self.label_names)
             labels = task.labels_of(inputs)
             has_loss = labels is not None or task.can_return_loss
             # Last, because an override of compute_loss may take the labels out of the batch.
             loss = self._slot_compute_loss(model, inputs).detach() if has_loss else None
-        length = longest_output(self, given)
+        length = longest_output(options, getattr(bare, "generation_config", None))
         if length is not None:
             tokens = self._pad_tensors_to_max_len(tokens, length)
             if isinstance(labels, torch.Tensor) and labels.dim() > 1:
@@ -167,7 +172,7 @@ class Seq2SeqTrainer(Trainer):
 
     def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
         """Pad generated tokens or labels up to a length; an override may pad otherwise."""
-        token = padding_token(self)
+        token = padding_token(self.processing_class, self.model)
         return tensor if token is None else pad_to(tensor, max_length, token)
 
     # -- how it is done ------------------------------------------------------------------------------------------
@@ -180,7 +185,7 @@ class Seq2SeqTrainer(Trainer):
 
     def _adopt_model(self, model: nn.Module) -> None:
         super()._adopt_model(model)
-        prepare_generation(self, self._generation_config)
+        prepare_generation(self.args, self.strategy, self.task, self.model, config=self._generation_config)
 
     @contextmanager
     def _generating(self, gen_kwargs: dict[str, Any]) -> Iterator[None]:
@@ -196,7 +201,7 @@ class Seq2SeqTrainer(Trainer):
 
     def _evaluate_loop(self, **options: Any) -> EvaluateLoop:
         loop = super()._evaluate_loop(**options)
-        token = padding_token(self)
+        token = padding_token(self.processing_class, self.model)
         # What a user's function made of the tokens is no token any more.
         if generates(self.args) and token is not None and self.preprocess_logits_for_metrics is None:
             loop.slots = dataclasses.replace(loop.slots, finish_outputs=fill_with(token))

@@ -33,10 +33,10 @@ from hftrain.optim.weight_modes import evaluation_weights, training_weights
 from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer.acceleration import note_sync
 from hftrain.trainer.announce import announce_training
-from hftrain.trainer.best import note_best, read_metric
+from hftrain.trainer.best import is_left_out, note_best, read_metric
 from hftrain.trainer.counting import RunCounts, samples_since
 from hftrain.trainer.debugging import watch_overflow
-from hftrain.trainer.eval_sets import check_cadences, is_left_out
+from hftrain.trainer.eval_sets import check_cadences
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.interrupts import Interrupts
 from hftrain.trainer.leftovers import END_EPOCH, END_RUN, EVALUATE, SAVE, left_in
@@ -321,7 +321,8 @@ class TrainSession:
     def note_metric(self, metrics: Mapping[str, Any]) -> bool:
         """Note what an evaluation says of the checkpoint of this step, and tell whether it is the best one so far."""
         trainer, wanted = self.trainer, self.trainer.args.metric_for_best_model
-        if wanted is None or not trainer.state.global_step or is_left_out(trainer, metrics, wanted):
+        has_all_sets = trainer._has_all_sets
+        if not wanted or not trainer.state.global_step or is_left_out(metrics, wanted, has_all_sets=has_all_sets):
             return False
         value = read_metric(metrics, wanted)
         self.checkpoints.metric = {trainer.state.global_step: value if math.isfinite(value) else None}
@@ -331,7 +332,8 @@ class TrainSession:
         """Step a schedule that follows the evaluations."""
         trainer = self.trainer
         wanted = trainer.args.metric_for_best_model or "loss"
-        if self._follows_metric and trainer.state.global_step > 0 and not is_left_out(trainer, metrics, wanted):
+        is_there = not is_left_out(metrics, wanted, has_all_sets=trainer._has_all_sets)
+        if self._follows_metric and trainer.state.global_step > 0 and is_there:
             trainer.lr_scheduler.step(read_metric(metrics, wanted))
 
     def _save(self) -> None:

@@ -95,7 +95,7 @@ from hftrain.trainer.datasets import check_kind, check_one_set
 from hftrain.trainer.debugging import debug_callbacks
 from hftrain.trainer.engines import check_made
 from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
-from hftrain.trainer.eval_sets import check_cadences, evaluate_sets, own_metrics, split_eval_sets
+from hftrain.trainer.eval_sets import EvalSet, check_cadences, is_due, split_eval_sets
 from hftrain.trainer.evaluating import (
     JitModel,
     cast_inputs,
@@ -110,7 +110,7 @@ from hftrain.trainer.foresight import check_ahead, check_fits
 from hftrain.trainer.generating import align_special_tokens, generates
 from hftrain.trainer.hooks import call_with, check_hooks, in_context, missing_attribute
 from hftrain.trainer.hub import TrainerHub
-from hftrain.trainer.instep import in_step
+from hftrain.trainer.instep import InStep, check_turns
 from hftrain.trainer.interrupts import saves_at_all
 from hftrain.trainer.keywords import refusing_unknown
 from hftrain.trainer.memory import MemoryTracker, measuring_init
@@ -732,9 +732,16 @@ class Trainer:
         is_own = eval_dataset is None
         datasets = self.eval_dataset if is_own else eval_dataset
         if isinstance(datasets, Mapping):
-            return evaluate_sets(self, datasets, ignore_keys, metric_key_prefix, is_own=is_own)
+            datasets, sets = split_eval_sets(datasets)
+            sets, metrics = self._eval_sets if is_own else sets, {}
+            for name in filter(lambda name: self._is_due(sets.get(name)), datasets):
+                # By its name, so that an override of `get_eval_dataloader` sees what was asked for.
+                chosen = name if is_own else datasets[name]
+                with self._own_metrics(sets.get(name)):
+                    metrics.update(self.evaluate(chosen, ignore_keys, f"{metric_key_prefix}_{name}"))
+            return metrics
         chosen = self._eval_sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
-        with own_metrics(self, chosen), self._evaluating("eval"):
+        with self._own_metrics(chosen), self._evaluating("eval"):
             loader = cut_short(self, self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False))
             start_s = time.perf_counter()
             loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
@@ -752,6 +759,26 @@ class Trainer:
             self.callback_handler.fire("on_evaluate", metrics=metrics)
             self._report_memory(metrics)
         return metrics
+
+    def _is_due(self, entry: EvalSet | None) -> bool:
+        """Tell whether an evaluation set takes part in the evaluation that is running."""
+        is_asked_for = self._session is None or bool(self.fast_dev_run)
+        return is_asked_for or is_due(entry, self.state, by_epoch=self.args.eval_strategy == "epoch")
+
+    @property
+    def _has_all_sets(self) -> bool:
+        return all(map(self._is_due, self._eval_sets.values()))
+
+    @contextmanager
+    def _own_metrics(self, entry: EvalSet | None) -> Iterator[None]:
+        """Let an evaluation set's own metrics take the place of `compute_metrics`."""
+        previous = self.compute_metrics
+        if entry is not None and entry.metrics is not None:
+            self.compute_metrics = entry.metrics  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self.compute_metrics = previous
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
@@ -814,9 +841,9 @@ class Trainer:
             count_samples=self.num_examples,
         )
         self.callback_handler.refresh(eval_dataloader=dataloader)
-        jit = JitModel(self, self.task.model) if self.args.jit_mode_eval else None
+        jit = JitModel(self.torch_jit_model_eval, self.task.model) if self.args.jit_mode_eval else None
         loop = self._evaluate_loop(loss_only=loss_only, ignore_keys=ignore_keys, events=self.callback_handler, jit=jit)
-        batches = in_step(self, dataloader, loss_only=loss_only, ignore_keys=ignore_keys)
+        batches = self._in_step(dataloader, loss_only=loss_only, ignore_keys=ignore_keys)
         output = loop.run(
             batches,
             is_interleaved=takes_turns(dataloader),
@@ -846,6 +873,23 @@ class Trainer:
             self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
 
+    def _in_step(self, dataloader: Any, *, loss_only: bool, ignore_keys: list[str] | None) -> Any:
+        """Return the loader, made to keep the ranks in step where the steps may talk to each other."""
+        talks = self._accelerator is not None and isinstance(self.task, ModelTask)
+        # A split model generates in step (`synced_gpus`).
+        talks = talks or (self.strategy.shards_model and generates(self.args))
+        if self.strategy.world_size == 1 or not talks:
+            return dataloader
+        if self.args.batch_eval_metrics and self.compute_metrics is not None and not loss_only:
+            # Only the metrics talk, and those take turns of their own.
+            check_turns(type(self), is_overridden=any(map(self._is_overridden, ("prediction_step", "compute_loss"))))
+            return dataloader
+
+        def repeat(batch: Any) -> None:
+            self.prediction_step(self.task.model, batch, loss_only, ignore_keys)
+
+        return InStep(dataloader, all_true=self.strategy.all_true, repeat=repeat)
+
     def torch_jit_model_eval(self, model: nn.Module, dataloader: Any, training: bool = False) -> nn.Module:
         """Return a model traced with the first batch of a loader; as it is, with a warning, where that fails.
 
@@ -856,7 +900,10 @@ class Trainer:
 
         Source: the documented `jit_mode_eval`.
         """
-        return model if training else trace_model(self, model, dataloader)
+        if training:
+            return model
+        context = self.compute_loss_context_manager
+        return trace_model(model, dataloader, prepare=self._prepare_inputs, context=context)
 
     def _evaluate_loop(
         self, *, loss_only: bool, ignore_keys: list[str] | None, events: Any, jit: JitModel | None = None
