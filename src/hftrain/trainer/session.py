@@ -46,7 +46,7 @@ from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.resuming import plan_run
 from hftrain.trainer.salvage import Salvage
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
-from hftrain.trainer.setup import empty_cache, loss_window, set_up, tear_down
+from hftrain.trainer.setup import empty_cache, loss_window, restart, set_up, tear_down
 from hftrain.trainer.step_end import StepEnd
 
 if TYPE_CHECKING:
@@ -183,19 +183,12 @@ class TrainSession:
     def _start_state(self, *, max_steps: int, num_epochs: int) -> None:
         """Reset the documented state in place (callbacks hold it), or load it from the checkpoint."""
         trainer = self.trainer
-        fresh = trainer._new_state() if self.resume is None else load_trainer_state(self.resume)
-        flags = trainer._new_state()
-        for flag in ("is_local_process_zero", "is_world_process_zero"):
-            setattr(fresh, flag, getattr(flags, flag))
-        vars(trainer.state).update(vars(fresh))
+        fresh = trainer._new_state()
+        loaded = fresh if self.resume is None else load_trainer_state(self.resume)
         state = trainer.state
-        state.max_steps, state.num_train_epochs = max_steps, num_epochs
-        if state.epoch is None:
-            state.epoch = 0.0
+        restart(state, loaded, fresh, trainer.args, max_steps=max_steps, num_epochs=num_epochs)
         if trainer._trial_run is not None:
             trainer._trial_run.describe(state)
-        state.train_batch_size = trainer.args.train_batch_size
-        state.compute_steps(trainer.args, max_steps)
         check_cadences(trainer.args, trainer._eval_sets, eval_steps=state.eval_steps)
         for flag in vars(trainer.control):
             setattr(trainer.control, flag, False)

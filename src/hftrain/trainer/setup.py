@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, explain
+from hftrain.core.state import TrainerState
 from hftrain.loops.window import LossWindow
 from hftrain.step.assemble import assemble_stepper
 from hftrain.step.stepper import Stepper
@@ -158,3 +160,32 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
     elif torch.backends.mps.is_available():
         torch.mps.empty_cache()
+
+
+def restart(
+    state: TrainerState,
+    loaded: TrainerState,
+    fresh: TrainerState,
+    args: TrainingArguments,
+    *,
+    max_steps: int,
+    num_epochs: int,
+) -> None:
+    """Let the documented state begin a run, in place: callbacks hold it.
+
+    Args:
+        state: Mutated.
+        loaded: What a checkpoint holds, or `fresh`.
+        fresh: A new state, which knows what this process is.
+        args: The run's.
+        max_steps: Optimizer updates of the run.
+        num_epochs: Its passes.
+    """
+    for flag in ("is_local_process_zero", "is_world_process_zero"):
+        setattr(loaded, flag, getattr(fresh, flag))
+    vars(state).update(vars(loaded))
+    state.max_steps, state.num_train_epochs = max_steps, num_epochs
+    if state.epoch is None:
+        state.epoch = 0.0
+    state.train_batch_size = args.train_batch_size
+    state.compute_steps(args, max_steps)
