@@ -38,7 +38,7 @@ class BackgroundWrite:
         settle: Called in the main thread with what the work returned, or its error; may raise.
         group: The processes.
         read_step: Tells which step is done; the main thread alone changes it.
-        pending: What the loop calls at each step's end, see `FitSlots`.
+        pending: What the loop calls at each step's end, see `FitParts`.
     """
 
     def __init__(

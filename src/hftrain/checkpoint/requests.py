@@ -45,7 +45,7 @@ class StepRequests:
 
     Args:
         heed: Called by the loop at each step boundary while something is asked; see `pending`.
-        pending: What the loop calls at each step's end, see `FitSlots`.
+        pending: What the loop calls at each step's end, see `FitParts`.
         every_s: Ask for a save whenever this much time has passed since the last one.
 
     Units:

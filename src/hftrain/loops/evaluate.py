@@ -49,7 +49,7 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluateSlots:
+class EvaluateHooks:
     """The functions the loop calls.
 
     Args:
@@ -85,21 +85,21 @@ class EvaluateLoop:
 
     Args:
         config: What is kept.
-        slots: The functions to call.
+        hooks: The functions to call.
         group: The ranks.
         events: Tells the callbacks (`on_prediction_step`).
     """
 
-    def __init__(self, config: EvaluateConfig, *, slots: EvaluateSlots, group: Group, events: Events) -> None:
+    def __init__(self, config: EvaluateConfig, *, hooks: EvaluateHooks, group: Group, events: Events) -> None:
         self.config = config
-        self.slots = slots
+        self.hooks = hooks
         self.group = group
         self.events = events
         self._kept: dict[str, Kept | KeptBatches] = {}
         self._logs = LogWindow(gather_object=group.gather_object)
         self._sum_dtype = torch.float32 if group.device.type == "mps" else torch.float64
         # For each kind: the sum of the losses, and the items.
-        self._loss_sums: dict[str, tuple[Any, Any]] = dict.fromkeys(slots.kinds, (0.0, 0.0))
+        self._loss_sums: dict[str, tuple[Any, Any]] = dict.fromkeys(hooks.kinds, (0.0, 0.0))
         self._num_samples = 0
         self._order: Any = None
 
@@ -119,14 +119,14 @@ class EvaluateLoop:
         """
         self._order = order
         self._open(num_expected)
-        compute = self.slots.compute_metrics
+        compute = self.hooks.compute_metrics
         batch_metrics: BatchMetrics | None = None
         if self.config.computes_per_batch and compute is not None:
             batch_metrics = BatchMetrics(
                 compute,
                 group=self.group,
                 takes_objects=self.config.takes_objects,
-                finish_outputs=self.slots.finish_outputs,
+                finish_outputs=self.hooks.finish_outputs,
             )
         batches = iter(loader)
         batch = next(batches, _END)
@@ -137,13 +137,13 @@ class EvaluateLoop:
                 batch_metrics.add(self._parts(batch, output), is_last=upcoming is _END)
             self._tell(output)
             batch = upcoming
-        if self.slots.finish is not None:
-            self.slots.finish()
+        if self.hooks.finish is not None:
+            self.hooks.finish()
         # First, because ranks with more batches exchange theirs until all are through.
         per_batch = {} if batch_metrics is None else batch_metrics.finish()
         reports: list[Mapping[str, Any]] = [self._mean_loss(), self._logs.read(), per_batch]
-        if self.slots.read_metrics is not None:
-            reports.append(self.slots.read_metrics())
+        if self.hooks.read_metrics is not None:
+            reports.append(self.hooks.read_metrics())
         predictions, labels = self._collect("outputs", is_interleaved), self._collect("labels", is_interleaved)
         if compute is not None and not self.config.computes_per_batch and predictions is not None:
             extras = {name: self._collect(name, is_interleaved) for name in ("inputs", "losses")}
@@ -161,7 +161,7 @@ class EvaluateLoop:
 
     def _open(self, num_expected: int | None) -> None:
         config = self.config
-        is_needed = self.slots.compute_metrics is not None and not config.computes_per_batch
+        is_needed = self.hooks.compute_metrics is not None and not config.computes_per_batch
         if not config.keeps_predictions or not (config.returns_predictions or is_needed):
             return
         options: dict[str, Any] = {"moves_every": config.moves_every, "takes_objects": config.takes_objects}
@@ -177,19 +177,19 @@ class EvaluateLoop:
         self.events.fire("on_prediction_step")
 
     def _run_batch(self, batch: Any) -> StepOutput:
-        output = self.slots.evaluate_batch(batch)
+        output = self.hooks.evaluate_batch(batch)
         size = batch_size_of(batch) or 0
         self._num_samples += size
         if output.loss is not None:
             if output.loss.numel() != 1:
                 raise _no_number(output.loss)
-            self._add_loss(output.loss.detach(), self.slots.count_items(batch))
-        if self.slots.compute_metrics is not None and self.slots.needs_labels:
+            self._add_loss(output.loss.detach(), self.hooks.count_items(batch))
+        if self.hooks.compute_metrics is not None and self.hooks.needs_labels:
             _check_complete(output, batch)
         self._logs.add(output.logs, weight=size or 1)
-        if self.slots.preprocess_logits is not None and output.outputs is not None:
-            output.outputs = self.slots.preprocess_logits(output.outputs, output.labels)
-            if self.slots.compute_metrics is not None and output.outputs is None:
+        if self.hooks.preprocess_logits is not None and output.outputs is not None:
+            output.outputs = self.hooks.preprocess_logits(output.outputs, output.labels)
+            if self.hooks.compute_metrics is not None and output.outputs is None:
                 raise _no_logits()
         if self._kept:
             for name, part in self._parts(batch, output).items():
@@ -199,7 +199,7 @@ class EvaluateLoop:
     def _parts(self, batch: Any, output: StepOutput) -> dict[str, Any]:
         """Return what of a batch is handed to `compute_metrics`; its loss once per sample."""
         parts = {"outputs": output.outputs, "labels": output.labels}
-        if "inputs" in self.config.includes and self.slots.compute_metrics is not None:
+        if "inputs" in self.config.includes and self.hooks.compute_metrics is not None:
             parts["inputs"] = _main_input(batch, self.config.input_name)
         if "loss" in self.config.includes and output.loss is not None:
             parts["losses"] = output.loss.detach().repeat(batch_size_of(batch) or 0)
@@ -210,8 +210,8 @@ class EvaluateLoop:
         if kept is None:
             return None
         joined = kept.joined(self.group, is_interleaved=is_interleaved)
-        if name == "outputs" and self.slots.finish_outputs is not None:
-            joined = self.slots.finish_outputs(joined)
+        if name == "outputs" and self.hooks.finish_outputs is not None:
+            joined = self.hooks.finish_outputs(joined)
         if self._order is None or not self.config.joins_batches:
             return joined
         return put_back(joined, self._order, folder=self.config.spill_dir)
@@ -231,7 +231,7 @@ class EvaluateLoop:
         for row, (total, num_items) in zip(sums, self._loss_sums.values(), strict=True):
             row[0], row[1] = total, num_items
         means = dict(zip(self._loss_sums, self._sum_over_ranks(sums).tolist(), strict=True))
-        chosen = self.slots.choose_kind() if self.slots.choose_kind is not None else next(iter(means))
+        chosen = self.hooks.choose_kind() if self.hooks.choose_kind is not None else next(iter(means))
         total, count = means[chosen]
         return {"loss": total / count} if count else {}
 

@@ -40,7 +40,7 @@ class FitConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FitSlots:
+class FitHooks:
     """The functions the loop calls, with the documented signatures; a Trainer fills in its own methods.
 
     Args:
@@ -54,8 +54,6 @@ class FitSlots:
             something must see the end of every step, and calls what it is given. None costs nothing.
         mark_sync: Told before each micro-step that begins or ends a step whether it is the last one before the update.
             None costs nothing.
-        pending: What to call at the end of the next step, and of each one after, until it takes itself out again: put
-            there by another thread or a signal handler, which may change the list at any time. Empty costs nothing.
     """
 
     get_batch_samples: Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
@@ -68,7 +66,6 @@ class FitSlots:
     empty_cache: Callable[[], None]
     act: Callable[[Callable[[], None], Any, Any], None] | None = None
     mark_sync: Callable[[bool], None] | None = None
-    pending: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Feed(Protocol):
@@ -100,62 +97,63 @@ class Events(Protocol):
         """Call every callback that overrides the event."""
 
 
-class FitLoop:
-    """Run training steps until `max_steps`, acting between steps on what callbacks asked for.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitParts:
+    """What a training loop works with; made by the Trainer, once per run.
 
     Args:
         config: How long, and how a step is cut.
-        slots: The functions to call.
+        hooks: The functions to call.
         feed: Gives each epoch's batches.
         stepper: Clips and updates.
-        model: What `training_step` receives.
-        optimizer: Only its current learning rate is read.
+        model: What `training_step` receives, as the strategy wrapped it.
+        optimizer: The loop itself only reads its current learning rate.
         schedule: Stepped after each update that was not skipped; None if something else drives it.
         no_sync: Context for micro-steps that must not exchange gradients.
         device: Where losses live.
         progress, state, control: Where the run is; mutated.
         events: Tells the callbacks.
         losses: Sums the losses.
+        pending: What to call at the end of the next step, and of each one after, until it takes itself out again: put
+            there by another thread or a signal handler, which may change the list at any time. Empty costs nothing.
     """
 
-    def __init__(
-        self,
-        config: FitConfig,
-        *,
-        slots: FitSlots,
-        feed: Feed,
-        stepper: Steps,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        schedule: Any,
-        no_sync: Callable[[nn.Module], AbstractContextManager[Any]],
-        device: torch.device,
-        progress: Progress,
-        state: TrainerState,
-        control: TrainerControl,
-        events: Events,
-        losses: LossWindow,
-    ) -> None:
-        self.config = config
-        self.slots = slots
-        self.feed = feed
-        self.stepper = stepper
-        self.model = model
-        self.optimizer = optimizer
-        self.schedule = schedule
-        self.no_sync = no_sync
-        self.device = device
-        self.progress = progress
-        self.state = state
-        self.control = control
-        self.events = events
-        self.losses = losses
-        self.pending = slots.pending
-        self._batches_per_epoch = 1
-        # From an epoch's begin until what comes at its end begins.
+    config: FitConfig
+    hooks: FitHooks
+    feed: Feed
+    stepper: Steps
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    no_sync: Callable[[nn.Module], AbstractContextManager[Any]]
+    device: torch.device
+    progress: Progress
+    state: TrainerState
+    control: TrainerControl
+    events: Events
+    losses: LossWindow
+    pending: list[Callable[[], None]] = field(default_factory=list)
+
+
+class FitLoop:
+    """Run training steps until `max_steps`, acting between steps on what callbacks asked for.
+
+    The methods without an underscore are the points that a subclass may change.
+    """
+
+    parts: FitParts
+    # From an epoch's begin until what comes at its end begins.
+    is_within_epoch = False
+    # Does what callbacks asked for at the end of a step or an epoch: `act`, or what sees every step's end before it.
+    end_step: Callable[[], None]
+
+    def attach(self, parts: FitParts) -> None:
+        """Take the parts of a run that is about to begin."""
+        self.parts = parts
         self.is_within_epoch = False
-        self._is_resumed = progress.step > 0
-        self.end_step = self.act if slots.act is None else self._act_through_slot
+        self._batches_per_epoch = 1
+        self._is_resumed = parts.progress.step > 0
+        self.end_step = self.act if parts.hooks.act is None else self._act_through_hook
 
     def run(self, *, has_left: bool = False, ends_epoch: bool = False) -> None:
         """Train until `max_steps` or until a callback stops the run.
@@ -164,38 +162,40 @@ class FitLoop:
             has_left: Whether `restore_rng` has something to do that the checkpoint's run had left to do.
             ends_epoch: Whether that run, if its steps are all done, has not come to the end of its last epoch yet.
         """
-        if has_left and self.progress.step >= self.config.max_steps:
+        config, progress = self.parts.config, self.parts.progress
+        if has_left and progress.step >= config.max_steps:
             self._finish(ends_epoch=ends_epoch)
-        if self.config.evaluates_on_start and not self._is_resumed:
-            self.slots.evaluate()
-        num_epochs = self.config.num_epochs
-        while self.progress.step < self.config.max_steps and not self.control.should_training_stop:
-            self._run_epoch()
-            if self.progress.cut_epochs and num_epochs is not None and self.progress.epoch >= num_epochs:
+        if config.evaluates_on_start and not self._is_resumed:
+            self.parts.hooks.evaluate()
+        while progress.step < config.max_steps and not self.parts.control.should_training_stop:
+            self.run_epoch()
+            if progress.cut_epochs and config.num_epochs is not None and progress.epoch >= config.num_epochs:
                 break
 
     def _finish(self, *, ends_epoch: bool) -> None:
         """Do what was left after the last step; the data stay closed, for a stream would be read to its end."""
         if ends_epoch:
-            self.events.fire("on_epoch_begin")
-        self.slots.restore_rng()
+            self.parts.events.fire("on_epoch_begin")
+        self.parts.hooks.restore_rng()
         if ends_epoch:
             self._end_epoch()
 
-    def _run_epoch(self) -> None:
-        control, progress, accumulation = self.control, self.progress, self.config.accumulation
+    def run_epoch(self) -> None:
+        """Run the rest of the current epoch."""
+        parts, progress, control, events = self.parts, self.parts.progress, self.parts.control, self.parts.events
+        hooks, accumulation, max_steps = parts.hooks, parts.config.accumulation, parts.config.max_steps
         num_skipped, offset = progress.micro_steps_in_epoch, progress.offset_in_epoch
-        num_batches = self.config.num_batches_first if offset else self.config.num_batches
-        self._batches_per_epoch = num_batches or self.config.max_steps * accumulation
-        self.slots.before_epoch()
-        batches = self.feed.open(progress.epoch, skip=num_skipped, offset=offset)
+        num_batches = parts.config.num_batches_first if offset else parts.config.num_batches
+        self._batches_per_epoch = num_batches or max_steps * accumulation
+        hooks.before_epoch()
+        batches = parts.feed.open(progress.epoch, skip=num_skipped, offset=offset)
         control.should_epoch_stop = False
         self.is_within_epoch = True
-        self.events.fire("on_epoch_begin")
-        is_over = self.slots.restore_rng()
+        events.fire("on_epoch_begin")
+        is_over = hooks.restore_rng()
         num_steps = 0
         is_exhausted = False
-        while progress.step < self.config.max_steps and not is_over:
+        while progress.step < max_steps and not is_over:
             if progress.micro_steps_in_epoch == num_batches:
                 # Hooks are not asked for batches after the last one. A loader may hold more than it says.
                 more = list(islice(batches, 1))
@@ -203,115 +203,126 @@ class FitLoop:
                     is_exhausted = True
                     break
                 batches = chain(more, batches)
-            window, num_items = self.slots.get_batch_samples(batches, accumulation, self.device)
+            window, num_items = hooks.get_batch_samples(batches, accumulation, parts.device)
             if not window:
                 is_exhausted = True
                 break
-            self._run_step(window, num_items)
+            control.should_log = control.should_evaluate = control.should_save = False
+            if hooks.mark_sync is not None:
+                hooks.mark_sync(len(window) == 1)
+            if "on_step_begin" in events.heard:
+                events.fire("on_step_begin")
+            self.run_step(window, num_items)
+            self._finish_step(window)
             num_steps += 1
             if control.should_epoch_stop or control.should_training_stop:
                 break
         if is_exhausted and not num_steps and not num_skipped and not offset:
-            raise TaskError(
-                explain(
-                    f"Epoch {progress.epoch} was to be trained.",
-                    "Its data gave no batch.",
-                    "Give a dataset that is not empty and can be iterated once per epoch (a generator cannot).",
-                )
-            )
+            raise _no_batch(progress.epoch)
         self._end_epoch(is_exhausted=is_exhausted)
 
     def _end_epoch(self, *, is_exhausted: bool = False) -> None:
-        control, progress = self.control, self.progress
-        num_batches = self.config.num_batches_first if progress.offset_in_epoch else self.config.num_batches
+        config, control, progress = self.parts.config, self.parts.control, self.parts.progress
+        num_batches = config.num_batches_first if progress.offset_in_epoch else config.num_batches
         self.is_within_epoch = False
         progress.cut_epochs += control.should_epoch_stop
         # Counted before the event, so that a checkpoint taken here resumes with the next epoch.
         if is_exhausted or control.should_epoch_stop or progress.micro_steps_in_epoch == num_batches:
             progress.epoch += 1
             progress.micro_steps_in_epoch = progress.offset_in_epoch = 0
-        self.events.fire("on_epoch_end")
+        self.parts.events.fire("on_epoch_end")
         self.end_step()
 
-    def _run_step(self, window: list[Any], num_items: Any) -> None:
-        control, events, heard = self.control, self.events, self.events.heard
-        control.should_log = control.should_evaluate = control.should_save = False
-        last, mark_sync = len(window) - 1, self.slots.mark_sync
-        if mark_sync is not None:
-            mark_sync(not last)
-        if "on_step_begin" in heard:
-            events.fire("on_step_begin")
-        num_samples = 0
+    def run_step(self, window: list[Any], num_items: Any) -> None:
+        """Run one optimizer step: accumulate the gradients of its micro-batches, then update.
+
+        Args:
+            window: The step's micro-batches, at least one.
+            num_items: What `get_batch_samples` counted in them.
+        """
+        parts, hooks, last = self.parts, self.parts.hooks, len(window) - 1
         for index, batch in enumerate(window):
             if index == last:
-                if mark_sync is not None and last:
-                    mark_sync(True)
-                loss = self.slots.training_step(self.model, batch, num_items)
+                if hooks.mark_sync is not None and last:
+                    hooks.mark_sync(True)
+                loss = hooks.training_step(parts.model, batch, num_items)
             else:
-                with self.no_sync(self.model):
-                    loss = self.slots.training_step(self.model, batch, num_items)
-                if "on_substep_end" in heard:
-                    events.fire("on_substep_end")
-            self.losses.add(loss)
-            num_samples += batch_size_of(batch) or 0
-        self.losses.grad_norm = self.stepper.clip()
+                with parts.no_sync(parts.model):
+                    loss = hooks.training_step(parts.model, batch, num_items)
+                if "on_substep_end" in parts.events.heard:
+                    parts.events.fire("on_substep_end")
+            parts.losses.add(loss)
+        self.update()
+
+    def update(self) -> None:
+        """Clip the gradients, update the parameters, step the schedule and drop the gradients."""
+        parts, heard = self.parts, self.parts.events.heard
+        parts.losses.grad_norm = parts.stepper.clip()
         if "on_pre_optimizer_step" in heard:
-            events.fire("on_pre_optimizer_step")
-        is_updated = self.stepper.step()
+            parts.events.fire("on_pre_optimizer_step")
+        is_updated = parts.stepper.step()
         if "on_optimizer_step" in heard:
-            events.fire("on_optimizer_step")
+            parts.events.fire("on_optimizer_step")
         # The rate this step used: the schedule moves it right after.
-        self.losses.learning_rate = self.optimizer.param_groups[0]["lr"]
-        if is_updated and self.schedule is not None:
-            self.schedule.step()
-        self.stepper.zero_grad()
-        self._advance(last + 1, num_samples)
-        if "on_step_end" in heard:
-            events.fire("on_step_end")
-        if self.pending:
-            self._attend()
-        if self.config.empty_cache_every and self.progress.step % self.config.empty_cache_every == 0:
-            self.slots.empty_cache()
-        self.end_step()
+        parts.losses.learning_rate = parts.optimizer.param_groups[0]["lr"]
+        if is_updated and parts.schedule is not None:
+            parts.schedule.step()
+        parts.stepper.zero_grad()
 
-    def _attend(self) -> None:
-        for call in tuple(self.pending):
-            call()
-
-    def _advance(self, num_micro_steps: int, num_samples: int) -> None:
-        progress, state = self.progress, self.state
+    def _finish_step(self, window: list[Any]) -> None:
+        """Count the step, tell the callbacks, and do what was asked for at its end."""
+        parts, progress, state = self.parts, self.parts.progress, self.parts.state
+        for batch in window:
+            progress.samples += (batch_size_of(batch) or 0) * parts.config.world_size
         progress.step += 1
-        progress.micro_steps_in_epoch += num_micro_steps
-        progress.samples += num_samples * self.config.world_size
+        progress.micro_steps_in_epoch += len(window)
         state.global_step = progress.step
         state.epoch = progress.epoch + progress.micro_steps_in_epoch / self._batches_per_epoch
-        self.losses.close_step()
+        parts.losses.num_steps += 1
+        if "on_step_end" in parts.events.heard:
+            parts.events.fire("on_step_end")
+        for call in tuple(parts.pending):
+            call()
+        if parts.config.empty_cache_every and progress.step % parts.config.empty_cache_every == 0:
+            parts.hooks.empty_cache()
+        self.end_step()
 
-    def _act_through_slot(self) -> None:
-        assert self.slots.act is not None
-        self.slots.act(self.act, self.losses.grad_norm, self.losses.learning_rate)
+    def _act_through_hook(self) -> None:
+        assert self.parts.hooks.act is not None
+        self.parts.hooks.act(self.act, self.parts.losses.grad_norm, self.parts.losses.learning_rate)
 
     def act(self) -> None:
         """Do what callbacks asked for; the one place where a step may synchronise, log, evaluate or save."""
-        control = self.control
+        control, hooks = self.parts.control, self.parts.hooks
         if not (control.should_log or control.should_evaluate or control.should_save):
             return
         if control.should_log:
             control.should_log = False
-            if self.losses.num_steps:
-                self.slots.log(self._read_logs())
+            if self.parts.losses.num_steps:
+                hooks.log(self._read_logs())
         if control.should_evaluate:
             control.should_evaluate = False
-            self.slots.evaluate()
+            hooks.evaluate()
         if control.should_save:
             control.should_save = False
-            self.slots.save()
+            hooks.save()
 
     def _read_logs(self) -> dict[str, Any]:
-        logs: dict[str, Any] = dict(self.losses.read())
-        if self.losses.grad_norm is not None:
-            logs["grad_norm"] = as_number(self.losses.grad_norm)
-        rate = self.losses.learning_rate
+        losses = self.parts.losses
+        logs: dict[str, Any] = dict(losses.read())
+        if losses.grad_norm is not None:
+            logs["grad_norm"] = as_number(losses.grad_norm)
+        rate = losses.learning_rate
         # A checkpoint of transformers' Trainer does not tell what the last step used.
-        logs["learning_rate"] = float(self.optimizer.param_groups[0]["lr"] if rate is None else rate)
+        logs["learning_rate"] = float(self.parts.optimizer.param_groups[0]["lr"] if rate is None else rate)
         return logs
+
+
+def _no_batch(epoch: int) -> TaskError:
+    return TaskError(
+        explain(
+            f"Epoch {epoch} was to be trained.",
+            "Its data gave no batch.",
+            "Give a dataset that is not empty and can be iterated once per epoch (a generator cannot).",
+        )
+    )

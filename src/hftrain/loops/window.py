@@ -30,7 +30,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
 class LossWindow:
     """Sum step losses on the device; reading them is the only synchronisation.
 
-    Beside them it holds the last step's `grad_norm` and `learning_rate`, which are logged with them.
+    It also holds the last step's `grad_norm` and `learning_rate`, which are logged with them, and `num_steps`, the
+    optimizer updates since the last reading, which the loop counts.
 
     Args:
         filters_nonfinite: Put the window's running mean in place of a NaN or infinite loss in what is logged (the
@@ -106,10 +107,6 @@ class LossWindow:
             self._count_nonfinite()
             self.run_steps += self.num_steps - num_steps
             self.num_steps = num_steps
-
-    def close_step(self) -> None:
-        """Count one optimizer update."""
-        self.num_steps += 1
 
     def read(self) -> dict[str, float]:
         """Return the window's mean loss per step and start a new window; synchronises, collective."""

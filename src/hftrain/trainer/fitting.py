@@ -48,7 +48,7 @@ def check_fitting(args: Any, strategy: Strategy) -> None:
 
 
 class MicroBatches:
-    """Run a batch in as many micro-batches as fit; stands in for the two slots of the loop that see batches.
+    """Run a batch in as many micro-batches as fit; stands in for the two hooks of the loop that see batches.
 
     The size is found on the run's first batch, before anything counts: a rehearsal runs forward and backward, with as
     much memory set aside as Adam's state takes, and all processes agree. A batch that runs out of memory later, because

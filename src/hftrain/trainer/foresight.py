@@ -281,7 +281,7 @@ def watch_states(
         trainer: About to train.
         optimizer: Its optimizer.
         own: Returns what else each process saves.
-        pending: What the loop calls at each step's end, see `FitSlots`; mutated.
+        pending: What the loop calls at each step's end, see `FitParts`; mutated.
 
     Raises:
         ConfigError: It names the value and its type.

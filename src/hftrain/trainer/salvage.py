@@ -36,7 +36,7 @@ class Salvage:
     """Save the last whole step when an error passes through the context, if the weights are still those of that step.
 
     Each step begins with a copy of what it may change before the update: random numbers, the open logging window,
-    buffers. Where the policy does not ask for it, nothing is copied and nothing stands between the loop and its slots.
+    buffers. Where the policy does not ask for it, nothing is copied and nothing stands between the loop and its hooks.
 
     Args:
         session: The run.

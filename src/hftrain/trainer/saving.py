@@ -62,7 +62,7 @@ class RunCheckpoints:
         progress: Where the run is.
         losses: The open logging window, likewise part of a checkpoint so that a resumed log equals the undisturbed.
         logs: The steps' own numbers in that window.
-        pending: What the loop calls at each step's end, see `FitSlots`.
+        pending: What the loop calls at each step's end, see `FitParts`.
     """
 
     def __init__(
@@ -134,8 +134,7 @@ class RunCheckpoints:
         each += shard_writers(trainer.strategy, trainer.model_wrapped, sharded, keep)
         facts = self.plan.facts(self.progress)
         facts["geometry"] = {**facts["geometry"], "optimizer": type(optimizer).__name__}
-        # There is no loop yet where a callback saves before the first step.
-        is_within_epoch = getattr(getattr(trainer._session, "loop", None), "is_within_epoch", False)
+        is_within_epoch = trainer._session is not None and trainer._session.loop.is_within_epoch
         facts["left"] = to_do(
             trainer.control, self.progress, max_steps=state.max_steps, is_within_epoch=is_within_epoch
         )

@@ -204,5 +204,5 @@ class Seq2SeqTrainer(Trainer):
         token = padding_token(self.processing_class, self.model)
         # What a user's function made of the tokens is no token any more.
         if generates(self.args) and token is not None and self.preprocess_logits_for_metrics is None:
-            loop.slots = dataclasses.replace(loop.slots, finish_outputs=fill_with(token))
+            loop.hooks = dataclasses.replace(loop.hooks, finish_outputs=fill_with(token))
         return loop

@@ -27,7 +27,7 @@ from hftrain.core.types import TrainOutput
 from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
 from hftrain.data.states import resumable_loader
-from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
+from hftrain.loops.fit import FitConfig, FitHooks, FitLoop, FitParts
 from hftrain.loops.window import LogWindow, merge_reports
 from hftrain.optim.weight_modes import evaluation_weights, training_weights
 from hftrain.task.overflow import DebugUnderflowOverflow
@@ -86,7 +86,7 @@ class TrainSession:
         self.step_end = StepEnd(self)
         self.used_rate: float | None = None
         self.counts: RunCounts
-        self.loop: FitLoop
+        self.loop = FitLoop()
         self.interrupts: Interrupts
         self.salvage: Salvage
         self.is_evaluating = False
@@ -147,7 +147,7 @@ class TrainSession:
         self.phase = None
         with Interrupts(self, save=self._save) as self.interrupts:
             with training_weights(self.optimizer), Salvage(self, save=self._save) as self.salvage:
-                self.loop = self._loop(config, loader, self.salvage.watch(stepper))
+                self._attach(config, self.salvage.watch(stepper))
                 self.loop.run(has_left=bool(self._left), ends_epoch=END_RUN in self._left)
             self.checkpoints.settle()
             self._save_end(first)
@@ -207,14 +207,13 @@ class TrainSession:
             self._rng, self.progress.micro_steps_in_epoch, self.progress.offset_in_epoch = None, 0, 0
             self.checkpoints.feed.load_state_dict(None)
 
-    def _loop(self, config: FitConfig, loader: Any, stepper: Any) -> FitLoop:
+    def _attach(self, config: FitConfig, stepper: Any) -> None:
         trainer, strategy = self.trainer, self.trainer.strategy
-        schedule = None if self._follows_metric else trainer.lr_scheduler
         take, step = trainer._shares.take, trainer._slot_training_step
         if trainer.args.auto_find_batch_size is True:
             fitting = MicroBatches(trainer, logs=self.logs, found=found_size(trainer.args, self.resume))
             take, step = fitting.take, fitting.step
-        slots = FitSlots(
+        hooks = FitHooks(
             get_batch_samples=self.salvage.watching(self.counts.watching(take)),
             training_step=step,
             before_epoch=self._before_epoch,
@@ -225,16 +224,15 @@ class TrainSession:
             empty_cache=empty_cache,
             act=self.step_end.run if trainer._is_overridden("_maybe_log_save_evaluate") else None,
             mark_sync=partial(note_sync, trainer) if config.accumulation > 1 else None,
-            pending=self.pending,
         )
-        return FitLoop(
-            config,
-            slots=slots,
+        parts = FitParts(
+            config=config,
+            hooks=hooks,
             feed=self.checkpoints.feed,
             stepper=stepper,
             model=trainer.model_wrapped,
             optimizer=self.optimizer,
-            schedule=schedule,
+            schedule=None if self._follows_metric else trainer.lr_scheduler,
             no_sync=nullcontext if syncs_each_batch(trainer.args) else strategy.no_sync,
             device=strategy.device,
             progress=self.progress,
@@ -242,7 +240,9 @@ class TrainSession:
             control=trainer.control,
             events=trainer.callback_handler,
             losses=self.losses,
+            pending=self.pending,
         )
+        self.loop.attach(parts)
 
     @property
     def _follows_metric(self) -> bool:
@@ -330,7 +330,7 @@ class TrainSession:
             trainer.lr_scheduler.step(read_metric(metrics, wanted))
 
     def _save(self) -> None:
-        # Here too, for an override may wait for other processes before it calls the method it replaces.
+        # Named here too: an override may wait for other processes before it calls the method it replaces.
         self.phase = f"save {checkpoint_name(self.trainer.state.global_step)}"
         self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial)
         self.phase = None

@@ -47,7 +47,7 @@ from hftrain.data.persistent import LoaderCache
 from hftrain.data.sharding import shard_loader
 from hftrain.data.sizes import expected_samples, has_length, num_examples
 from hftrain.loggers.base import Logger
-from hftrain.loops.evaluate import EvaluateLoop, EvaluateSlots
+from hftrain.loops.evaluate import EvaluateHooks, EvaluateLoop
 from hftrain.loops.predict import PredictLoop
 from hftrain.loops.window import LossWindow
 from hftrain.optim.groups import decay_parameter_names
@@ -931,7 +931,7 @@ class Trainer:
             returns_predictions=not is_replaced,
         )
         plain = self.task if isinstance(self.task, ModelTask) else None
-        slots = EvaluateSlots(
+        hooks = EvaluateHooks(
             evaluate_batch=evaluate_batch,
             count_items=self.task.count_items if plain is None else plain.weights,
             kinds=("",) if plain is None else plain.kinds,
@@ -943,7 +943,7 @@ class Trainer:
             read_metrics=None if is_prediction and not isinstance(self.task, ModelTask) else self._read_metrics,
         )
         loop = PredictLoop if is_prediction else EvaluateLoop
-        return loop(config, slots=slots, group=self.strategy, events=events)
+        return loop(config, hooks=hooks, group=self.strategy, events=events)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model (and what belongs to it) so that it can be loaded again; the main process writes.

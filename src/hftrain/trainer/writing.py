@@ -66,7 +66,7 @@ class CheckpointWrites:
         trainer: Whose.
         manager: Commits and deletes them.
         progress: Where the run is.
-        pending: What the loop calls at each step's end, see `FitSlots`.
+        pending: What the loop calls at each step's end, see `FitParts`.
         best: Tells the checkpoint with the best metric so far.
     """
 

@@ -12,7 +12,7 @@ import torch
 
 from hftrain.core.errors import TaskError
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
-from hftrain.loops.evaluate import EvaluateConfig, EvaluateLoop, EvaluateSlots
+from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop
 from hftrain.loops.predict import PredictLoop
 from hftrain.strategies.single import SingleDeviceStrategy
 
@@ -60,12 +60,12 @@ def make_loop(
     *,
     group: Any = None,
     events: Any = None,
-    slots: dict[str, Any] | None = None,
+    hooks: dict[str, Any] | None = None,
     **config: Any,
 ) -> EvaluateLoop:
     return kind(
         EvaluateConfig(**config),
-        slots=EvaluateSlots(**{"evaluate_batch": mean_of_labels, "count_items": count, **(slots or {})}),
+        hooks=EvaluateHooks(**{"evaluate_batch": mean_of_labels, "count_items": count, **(hooks or {})}),
         group=group or alone(),
         events=events or Diary(),
     )
@@ -94,12 +94,12 @@ def test_batches_without_a_label_that_counts_leave_the_loss_alone() -> None:
 
 
 def test_nan_of_a_batch_that_counts_is_shown() -> None:
-    loop = make_loop(slots={"evaluate_batch": lambda batch: StepOutput(loss=torch.tensor(math.nan))})
+    loop = make_loop(hooks={"evaluate_batch": lambda batch: StepOutput(loss=torch.tensor(math.nan))})
     assert math.isnan(loop.run(make_batches([1], [2])).metrics["loss"])
 
 
 def test_steps_without_a_loss_report_none() -> None:
-    loop = make_loop(slots={"evaluate_batch": lambda batch: StepOutput(outputs=batch["x"])})
+    loop = make_loop(hooks={"evaluate_batch": lambda batch: StepOutput(outputs=batch["x"])})
     assert loop.run(make_batches([1, 2], [3])) == EvalLoopOutput(None, None, {}, 3)
 
 
@@ -109,7 +109,7 @@ def test_empty_loader_gives_nothing_and_says_so() -> None:
 
 
 def test_counts_may_be_plain_integers() -> None:
-    loop = make_loop(slots={"count_items": lambda batch: int(count(batch))})
+    loop = make_loop(hooks={"count_items": lambda batch: int(count(batch))})
     assert loop.run(make_batches([1, 3], [8])).metrics["loss"] == 4.0
 
 
@@ -120,7 +120,7 @@ def test_every_batch_is_told() -> None:
 
 
 def test_logs_and_own_metrics_join_the_loss() -> None:
-    loop = make_loop(slots={"read_metrics": lambda: {"f1": 0.5}})
+    loop = make_loop(hooks={"read_metrics": lambda: {"f1": 0.5}})
     # A log stands for its batch's samples: two of them say 2, one says 1.
     metrics = loop.run(make_batches([2, 4], [6])).metrics
     assert metrics == {"loss": 4.0, "size": pytest.approx(5 / 3), "f1": 0.5}
@@ -133,7 +133,7 @@ def test_compute_metrics_gets_the_whole_set() -> None:
         seen.append(prediction)
         return {"total": float(prediction.predictions.sum())}
 
-    loop = make_loop(keeps_predictions=True, slots={"compute_metrics": compute})
+    loop = make_loop(keeps_predictions=True, hooks={"compute_metrics": compute})
     output = loop.run(make_batches([1, 2], [3]))
     assert output.metrics["total"] == 6.0
     assert output.predictions.tolist() == seen[0].predictions.tolist() == [0, 2, 4]
@@ -146,7 +146,7 @@ def test_compute_metrics_gets_inputs_and_losses_on_request() -> None:
     loop = make_loop(
         keeps_predictions=True,
         includes=("inputs", "loss"),
-        slots={"compute_metrics": lambda prediction: seen.append(prediction) or {}},
+        hooks={"compute_metrics": lambda prediction: seen.append(prediction) or {}},
     )
     loop.run(make_batches([1, 3], [8]))
     assert seen[0].inputs.tolist() == [-1, -3, -8]
@@ -160,7 +160,7 @@ def test_compute_metrics_needs_predictions_and_labels(missing: str) -> None:
         setattr(output, missing, None)
         return output
 
-    loop = make_loop(keeps_predictions=True, slots={"evaluate_batch": step, "compute_metrics": lambda p: 1 / 0})
+    loop = make_loop(keeps_predictions=True, hooks={"evaluate_batch": step, "compute_metrics": lambda p: 1 / 0})
     assert "loss" in loop.run(make_batches([1])).metrics
 
 
@@ -170,14 +170,14 @@ def test_nothing_is_kept_where_nobody_asks() -> None:
 
 
 def test_logits_are_preprocessed_before_they_are_kept() -> None:
-    loop = make_loop(keeps_predictions=True, slots={"preprocess_logits": lambda logits, labels: logits + labels})
+    loop = make_loop(keeps_predictions=True, hooks={"preprocess_logits": lambda logits, labels: logits + labels})
     assert loop.run(make_batches([1, 2], [3])).predictions.tolist() == [1, 4, 7]
 
 
 @pytest.mark.parametrize("per_batch", [False, True])
 def test_preprocessing_that_returns_nothing_is_named(per_batch: bool) -> None:
-    slots = {"preprocess_logits": lambda logits, labels: None, "compute_metrics": lambda p, **kwargs: {"n": 1.0}}
-    loop = make_loop(keeps_predictions=True, computes_per_batch=per_batch, slots=slots)
+    hooks = {"preprocess_logits": lambda logits, labels: None, "compute_metrics": lambda p, **kwargs: {"n": 1.0}}
+    loop = make_loop(keeps_predictions=True, computes_per_batch=per_batch, hooks=hooks)
     with pytest.raises(TaskError, match="It returned None, so there is nothing"):
         loop.run(make_batches([1]))
 
@@ -197,7 +197,7 @@ def test_metrics_batch_by_batch_keep_nothing(includes: tuple[str, ...]) -> None:
         calls.append((prediction.label_ids.tolist(), compute_result, prediction.inputs, prediction.losses))
         return {"calls": float(len(calls))} if compute_result else None
 
-    loop = make_loop(computes_per_batch=True, includes=includes, slots={"compute_metrics": compute})
+    loop = make_loop(computes_per_batch=True, includes=includes, hooks={"compute_metrics": compute})
     output = loop.run(make_batches([1, 2], [3], [4]))
     assert [call[:2] for call in calls] == [([1, 2], False), ([3], False), ([4], True)]
     assert output.metrics["calls"] == 3.0
@@ -223,14 +223,14 @@ def test_metrics_that_are_no_mapping_are_named(per_batch: bool, answer: Any) -> 
     loop = make_loop(
         keeps_predictions=not per_batch,
         computes_per_batch=per_batch,
-        slots={"compute_metrics": lambda prediction, **rest: answer},
+        hooks={"compute_metrics": lambda prediction, **rest: answer},
     )
     with pytest.raises(TaskError, match=f"compute_metrics was called. It returned a {type(answer).__name__}"):
         loop.run(make_batches([1]))
 
 
 def test_no_metrics_count_as_none() -> None:
-    loop = make_loop(keeps_predictions=True, slots={"compute_metrics": lambda prediction: None})
+    loop = make_loop(keeps_predictions=True, hooks={"compute_metrics": lambda prediction: None})
     assert set(loop.run(make_batches([1])).metrics) == {"loss", "size"}
 
 
@@ -243,14 +243,14 @@ def test_metrics_that_must_come_need_predictions_and_labels(missing: str, named:
 
     loop = make_loop(
         keeps_predictions=True,
-        slots={"evaluate_batch": step, "compute_metrics": lambda prediction: {}, "needs_labels": True},
+        hooks={"evaluate_batch": step, "compute_metrics": lambda prediction: {}, "needs_labels": True},
     )
     with pytest.raises(TaskError, match=rf"gave no {named} .*the columns x, labels, input_ids"):
         loop.run(make_batches([1]))
 
 
 def test_number_under_a_name_that_is_taken_is_left_out_with_a_warning() -> None:
-    loop = make_loop(keeps_predictions=True, slots={"compute_metrics": lambda prediction: {"loss": 99.0, "f1": 1.0}})
+    loop = make_loop(keeps_predictions=True, hooks={"compute_metrics": lambda prediction: {"loss": 99.0, "f1": 1.0}})
     with pytest.warns(UserWarning, match="their names are taken: loss"):
         metrics = loop.run(make_batches([1, 3])).metrics
     assert (metrics["loss"], metrics["f1"]) == (2.0, 1.0)
@@ -266,7 +266,7 @@ def test_ranks_report_what_one_would(run_ranks: Callable[..., list[Any]], is_int
     options: dict[str, Any] = {
         "keeps_predictions": True,
         "includes": ("inputs", "loss"),
-        "slots": {"compute_metrics": lambda prediction: seen.append(prediction.inputs.tolist()) or {}},
+        "hooks": {"compute_metrics": lambda prediction: seen.append(prediction.inputs.tolist()) or {}},
     }
     whole = make_loop(**options).run(batches)
 
@@ -296,7 +296,7 @@ def test_metrics_batch_by_batch_join_the_ranks_batches(
             seen.append((prediction.label_ids.tolist(), prediction.losses.tolist(), compute_result))
             return {"total": float(sum(sum(labels) for labels, _, _ in seen))} if compute_result else None
 
-        loop = make_loop(group=group, computes_per_batch=True, includes=("loss",), slots={"compute_metrics": compute})
+        loop = make_loop(group=group, computes_per_batch=True, includes=("loss",), hooks={"compute_metrics": compute})
         return seen, loop.run([batches[index] for index in shares[group.rank]]).metrics
 
     (seen, metrics), *others = run_ranks(run, len(shares))

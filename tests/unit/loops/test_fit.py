@@ -17,7 +17,7 @@ from torch import nn
 from hftrain.core.errors import TaskError
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
-from hftrain.loops.fit import FitConfig, FitLoop, FitSlots
+from hftrain.loops.fit import FitConfig, FitHooks, FitLoop, FitParts
 from hftrain.loops.window import LossWindow
 
 Hook = Callable[["Bench"], None]
@@ -54,9 +54,11 @@ class Bench:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         # The schedule wants to see an update before its own step; the loop's updates are only noted.
         self.optimizer.step()
-        self.loop = FitLoop(
-            FitConfig(num_batches=num_batches if knows_length and isinstance(num_batches, int) else None, **config),
-            slots=FitSlots(
+        known = num_batches if knows_length and isinstance(num_batches, int) else None
+        self.loop = FitLoop()
+        self.parts = FitParts(
+            config=FitConfig(num_batches=known, **config),
+            hooks=FitHooks(
                 get_batch_samples=lambda batches, number, device: (list(islice(batches, number)), "items"),
                 training_step=self.train,
                 before_epoch=lambda: self.note("before_epoch"),
@@ -79,6 +81,7 @@ class Bench:
             events=self,
             losses=LossWindow(filters_nonfinite=False, reduce=torch.clone),
         )
+        self.loop.attach(self.parts)
 
     def note(self, entry: Any) -> None:
         self.diary.append(entry)
@@ -229,8 +232,8 @@ def test_requests_of_an_epochs_end_are_acted_on() -> None:
 
 def test_evaluation_may_ask_for_a_save() -> None:
     bench = Bench(2, max_steps=1, hooks={"on_step_end": ask(should_evaluate=True)})
-    slots = bench.loop.slots
-    object.__setattr__(slots, "evaluate", ask(should_save=True).__get__(bench))
+    hooks = bench.parts.hooks
+    object.__setattr__(hooks, "evaluate", ask(should_save=True).__get__(bench))
     bench.loop.run()
     assert bench.count("save") == 1
 
@@ -306,9 +309,9 @@ def test_pending_calls_run_at_every_steps_end_until_they_take_themselves_out() -
     def call() -> None:
         bench.note("called")
         if bench.progress.step == 2:
-            bench.loop.pending.remove(call)
+            bench.parts.pending.remove(call)
 
-    bench.loop.pending.append(call)
+    bench.parts.pending.append(call)
     bench.loop.run()
     marks = [entry for entry in bench.diary if entry in ("step", "called", "save")]
     # Before the save of the same step, which it may still ask for.
