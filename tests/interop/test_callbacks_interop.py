@@ -13,7 +13,8 @@ transformers = pytest.importorskip("transformers")
 from support.hub_models import make_model, make_rows, run_options  # noqa: E402
 from support.resuming import without_times  # noqa: E402
 
-from hftrain import ConfigError, Trainer, TrainingArguments  # noqa: E402
+import hftrain  # noqa: E402
+from hftrain import ConfigError, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 from hftrain.core.events import EVENTS  # noqa: E402
 
 pytestmark = pytest.mark.interop
@@ -149,3 +150,56 @@ def test_arguments_of_transformers_are_refused(tmp_path, monkeypatch):
     arguments = transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     with pytest.raises(ConfigError, match=r"Import TrainingArguments from hftrain"):
         Trainer(make_model("bert"), arguments)
+
+
+@pytest.mark.parametrize(
+    ("setting", "options"),
+    [
+        ({"max_grad_norm": 0.01}, {}),
+        ({"max_grad_norm": 0.01}, {"max_grad_norm": 0.0}),
+        ({"max_grad_norm": 0.0}, {"max_grad_norm": 0.01}),
+        ({"save_total_limit": 1}, {}),
+        ({"save_only_model": True}, {}),
+        ({"per_device_eval_batch_size": 2, "prediction_loss_only": True}, {}),
+    ],
+)
+def test_a_callback_changes_a_setting_in_the_run(tmp_path: Path, setting: dict[str, Any], options: Any) -> None:
+    found, options = [], {"optim": "sgd", "eval_strategy": "epoch", "save_strategy": "epoch", **options}
+    for library in (hftrain, transformers):
+
+        class Changes(library.TrainerCallback):  # type: ignore[name-defined, misc]
+            def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step:
+                    vars(args).update(setting)
+
+        folder = tmp_path / library.__name__
+        arguments = library.TrainingArguments(str(folder), **run_options(**options))
+        rows = {"train_dataset": make_rows("bert", 16), "eval_dataset": make_rows("bert", 4, seed=2)}
+        trainer = library.Trainer(make_model("bert"), arguments, **rows, callbacks=[Changes])
+        trainer.train()
+        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.name != "manifest.json")
+        norms = [parameter.norm().item() for parameter in trainer.model.parameters()]
+        losses = [line.get("loss", line.get("eval_loss")) for line in trainer.state.log_history[:-1]]
+        found.append((files, pytest.approx([*norms, *losses], rel=1e-5)))
+    assert found[0][0] == found[1][0]
+    assert found[0][1].expected == found[1][1]
+
+
+@pytest.mark.parametrize("name", ["extra", "accuracy"])
+def test_best_metric_that_comes_after_the_trainer_is_built(tmp_path: Path, name: str) -> None:
+    """From a callback, which may add to the metrics that it is given, or from a `compute_metrics` that is set late."""
+
+    class Adds(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+            metrics["eval_extra"] = 1.0 / state.global_step
+
+    best = {"load_best_model_at_end": True, "metric_for_best_model": name, "greater_is_better": True}
+    trainer = make_trainer(tmp_path, eval_strategy="epoch", save_strategy="epoch", **best)
+    with pytest.raises(ConfigError, match="Without compute_metrics"):
+        trainer.train()
+    if name == "extra":
+        trainer.add_callback(Adds)
+    else:
+        trainer.compute_metrics = lambda prediction: {"accuracy": -1.0}
+    trainer.train()
+    assert trainer.state.best_metric == (1 / 6 if name == "extra" else -1.0)

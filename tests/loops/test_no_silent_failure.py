@@ -450,11 +450,12 @@ def test_evaluation_set_that_is_not_there_is_named(tmp_path: Path) -> None:
         trainer.evaluate("vali")
     with pytest.raises(ConfigError, match="eval_dataset is empty"):
         Trainer(Net(), make_arguments(tmp_path, eval_strategy="epoch"), eval_dataset=[])
+    trainer = Trainer(
+        Net(), make_arguments(tmp_path, eval_strategy="epoch", metric_for_best_model="loss"),
+        train_dataset=make_rows(4), eval_dataset={"valid": make_rows(4)}, compute_metrics=share,
+    )  # fmt: skip
     with pytest.raises(ConfigError, match="eval_valid_loss"):
-        Trainer(
-            Net(), make_arguments(tmp_path, eval_strategy="epoch", metric_for_best_model="loss"),
-            eval_dataset={"valid": make_rows(4)}, compute_metrics=share,
-        )  # fmt: skip
+        trainer.train()
 
 
 def test_resume_from_a_number_is_refused(tmp_path: Path) -> None:

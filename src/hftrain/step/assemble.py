@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ def assemble_stepper(
     strategy: Strategy,
     precision: Precision,
     optimizer: Optimizer,
-    max_grad_norm: float | None,
+    max_grad_norm: float | None = None,
+    args: Any = None,
     unclipped: Sequence[torch.Tensor] = (),
     untrained: Iterable[torch.Tensor] = (),
     before_clip: Callable[[], None] | None = None,
@@ -39,6 +41,7 @@ def assemble_stepper(
         precision: Opened on the strategy's device.
         optimizer: As `Strategy.setup` returned it; its parameters are clipped.
         max_grad_norm: The largest norm of all gradients together; None or 0 turns clipping off.
+        args: Tell it instead, as `max_grad_norm`, and are read at each step: a callback may change it.
         unclipped: Parameters of the optimizer that are left as they are, and not counted; read anew at each step.
         untrained: Parameters of the model that the optimizer does not hold. Their gradients are cleared after each
             step, and clipped and counted with the others, unless these are unscaled first: nothing unscales them.
@@ -49,17 +52,19 @@ def assemble_stepper(
     """
     owns = strategy.owns
     engine: Any = strategy
+    args = SimpleNamespace(max_grad_norm=max_grad_norm) if args is None else args
+    max_grad_norm = args.max_grad_norm
     _check_owns(strategy, scales=precision.policy.loss_scaling)
     if is_in_backward(optimizer, strategy=strategy):
         return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0)
-    clips = bool(max_grad_norm and max_grad_norm > 0) and Owns.CLIP not in owns
+    clips = bool(args is not None or (max_grad_norm and max_grad_norm > 0)) and Owns.CLIP not in owns
     left = list(untrained)
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
     clip: Callable[[], torch.Tensor | None] = (
         _make_clip(
             strategy,
             optimizer,
-            max_grad_norm or 0.0,
+            args,
             unscale=partial(precision.unscale, optimizer) if unscales else None,
             unclipped=unclipped,
             untrained=[] if unscales else left,
@@ -96,13 +101,16 @@ def _assemble_in_backward(precision: Precision, optimizer: UpdatesInBackward, ma
 def _make_clip(
     strategy: Strategy,
     optimizer: Optimizer,
-    max_norm: float,
+    args: Any,
     *,
     unscale: Callable[[], None] | None,
     unclipped: Sequence[torch.Tensor],
     untrained: list[torch.Tensor],
-) -> Callable[[], torch.Tensor]:
-    def clip() -> torch.Tensor:
+) -> Callable[[], torch.Tensor | None]:
+    def clip() -> torch.Tensor | None:
+        max_norm = args.max_grad_norm
+        if not max_norm or max_norm < 0:
+            return None
         if unscale is not None:
             unscale()
         # Read anew, because a callback may add a parameter group.

@@ -31,6 +31,7 @@ from hftrain.storage.tensors import plain_containers, tensor_shapes
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
+from hftrain.trainer.checks import check_best_metric
 from hftrain.trainer.signatures import accepts
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def check_ahead(trainer: Trainer) -> None:
     """
     args = trainer.args
     _check_functions(trainer)
+    _check_metrics(trainer)
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, EarlyStoppingCallback):
             callback.check_settings(args)
@@ -64,6 +66,19 @@ def check_ahead(trainer: Trainer) -> None:
                 "Unfreeze some.",
             )
         )
+
+
+def _check_metrics(trainer: Trainer) -> None:
+    """Raise where nothing reports `metric_for_best_model`; not before a training, for metrics may be set until then."""
+    hooks = ("evaluate", "_evaluate", "evaluation_loop", "prediction_loop", "log", "_determine_best_metric")
+    listeners = (getattr(callback, "on_evaluate", None) for callback in trainer.callback_handler.callbacks)
+    # A callback's own on_evaluate may add to the metrics that it is given.
+    roots = {getattr(listener, "__module__", "").partition(".")[0] for listener in listeners if listener is not None}
+    if any(map(trainer._is_overridden, hooks)) or roots - {"hftrain", "transformers"}:
+        return
+    own = next((entry.metrics for entry in trainer._eval_sets.values() if entry.metrics is not None), None)
+    metrics = trainer.compute_metrics or own
+    check_best_metric(trainer.args, task=trainer.task, compute_metrics=metrics, eval_dataset=trainer.eval_dataset)
 
 
 def check_fits(trainer: Trainer, folder: Path | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +101,9 @@ class RunCheckpoints:
         """Commit a checkpoint of everything a resume needs, now or in the background, then rotate; collective."""
         self.writes.finish(for_next=True)
         trainer, state, keep = self.trainer, self.trainer.state, self.writes.keep
+        # A callback may have changed them.
+        limit, only_model = trainer.args.save_total_limit, bool(trainer.args.save_only_model)
+        self.manager.config = replace(self.manager.config, save_total_limit=limit, only_model=only_model)
         num_bytes = self.writes.checkpoint_bytes(optimizer)
         self.tried_step = state.global_step
         if not self.writes.has_room(num_bytes, step=state.global_step):

@@ -86,7 +86,7 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
         strategy=strategy,
         precision=precision,
         optimizer=optimizer,
-        max_grad_norm=trainer.args.max_grad_norm,
+        args=trainer.args,
         unclipped=outside.parameters,
         untrained=untrained,
         before_clip=outside.average if outside.is_averaged else None,

@@ -75,7 +75,6 @@ from hftrain.trainer.capture import saved_tool, task_state, write_model
 from hftrain.trainer.casting import ModelCasting, to_float32
 from hftrain.trainer.checks import (
     check_arguments,
-    check_best_metric,
     check_eval_data,
     check_evaluation,
     check_model,
@@ -296,14 +295,6 @@ class Trainer:
         metrics = self.compute_metrics or own
         if args.prediction_loss_only and metrics is not None:
             warn_once("compute_metrics is never called with prediction_loss_only=True, which keeps no predictions.")
-        if not self._adds_metrics:
-            check_best_metric(args, task=task, compute_metrics=metrics, eval_dataset=self.eval_dataset)
-
-    @property
-    def _adds_metrics(self) -> bool:
-        """Whether an override may add to what an evaluation reports, so that only a whole one tells what there is."""
-        names = ("evaluate", "_evaluate", "evaluation_loop", "prediction_loop", "log", "_determine_best_metric")
-        return any(map(self._is_overridden, names))
 
     def _make_parts(self, model: Any, strategy: str | Strategy | None, precision: str | Precision | None) -> None:
         """Choose strategy and precision and refuse what cannot work; nothing is launched."""

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,17 @@ def test_clipping_leaves_out_what_it_is_told_to() -> None:
     assert stepper.clip() == 10.0
     assert clipped.grad == pytest.approx(1.0, rel=1e-5)
     assert other.grad == 10.0
+
+
+def test_largest_norm_may_change_from_step_to_step() -> None:
+    parameter, args = nn.Parameter(torch.zeros(1)), SimpleNamespace(max_grad_norm=0.0)
+    options: dict[str, Any] = {"precision": opened("fp32"), "optimizer": torch.optim.SGD([parameter])}
+    stepper = assemble_stepper(strategy=Engine(Owns.NOTHING), **options, args=args)
+    found = []
+    for args.max_grad_norm in (0.0, 2.0, None, 1.0):
+        parameter.grad = torch.full((1,), 10.0)
+        found.append((stepper.clip(), round(parameter.grad.item(), 3)))
+    assert found == [(None, 10.0), (10.0, 2.0), (None, 10.0), (10.0, 1.0)]
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
