@@ -36,6 +36,21 @@ def test_launch_trains_on_two_processes_and_leaves_this_one_as_it_was(tmp_path: 
     assert before == ({number: signal.getsignal(number) for number in before[0]}, dict(os.environ))
 
 
+def num_accelerated(folder: str) -> list[int]:
+    trainer = Trainer(Net(), make_arguments(Path(folder), max_steps=1), train_dataset=make_rows(8))
+    return [trainer.accelerator.num_processes, trainer.accelerator.process_index]
+
+
+def test_accelerator_used_in_this_process_does_not_stop_a_launch(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    try:
+        assert num_accelerated(str(tmp_path)) == [1, 0]
+        assert launch(num_accelerated, str(tmp_path), num_processes=2) == [[2, 0], [2, 1]]
+        assert accelerate.PartialState().num_processes == 1
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def test_launch_raises_with_the_failing_rank_and_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(StrategyError, match=r"(?s)rank 1 failed.*something of the user's"):
         launch(train, str(tmp_path), num_processes=2, fails_on=1)

@@ -12,6 +12,7 @@ from support.tiny import Net, make_arguments, make_rows
 from torch.optim import lr_scheduler as schedules
 
 from hftrain import CheckpointError, Trainer, TrainerCallback, set_seed
+from hftrain.optim.added_groups import admit_group
 
 
 class Unfreeze(TrainerCallback):
@@ -105,6 +106,19 @@ def test_added_group_has_its_own_rate_times_the_schedule(tmp_path: Path) -> None
     assert [len(each) for each in rates] == [2] * 4 + [3] * 6
     assert [each[-1] for each in rates[4:]] == pytest.approx([0.02 * (1 - step / 10) for step in range(4, 10)])
     assert [each[0] for each in rates] == pytest.approx([0.01 * (1 - step / 10) for step in range(10)])
+
+
+def test_group_added_where_one_schedule_follows_another_begins_with_the_second() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters[:1], lr=0.1)
+    parts = [schedules.LambdaLR(optimizer, lambda step, rate=rate: rate) for rate in (1.0, 0.5)]
+    schedule = schedules.SequentialLR(optimizer, parts, milestones=[2])
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+    optimizer.add_param_group({"params": parameters[1:], "lr": 0.2})
+    admit_group(schedule, optimizer.param_groups[-1])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.1]
 
 
 def test_unfrozen_parameters_that_the_optimizer_had_are_resumed(tmp_path: Path) -> None:

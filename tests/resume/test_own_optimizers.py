@@ -236,3 +236,26 @@ def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"own_optimizers.pt should be restored"):
         make(Other, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_optimizers_are_restored_before_the_schedules_that_write_into_them(tmp_path: Path) -> None:
+    class Writes(torch.optim.lr_scheduler.StepLR):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            self.optimizer.param_groups[0]["lr"] = 0.125
+
+    class First(Adversarial):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            optimizer, _ = make_critic(self.model)
+            self.critic_schedule, self.rates = Writes(optimizer, 100), []
+            self.critic_optimizer = optimizer
+
+        def critic(self) -> Any:
+            self.rates.append(self.critic_optimizer.param_groups[0]["lr"])
+            return self.critic_optimizer, self.critic_schedule
+
+    make(First, tmp_path, max_steps=3).train()
+    resumed: Any = make(First, tmp_path, max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.rates == [0.125]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import traceback
@@ -91,6 +92,7 @@ def launch(
 
 
 def _call(function: Callable[..., T], notes: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+    _forget_single_process()
     try:
         return function(*args, **kwargs)
     except Exception as error:
@@ -98,6 +100,14 @@ def _call(function: Callable[..., T], notes: str, args: tuple[Any, ...], kwargs:
         if not is_broken_exchange(error):
             Path(notes, str(launched_rank())).write_text(traceback.format_exc(), encoding="utf-8")
         raise
+
+
+def _forget_single_process() -> None:
+    """Let accelerate look at this process's launch again, if it was set up before the process was forked."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None and state.PartialState._shared_state:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def _first_failure(notes: str) -> tuple[int, str] | None:

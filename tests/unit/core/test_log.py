@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
+from hftrain.core.log import get_logger, get_verbosity, set_verbosity, sharing_verbosity, warn_once
 
 
 @pytest.fixture
@@ -64,3 +64,19 @@ def test_message_is_kept_back_above_the_level_of_warnings(logger: logging.Logger
     logger.setLevel(logging.ERROR)
     # The suite turns warnings into errors.
     warn_once("Quiet was asked for.")
+
+
+def test_warnings_that_another_library_shows_are_not_shown_where_the_script_wants_errors_only() -> None:
+    ours, theirs, root = logging.getLogger("hftrain"), logging.getLogger("other_library"), logging.getLogger()
+    before = root.level
+    try:
+        root.setLevel(logging.ERROR)
+        theirs.setLevel(logging.WARNING)
+        with sharing_verbosity("other_library"):
+            assert ours.getEffectiveLevel() == logging.ERROR
+        theirs.setLevel(logging.INFO)
+        with sharing_verbosity("other_library"):
+            assert ours.getEffectiveLevel() == logging.INFO
+    finally:
+        root.setLevel(before)
+        theirs.setLevel(logging.NOTSET)

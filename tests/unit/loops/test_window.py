@@ -294,3 +294,15 @@ def test_norm_that_an_engine_tells_when_asked_is_saved_as_a_number() -> None:
     window = make_window()
     window.grad_norm = Lazy()  # type: ignore[assignment]
     assert window.state_dict()["grad_norm"] == 0.5
+
+
+def test_steps_that_are_left_in_a_live_window_are_counted_when_they_are_read() -> None:
+    window = LossWindow(filters_nonfinite=False, reduce=torch.clone, is_live=True)
+    add_steps(window, [[2.0]] * 3)
+    total = window.open_sum()
+    total -= 4.0
+    window.run_total += 4.0
+    window.leave(1)
+    assert window.mean_over_run() == 2.0
+    assert window.read() == {"loss": 2.0}
+    assert window.mean_over_run() == 2.0
