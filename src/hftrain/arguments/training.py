@@ -26,10 +26,9 @@ _TRAINERS = frozenset(
     }
 )  # fmt: skip
 _ELSEWHERE = {
-    "devices": TRAINER_KEYWORDS["devices"],
     "early_stopping": "Pass callbacks=[EarlyStoppingCallback(...)] to the Trainer.",
     "early_stopping_patience": "Pass callbacks=[EarlyStoppingCallback(early_stopping_patience=...)] to the Trainer.",
-    "gpus": TRAINER_KEYWORDS["gpus"],
+    "patience": "Pass callbacks=[EarlyStoppingCallback(early_stopping_patience=...)] to the Trainer.",
     "num_gpus": TRAINER_KEYWORDS["gpus"],
 }
 
@@ -108,7 +107,7 @@ def _remedy(name: str, known: frozenset[str]) -> str:
         return f"Did you mean {COMMON_NAMES[name]!r}?"
     if name in _TRAINERS:
         return f"Pass {name}=... to the Trainer."
-    return _ELSEWHERE.get(name) or suggest(name, known)
+    return _ELSEWHERE.get(name) or TRAINER_KEYWORDS.get(name) or suggest(name, known)
 
 
 @functools.cache

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from hftrain.core.errors import TaskError, explain
 from hftrain.core.events import EVENTS
 from hftrain.core.lightning import CALLBACK_METHODS, CALLBACK_MISNOMERS, LIGHTNING_NAMES, lightning_base
 from hftrain.core.uncalled import check_uncalled
+
+
+def as_list(callbacks: Any) -> list[Any]:
+    """Return callbacks as a list: of none, of one, or of those that are given."""
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
 
 
 def check_callback(callback: Any) -> None:

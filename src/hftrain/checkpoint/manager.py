@@ -381,4 +381,5 @@ def _contents(path: Path) -> str:
 def _hint(path: Path) -> str:
     nearby = [*list_checkpoints(path), *list_checkpoints(path.parent)]
     found = ", ".join(str(each) for each in nearby if each != path)
-    return f"Checkpoints found there: {found}." if found else "No checkpoint lies inside it or beside it."
+    places = f"Checkpoints found there: {found}." if found else "No checkpoint lies inside it or next to it."
+    return f"{places} Pass a checkpoint's folder, or True for the newest in output_dir."

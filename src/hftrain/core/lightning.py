@@ -97,6 +97,7 @@ CALLBACK_MISNOMERS = _define(_MISNOMERS)
 _EVALUATES = "Define evaluation_step(self, batch); a torchmetrics child of the task sums over batches."
 # Other libraries' methods of a module, likewise.
 MODULE_METHODS = {
+    "backward": "Return the loss, whose backward pass the Trainer runs, or override training_step of the Trainer.",
     **{name: f"Do it in {event} of a TrainerCallback." for name, event in _EVENTS.items()},
     **_OTHER_EVENTS,
     "configure_callbacks": "Pass callbacks=[...] to the Trainer.",
@@ -138,7 +139,10 @@ MODULE_MISNOMERS = dict.fromkeys(
 MODULE_ATTRIBUTES = {
     "all_gather": "Return the values as outputs, which are gathered over processes.",
     "current_epoch": "A TrainerCallback gets it as state.epoch.",
+    "clip_gradients": "Set max_grad_norm in TrainingArguments.",
     "device": "The batch is on the device already; make new tensors with device=batch[...].device.",
+    "freeze": "Call self.model.requires_grad_(False).",
+    "global_rank": "A TrainerCallback gets state.is_world_process_zero.",
     "global_step": "A TrainerCallback gets it as state.global_step.",
     "hparams": "Keep settings as attributes in __init__.",
     "log": "Return StepOutput(loss=loss, logs={'name': value}).",
@@ -146,6 +150,8 @@ MODULE_ATTRIBUTES = {
     "logger": "Return StepOutput(loss=loss, logs={...}), which every tracker gets.",
     "lr_schedulers": "A TrainerCallback gets it as lr_scheduler.",
     "manual_backward": "Return the loss; the Trainer runs the backward pass.",
+    "print": "Use print(), or a logger.",
+    "toggle_optimizer": "Call requires_grad_(False) on the other networks, and requires_grad_(True) afterwards.",
     "optimizers": "Return the loss; the Trainer steps the optimizer. A TrainerCallback gets it as optimizer.",
     "save_hyperparameters": "Keep settings as attributes in __init__.",
     "trainer": "A task does not know its Trainer; a TrainerCallback gets args, state and control.",
@@ -159,7 +165,9 @@ TRAINER_KEYWORDS = {
     "check_val_every_n_epoch": "Set eval_strategy='epoch' in TrainingArguments.",
     "default_root_dir": "Pass the folder to TrainingArguments.",
     "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True).",
+    "datamodule": "Pass train_dataset=..., eval_dataset=... and data_collator=....",
     "deterministic": "Set full_determinism=True in TrainingArguments.",
+    "device": "A GPU is taken where there is one; set use_cpu=True in TrainingArguments to avoid it.",
     "devices": "Start one process per device: torchrun --nproc_per_node=N script.py, or hftrain.launch.",
     "enable_checkpointing": "Set save_strategy='no' in TrainingArguments.",
     "enable_progress_bar": "Set disable_tqdm=True in TrainingArguments.",
@@ -177,18 +185,36 @@ TRAINER_KEYWORDS = {
     "plugins": "Pass strategy= and precision=.",
     "profiler": "Profile train() with torch.profiler, in a callback that steps it.",
     "sync_batchnorm": "Convert the model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
+    **dict.fromkeys(
+        ("train_dataloaders", "train_loader", "train_dataloader"),
+        "Pass train_dataset=..., or override get_train_dataloader to return the loader.",
+    ),
+    **dict.fromkeys(
+        ("eval_dataloader", "eval_loader", "val_dataloader", "val_dataloaders", "val_loader"),
+        "Pass eval_dataset=..., or override get_eval_dataloader to return the loader.",
+    ),
+    **dict.fromkeys(
+        ("criterion", "loss_fn"), "Compute the loss in the task's training_step, or pass compute_loss_func=...."
+    ),
+    "collate_fn": "Pass data_collator=....",
+    "task": "Pass the task as model=....",
     "val_check_interval": "Set eval_strategy='steps' and eval_steps in TrainingArguments.",
 }
 
 # Attributes of its Trainer, and what to do.
 TRAINER_ATTRIBUTES = {
+    "callbacks": "Read callback_handler.callbacks.",
     "callback_metrics": "Read state.log_history.",
     "current_epoch": "Read state.epoch.",
+    "device": "Read args.device.",
+    "estimated_stepping_batches": "Read state.max_steps.",
     "fit": "Call train().",
     "global_step": "Read state.global_step.",
+    "is_global_zero": "Call is_world_process_zero().",
     "lightning_module": "Read task, or model.",
     "logged_metrics": "Read state.log_history.",
     "save_checkpoint": "Call save_model(), or set control.should_save = True in a callback.",
+    "should_stop": "Set control.should_training_stop.",
     "test": "Call evaluate(test_set, metric_key_prefix='test').",
     "validate": "Call evaluate().",
 }

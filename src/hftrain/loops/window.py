@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hftrain.core.errors import TaskError, explain
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 
@@ -212,7 +213,7 @@ class LogWindow:
 
     def read(self) -> dict[str, float]:
         """Return the means over steps and ranks and forget them; synchronises, collective."""
-        mine = {name: (float(value), self._counts[name]) for name, value in self._sums.items()}
+        mine = {name: (_number(name, value), self._counts[name]) for name, value in self._sums.items()}
         self._sums, self._counts = {}, {}
         merged: dict[str, list[float]] = {}
         for per_rank in self._gather_object(mine):
@@ -221,6 +222,18 @@ class LogWindow:
                 total[0] += value
                 total[1] += count
         return {name: value / count for name, (value, count) in merged.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise TaskError(
+            explain(
+                f"Cannot log {name!r}:", f"it is {found}, and logs hold numbers.", "Return one number by that name."
+            )
+        ) from error
 
 
 def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:

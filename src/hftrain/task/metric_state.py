@@ -43,6 +43,32 @@ def read_metrics(
     return values
 
 
+def warn_of_unreported(task: nn.Module, metrics: Mapping[str, Any]) -> None:
+    """Say once which torchmetrics of a task have been updated and are reported by nobody.
+
+    Args:
+        task: Looked through with its plain lists, tuples and dicts.
+        metrics: What is reported.
+    """
+    found = dict(task.named_modules())
+    for name, value in vars(task).items():
+        members = (
+            enumerate(value) if isinstance(value, (list, tuple)) else value.items() if isinstance(value, dict) else ()
+        )
+        found |= {f"{name}[{key!r}]": member for key, member in members if not name.startswith("_")}
+    told = {id(part) for metric in metrics.values() if isinstance(metric, nn.Module) for part in metric.modules()}
+    names = []
+    for name, part in found.items():
+        if id(part) not in told and getattr(part, "update_called", None) is True and hasattr(part, "compute"):
+            told |= {id(inner) for inner in part.modules()}
+            names.append(name)
+    if names:
+        warn_once(
+            f"The metrics {', '.join(names)} are updated and not reported: metrics are the task's own children. Make "
+            "each an attribute of the task, or return them from its metrics(stage)."
+        )
+
+
 def _is_updated(metric: Any) -> bool:
     """Tell whether a metric was updated since its last reset, as far as it tells; a wrapper's metrics tell for it."""
     parts = metric.modules() if isinstance(metric, nn.Module) else (metric,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -118,20 +118,23 @@ class TaskModule(nn.Module):
             stage: ``"train"`` (read with each log) or ``"eval"``.
 
         Returns:
-            By default every child but `model` that has `update`, `compute` and `reset` (torchmetrics' protocol), and
-            nothing for ``"train"``.
+            By default every child but `model` that has `update`, `compute` and `reset` (torchmetrics' protocol), those
+            in an `nn.ModuleDict` or `nn.ModuleList` as ``<child>_<key>``, and nothing for ``"train"``.
         """
-        if stage == "train":
-            return {}
-        return {
-            name: child
-            for name, child in self.named_children()
-            if name != "model" and all(hasattr(child, method) for method in ("update", "compute", "reset"))
-        }
+        return {} if stage == "train" else dict(_metrics_in(self.named_children()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         return self.model(*args, **kwargs)
+
+
+def _metrics_in(children: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in children:
+        # A MetricCollection is an nn.ModuleDict too.
+        if name != "model" and all(hasattr(child, method) for method in ("update", "compute", "reset")):
+            yield name, child
+        elif isinstance(child, (nn.ModuleDict, nn.ModuleList)):
+            yield from ((f"{name}_{key}", metric) for key, metric in _metrics_in(child.named_children()))
 
 
 def as_step_output(result: Any) -> StepOutput:

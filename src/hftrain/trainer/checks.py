@@ -33,7 +33,7 @@ def check_arguments(args: Any) -> None:
             explain(
                 f"{kind.__module__}.{kind.__qualname__} was given as args.",
                 "Only hftrain's own TrainingArguments are read.",
-                "Import TrainingArguments from hftrain; the names of its settings are the documented ones.",
+                "Import TrainingArguments from hftrain, and call Trainer(model, TrainingArguments(output_dir), ...).",
             )
         )
 
@@ -85,6 +85,14 @@ def check_model(model: Any, model_init: Any) -> None:
             )
         )
     check_not_lightning(model)
+    if isinstance(model, nn.Module) and "_modules" not in vars(model):
+        raise TaskError(
+            explain(
+                f"Cannot use {type(model).__name__}:",
+                "its __init__ does not call that of its base class.",
+                "Call super().__init__() in its first line.",
+            )
+        )
     if model is not None and not isinstance(model, nn.Module):
         name = model.__name__ if isinstance(model, type) else None
         raise TaskError(
@@ -130,7 +138,11 @@ def check_parts(
         )
     if collator is not None and not callable(collator):
         raise ConfigError(
-            explain("data_collator was given.", "It cannot be called.", "Pass a function.", data_collator=collator)
+            explain(
+                f"Cannot use a {type(collator).__name__} as data_collator:",
+                "it cannot be called.",
+                "Pass a function of a list of samples; datasets go by name (train_dataset=..., eval_dataset=...).",
+            )
         )
     if args.label_smoothing_factor and not 0 <= args.label_smoothing_factor <= 1:
         raise ConfigError(

@@ -46,6 +46,20 @@ def check_one_set(dataset: Any) -> None:
         )
 
 
+def check_loader(loader: Any) -> None:
+    """Raise where several loaders, as Lightning takes them, stand where one belongs."""
+    members = list(loader.values()) if isinstance(loader, Mapping) else loader
+    if isinstance(members, (list, tuple)) and any(isinstance(member, DataLoader) for member in members):
+        raise ConfigError(
+            explain(
+                f"Cannot read batches from a {type(loader).__name__} of loaders:",
+                "batches come from one loader.",
+                "Return one object with __len__ whose __iter__ yields the batches, such as zip(*loaders) or one loader "
+                "after the other; or join the datasets.",
+            )
+        )
+
+
 def _find_problem(dataset: Any, role: str) -> tuple[str, str] | None:
     """Return why something cannot be read as a dataset, and what to give instead; None where it can."""
     loader = _LOADERS[role]

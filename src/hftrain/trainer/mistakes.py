@@ -87,6 +87,13 @@ def _lightnings_attribute(trainer: Trainer, error: Exception) -> str | None:
 def _unusable_loss(trainer: Trainer, error: Exception, frames: list[FrameType]) -> str | None:
     """Word what keeps a loss from being differentiated, if that is what failed."""
     text = str(error)
+    if isinstance(error, RuntimeError) and "backward through the graph a second time" in text:
+        return explain(
+            "Cannot run the backward pass of the loss:",
+            "a part of its graph has been freed by an earlier backward().",
+            "Return the loss without calling backward(), which the Trainer does; detach() what is kept from one step "
+            "to the next, such as a hidden state.",
+        )
     if not isinstance(error, RuntimeError) or not ("scalar outputs" in text or "does not require grad" in text):
         return None
     losses = [frame.f_locals.get("loss") for frame in frames if frame.f_code.co_name == "training_step"]

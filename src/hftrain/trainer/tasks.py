@@ -35,6 +35,25 @@ def check_not_lightning(model: Any) -> None:
 
 def check_task(task: TaskModule) -> None:
     """Raise unless the task keeps its side of the contract: a `model` that holds every trainable parameter."""
+    kind = type(task).__name__
+    hidden = [name for name, _ in task.named_children() if callable(getattr(TaskModule, name, None))]
+    if hidden:
+        raise TaskError(
+            explain(
+                f"Cannot use {kind}.{hidden[0]}:",
+                f"{hidden[0]}() is a method of each TaskModule, which the name stands for.",
+                "Give the child another name.",
+            )
+        )
+    if getattr(task, "automatic_optimization", True) is not True and lightning_base(type(task)) is None:
+        raise TaskError(
+            explain(
+                f"Cannot use automatic_optimization=False in {kind}:",
+                "the Trainer runs backward() and steps its optimizer for the loss that training_step returns.",
+                "Return one network's loss, and step the optimizers of the others, kept as attributes, in "
+                "training_step; see docs/from_lightning.md.",
+            )
+        )
     if "model" not in dict(task.named_children()):
         raise TaskError(
             explain(

@@ -30,6 +30,7 @@ from hftrain.adapter.strategy import strategy_request
 from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback, progress_callback
+from hftrain.callbacks.checks import as_list
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
 from hftrain.core.log import get_logger, get_verbosity, set_verbosity, sharing_verbosity, warn_once
@@ -64,7 +65,7 @@ from hftrain.strategies.registry import create_strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import is_recomputing
 from hftrain.task.loss import LabelSmoother
-from hftrain.task.metric_state import read_metrics
+from hftrain.task.metric_state import read_metrics, warn_of_unreported
 from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.modes import TrainingMode, is_on
 from hftrain.task.module import TaskModule, as_step_output
@@ -90,7 +91,7 @@ from hftrain.trainer.checks import (
     read_optimizers,
 )
 from hftrain.trainer.counting import count_tokens, token_counter
-from hftrain.trainer.datasets import check_kind, check_one_set
+from hftrain.trainer.datasets import check_kind, check_loader, check_one_set
 from hftrain.trainer.debugging import debug_callbacks
 from hftrain.trainer.engines import check_made
 from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
@@ -222,7 +223,7 @@ class Trainer:
         )
         self._make_parts(model, strategy, precision)
         check_sharding(self.args, self.strategy, optimizers=optimizers)
-        callbacks = self._with_trackers(loggers, [*(callbacks or ()), *(callback or ())])
+        callbacks = self._with_trackers(loggers, [*as_list(callbacks), *as_list(callback)])
         self.save_policy = save_policy or SavePolicy()
         eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -1490,7 +1491,10 @@ class Trainer:
     def _read_metrics(self) -> dict[str, Any]:
         """Compute and reset the task's metrics; torchmetrics synchronises ranks."""
         stage, where = ("train", "training_step") if self._stage == "train" else ("eval", "evaluation_step")
-        return read_metrics(self.task.metrics(stage), stage=where, gather_object=self.strategy.gather_object)
+        metrics = self.task.metrics(stage)
+        if stage == "eval" and type(self.task).metrics is TaskModule.metrics:
+            warn_of_unreported(self.task, metrics)
+        return read_metrics(metrics, stage=where, gather_object=self.strategy.gather_object)
 
     # -- data ----------------------------------------------------------------------------------------------------
 
@@ -1691,6 +1695,7 @@ class Trainer:
 
     def _sharded(self, loader: Any, *, is_training: bool) -> Any:
         """Give each rank its share of a loader that an override returned whole, or prepared by accelerate."""
+        check_loader(loader)
         config = train_loader_config(self.args, has_accelerator=False)
         return shard_loader(
             loader,

@@ -1,0 +1,177 @@
+"""What people who come from Lightning or from their own loop write first works, or the error says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Task, make_arguments, make_rows
+from torch import nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from hftrain import (
+    CheckpointError,
+    ConfigError,
+    StepOutput,
+    TaskError,
+    TaskModule,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+
+class Counting(TrainerCallback):
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+
+def fit(task: Any, folder: Path, **parts: Any) -> Trainer:
+    trainer = Trainer(task, make_arguments(folder, max_steps=2), train_dataset=make_rows(), **parts)
+    trainer.train()
+    return trainer
+
+
+def test_one_callback_needs_no_list(tmp_path: Path) -> None:
+    callback = Counting()
+    fit(Task(), tmp_path, callbacks=callback)
+    assert callback.steps == 2
+
+
+@pytest.mark.parametrize("several", [lambda loader: [loader, loader], lambda loader: {"a": loader, "b": loader}])
+def test_several_loaders_in_place_of_one_are_refused(tmp_path: Path, several: Any) -> None:
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return several(DataLoader(make_rows(), 4))  # type: ignore[arg-type]
+
+    with pytest.raises(ConfigError, match=r"of loaders: batches come from one loader"):
+        Own(Task(), make_arguments(tmp_path, max_steps=1), train_dataset=make_rows()).train()
+
+
+def test_metrics_in_module_containers_are_reported(tmp_path: Path) -> None:
+    class Measured(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({"a": MeanMetric(), "b": nn.ModuleList([MeanMetric()])})
+
+        def evaluation_step(self, batch: Any) -> StepOutput:
+            self.parts["a"].update(1.0)
+            self.parts["b"][0].update(2.0)
+            return self.training_step(batch)
+
+    results = Trainer(Measured(), make_arguments(tmp_path), eval_dataset=make_rows(4)).evaluate()
+    assert (results["eval_parts_a"], results["eval_parts_b_0"]) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("place", ["list", "model"])
+def test_metrics_that_nobody_reports_are_named(tmp_path: Path, place: str) -> None:
+    class Measured(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = [MeanMetric()] if place == "list" else None
+            if place == "model":
+                self.model.score = MeanMetric()
+
+        def evaluation_step(self, batch: Any) -> StepOutput:
+            (self.hidden[0] if self.hidden else self.model.score).update(1.0)  # type: ignore[operator]
+            return self.training_step(batch)
+
+    name = r"hidden\[0\]" if place == "list" else r"model\.score"
+    with pytest.warns(UserWarning, match=rf"The metrics {name} are updated and not reported"):
+        Trainer(Measured(), make_arguments(tmp_path), eval_dataset=make_rows(4)).evaluate()
+
+
+def test_manual_optimization_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    class Manual(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(TaskError, match=r"automatic_optimization=False in Manual.*kept as attributes"):
+        Trainer(Manual(), make_arguments(tmp_path))
+
+
+def test_a_task_without_its_constructor_is_refused(tmp_path: Path) -> None:
+    class Bare(TaskModule):
+        def __init__(self) -> None:
+            self.width = 3
+
+    with pytest.raises(TaskError, match=r"Cannot use Bare.*Call super\(\).__init__\(\)"):
+        Trainer(Bare(), make_arguments(tmp_path))
+
+
+def test_a_child_that_a_method_hides_is_refused(tmp_path: Path) -> None:
+    class Named(Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metrics = nn.ModuleDict()  # type: ignore[method-assign, assignment]
+
+    with pytest.raises(TaskError, match=r"Cannot use Named.metrics.*another name"):
+        Trainer(Named(), make_arguments(tmp_path))
+
+
+def test_a_step_that_runs_backward_itself_is_told_so(tmp_path: Path) -> None:
+    class Backward(Task):
+        def training_step(self, batch: Any) -> StepOutput:
+            output = super().training_step(batch)
+            output.loss.backward()  # type: ignore[union-attr]
+            return output
+
+    with pytest.raises(TaskError, match=r"Return the loss without calling backward\(\)"):
+        fit(Backward(), tmp_path)
+
+
+@pytest.mark.parametrize(("value", "found"), [("high", "str"), (torch.ones(2), r"a tensor of shape \(2,\)")])
+def test_logs_that_are_no_numbers_are_refused_by_name(tmp_path: Path, value: Any, found: str) -> None:
+    class Logs(Task):
+        def training_step(self, batch: Any) -> StepOutput:
+            return StepOutput(loss=super().training_step(batch).loss, logs={"word": value})
+
+    with pytest.raises(TaskError, match=rf"Cannot log 'word': it is {found}, and logs hold numbers"):
+        fit(Logs(), tmp_path)
+
+
+def test_the_dataset_in_the_collators_place_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Cannot use a list as data_collator.*train_dataset=") as caught:
+        Trainer(Task(), make_arguments(tmp_path), make_rows())  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 200
+
+
+def test_lightnings_last_is_told_to_be_true(tmp_path: Path) -> None:
+    trainer = Trainer(Task(), make_arguments(tmp_path), train_dataset=make_rows())
+    with pytest.raises(CheckpointError, match=r"True for the newest in output_dir"):
+        trainer.train(resume_from_checkpoint="last")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("accelerator", "use_cpu=True"),
+        ("check_val_every_n_epoch", "eval_strategy='epoch'"),
+        ("default_root_dir", "'output_dir'"),
+        ("device", "use_cpu=True"),
+        ("enable_progress_bar", "disable_tqdm=True"),
+        ("limit_train_batches", "max_steps"),
+        ("logger", "report_to"),
+        ("patience", "EarlyStoppingCallback"),
+        ("val_check_interval", "eval_steps"),
+    ],
+)
+def test_lightnings_settings_are_answered_with_ours(name: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        TrainingArguments("out", **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("collate_fn", "data_collator"), ("loss_fn", "training_step"), ("val_loader", "eval_dataset"), ("task", "model=")],
+)
+def test_keywords_from_memory_are_answered_with_ours(tmp_path: Path, name: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        Trainer(Task(), make_arguments(tmp_path), **{name: 1})
