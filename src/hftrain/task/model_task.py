@@ -24,7 +24,7 @@ from hftrain.task.introspect import (
 from hftrain.task.items import KINDS, LABELS, SAMPLES, SHIFTED, SUM, MeanOver, counted
 from hftrain.task.loss import read_loss, smoothed_loss
 from hftrain.task.module import TaskModule
-from hftrain.task.noted import plain
+from hftrain.task.noted import NotedCount
 
 LossFunction = Callable[..., torch.Tensor]
 CountItems = Callable[[Any], int | torch.Tensor]
@@ -108,8 +108,10 @@ class ModelTask(TaskModule):
         key = self.label_key(inputs)
         labels: Any = None if key is None else inputs[key]
         if not self.label_smoothing and self.compute_loss_func is None:
-            count = plain(num_items_in_batch, divides=lambda: self.gives_count)
-            outputs = self._call(model, inputs, count if self.gives_count else None)
+            gives_count = num_items_in_batch is not None and self.gives_count
+            if isinstance(num_items_in_batch, NotedCount):
+                num_items_in_batch = num_items_in_batch.handed_on(divides=gives_count)
+            outputs = self._call(model, inputs, num_items_in_batch if gives_count else None)
             return read_loss(outputs, model_name=type(self.model).__name__), outputs
         if labels is None and self.compute_loss_func is None:
             raise TaskError(
@@ -132,8 +134,10 @@ class ModelTask(TaskModule):
             logits = outputs
         else:
             logits = outputs[1 if takes_labels else 0]
-        count = plain(num_items_in_batch, divides=lambda: True)
-        loss = smoothed_loss(logits, labels, smoothing=self.label_smoothing, shift=self.is_causal, num_items=count)
+        num_items = num_items_in_batch
+        if isinstance(num_items, NotedCount):
+            num_items = num_items.handed_on(divides=True)
+        loss = smoothed_loss(logits, labels, smoothing=self.label_smoothing, shift=self.is_causal, num_items=num_items)
         return loss, outputs
 
     def training_step(self, batch: Any) -> StepOutput:
@@ -210,8 +214,10 @@ class ModelTask(TaskModule):
         """Return the key of the batch's labels: ``"labels"``, or the one that `label_names` names; None without."""
         if not isinstance(batch, (dict, Mapping)):
             return None
-        names = ["labels", *self.label_names] if len(self.label_names) == 1 else ["labels"]
-        return next((name for name in names if batch.get(name) is not None), None)
+        if batch.get("labels") is not None:
+            return "labels"
+        (name,) = self.label_names if len(self.label_names) == 1 else ("labels",)
+        return name if batch.get(name) is not None else None
 
     @property
     def gives_count(self) -> bool:

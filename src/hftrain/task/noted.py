@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,9 @@ class NotedCount(torch.Tensor):
         noted.note = note
         return noted
 
-    def plain(self) -> torch.Tensor:
-        """Return the count without its note."""
+    def handed_on(self, *, divides: bool) -> torch.Tensor:
+        """Return the count without its note, in which it is written whether the task's loss divides by it."""
+        self.note.divides = divides
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
 
@@ -67,11 +68,3 @@ def _counts_in(args: Any, kwargs: Any) -> Iterator[NotedCount]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _counts_in(value, None)
-
-
-def plain(count: Any, *, divides: Callable[[], bool]) -> Any:
-    """Return an item count without its note, in which it is written whether the task's loss divides by it."""
-    if not isinstance(count, NotedCount):
-        return count
-    count.note.divides = divides()
-    return count.plain()

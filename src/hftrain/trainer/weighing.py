@@ -116,7 +116,7 @@ class LossShares:
         if self._does_divide is False and self._watch.is_on:
             self._watch.see(batches)
         counts = [self._items_of(batch) for batch in batches]
-        self._counted = {id(batch): (batch, count) for batch, count in zip(batches, counts, strict=True)}
+        self._counted = {id(batch): (batch, _known(count)) for batch, count in zip(batches, counts, strict=True)}
         self._total, wait = self._sum(counts, device)
         if self._is_read or (task is not None and (task.label_smoothing or task.gives_count)):
             wait()
@@ -156,10 +156,11 @@ class LossShares:
         return 1
 
     def _sum(self, counts: list[Any], device: torch.device | None) -> tuple[Count, Callable[[], Any]]:
-        total = sum(counts)
+        total = counts[0] if len(counts) == 1 else sum(counts)
         if self.num_ranks == 1:
             return total, lambda: None
-        return self.trainer.strategy.reduce_later(torch.as_tensor(total, device=device))
+        # Moved to the device there, without waiting for it.
+        return self.trainer.strategy.reduce_later(torch.as_tensor(total))
 
     # -- weighing --------------------------------------------------------------------------------------------------
 
@@ -168,7 +169,7 @@ class LossShares:
         if num_items is None:
             return self._samples_of(batch)
         counted = self._counted.get(id(batch))
-        return self._items_of(batch) if counted is None or counted[0] is not batch else counted[1]
+        return _known(self._items_of(batch)) if counted is None or counted[0] is not batch else counted[1]
 
     def noted(self, num_items: Count | None) -> Count | None:
         """Return the count to hand to `compute_loss`: for the user's code, the first notes what becomes of it."""
@@ -197,12 +198,7 @@ class LossShares:
         if self._wait is not None:
             self._wait()
             self._wait = None
-        total = num_items if self._total is None else self._total
-        if not isinstance(share, torch.Tensor):
-            return loss * (share * self.num_ranks) / total
-        share = share.to(loss.device, non_blocking=True)
-        # In this order, so that the counts take the loss's floating-point type.
-        return torch.where(share > 0, loss * (share * self.num_ranks) / total, 0.0)
+        return _scaled(loss, share, self.num_ranks, num_items if self._total is None else self._total)
 
     def is_weighed(self, num_items: Count | None) -> bool:
         """Tell whether a step's losses were weighed, here or by the model, which divided them by the item count."""
@@ -242,6 +238,28 @@ class LossShares:
                     "over a micro-batch's items. A sum must be divided by num_items_in_batch."
                 )
         return self._does_divide
+
+
+def _known(count: Count) -> Any:
+    """Return a count as a number, unless reading it would wait for a device."""
+    return count.item() if type(count) is torch.Tensor and count.is_cpu else count
+
+
+def _scaled(loss: torch.Tensor, share: Any, num_ranks: int, total: Any) -> torch.Tensor:
+    """Return a mean loss as its share of the mean over a step's items; 0 for one over no item, which is NaN."""
+    total = _known(total)
+    if isinstance(total, torch.Tensor) or isinstance(share, torch.Tensor):
+        # In the loss's precision, which 16 bits are too few for.
+        dtype = torch.promote_types(loss.dtype, torch.float32)
+        if isinstance(total, torch.Tensor):
+            total = total.to(loss.device, dtype, non_blocking=True)
+        if isinstance(share, torch.Tensor):
+            share = share.to(loss.device, dtype, non_blocking=True)
+            return torch.where(share > 0, loss * (share * num_ranks / total), 0.0)
+    if not share:
+        return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+    scaled: torch.Tensor = loss * (share * num_ranks / total)
+    return scaled
 
 
 class _CountWatch:

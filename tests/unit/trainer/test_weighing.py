@@ -1,0 +1,74 @@
+"""A micro-batch's mean loss becomes its share of the step's mean, in the loss's precision and without a wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.kinds import PerSample, Words, full_rows, make_model, make_rows
+from support.tiny import Net, make_arguments
+from support.tiny import make_rows as make_single
+
+from hftrain import Trainer
+from hftrain.trainer.means import MeanSearch
+from hftrain.trainer.weighing import _scaled
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that may not be read, as if it were on a device."""
+
+    def item(self) -> Any:
+        raise AssertionError("The host waits for the device.")
+
+
+def count_on(number: int, device: str) -> Any:
+    count = torch.tensor(number)
+    return {"host": number, "cpu": count, "device": count.as_subclass(OnDevice)}[device]
+
+
+@pytest.mark.parametrize("place", ["host", "cpu", "device"])
+@pytest.mark.parametrize("total_place", ["host", "cpu", "device"])
+@pytest.mark.parametrize(
+    ("dtype", "share", "total", "tolerance"),
+    [(torch.float64, 1, 3, 1e-15), (torch.float32, 2, 3, 1e-6), (torch.float16, 40_000, 80_000, 1e-3)],
+)
+def test_loss_is_weighed_in_its_own_precision(
+    place: str, total_place: str, dtype: torch.dtype, share: int, total: int, tolerance: float
+) -> None:
+    loss = torch.tensor(3.0, dtype=dtype, requires_grad=True)
+    # A share that the host cannot tell comes as a tensor on the device.
+    own = share if place == "cpu" else count_on(share, place)
+    weighed = _scaled(loss, own, 2, count_on(total, total_place)).as_subclass(torch.Tensor)
+    assert weighed.dtype == dtype
+    assert weighed.item() == pytest.approx(3 * 2 * share / total, rel=tolerance)
+    weighed.backward()
+    assert float(loss.grad) == pytest.approx(2 * share / total, rel=tolerance)
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("total", [0, 5])
+def test_mean_over_no_item_counts_nothing(place: str, total: int) -> None:
+    value = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    loss = value * 3 + float("nan")
+    weighed = _scaled(loss, count_on(0, place), 2, count_on(total, place)).as_subclass(torch.Tensor)
+    assert weighed.item() == 0
+    weighed.backward()
+    assert value.grad == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "num"), [(PerSample, make_rows, 1), (Net, lambda: make_single(8), 1), (Words, full_rows, 4)]
+)
+def test_search_costs_nothing_once_there_is_nothing_left_to_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, rows: Any, num: int
+) -> None:
+    looks: list[Any] = []
+    look = MeanSearch.look
+    monkeypatch.setattr(MeanSearch, "look", lambda self, batches: looks.append(look(self, batches)))
+    arguments = make_arguments(
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=2
+    )
+    Trainer(make_model(kind), arguments, train_dataset=rows()).train()
+    assert len(looks) == num
