@@ -107,7 +107,7 @@ def fail_in_turn(root: str, number: int, failing: int, on_full_disk: str) -> Any
 
     def fail(where: Path) -> None:
         flush(where)
-        if rank == failing and any(where.parent.glob(".staging-checkpoint-4-*")):
+        if rank == failing and any(where.parent.glob(".staging-*-checkpoint-4")):
             time.sleep(0.2)
             raise OSError(number, os.strerror(number))
 

@@ -559,3 +559,34 @@ def test_hooks_assigned_to_the_instance_are_called(tmp_path: Path) -> None:
         watch(name)
     trainer.train()
     assert set(calls) == {"compute_loss", "training_step", "log", "_maybe_log_save_evaluate", "_prepare_input"}
+
+
+def test_step_of_a_save_is_read_from_its_folder(tmp_path: Path) -> None:
+    found = []
+
+    class Reads(Trainer):
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            super()._save(output_dir, state_dict)
+            found.append(int(str(output_dir).split("-")[-1]))
+
+    make(Reads, tmp_path, max_steps=4, save_strategy="steps", save_steps=2).train()
+    assert found == [2, 4]
+
+
+def test_teacher_is_moved_to_a_device(tmp_path: Path) -> None:
+    """As the usual distillation trainer does; an override of it, which nothing calls, is refused."""
+
+    class Distils(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.teacher = Net()
+            self._move_model_to_device(self.teacher, "meta")
+
+    assert {parameter.device.type for parameter in make(Distils, tmp_path).teacher.parameters()} == {"meta"}  # type: ignore[attr-defined]
+
+    class Moves(Trainer):
+        def _move_model_to_device(self, model: Any, device: Any) -> None:
+            """Nothing."""
+
+    with pytest.raises(ConfigError, match="place_model_on_device"):
+        make(Moves, tmp_path)

@@ -300,7 +300,7 @@ class CheckpointManager:
 
     def _check_own_storage(self, target: Path) -> None:
         """Raise where machines that should each write to their own storage share it: they would destroy each other."""
-        found = sorted(target.parent.glob(f".staging-{target.name}-*"))
+        found = sorted(target.parent.glob(f".staging-*-{target.name}"))
         if found != [self._begun]:
             raise CheckpointError(
                 explain(

@@ -66,7 +66,7 @@ def take_snapshot(files: Mapping[str, Path], output_dir: Path) -> Path:
 
 def drop_abandoned(output_dir: Path) -> None:
     """Delete the snapshots of pushes that were killed at least a day ago."""
-    for path in output_dir.glob(f".staging-{_SNAPSHOT}-*"):
+    for path in output_dir.glob(f".staging-*-{_SNAPSHOT}"):
         if path.stat().st_mtime < time.time() - ABANDONED_S:
             discard(path)
 

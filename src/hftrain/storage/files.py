@@ -1,7 +1,7 @@
 """Durable local files, and folders that appear whole or not at all.
 
-A folder is written beside its target as ``.staging-<name>-<token>``, flushed, and renamed once. What stands in the way
-is first renamed to ``.replaced-<name>-<token>``, what must go to ``.trash-<name>-<token>``; so after a kill at any
+A folder is written beside its target as ``.staging-<token>-<name>``, flushed, and renamed once. What stands in the way
+is first renamed to ``.replaced-<token>-<name>``, what must go to ``.trash-<token>-<name>``; so after a kill at any
 instant each of these says by its name what has to be done with it, and `restore` and `sweep` do it.
 """
 
@@ -27,7 +27,10 @@ _PROBE = ".write-test-"
 _MAX_JSON_BYTES = 1 << 28
 _MAX_JSON_VALUES = 10_000_000
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/.*", re.IGNORECASE)
-_LEFTOVER = re.compile(r"\.(?P<kind>staging|replaced|trash)-(?P<name>.+)-[0-9a-f]{8}")
+# The name comes last, for an override of `_save` may read the step from the end of it. It used to come first.
+_LEFTOVER = re.compile(
+    r"\.(?P<kind>staging|replaced|trash)-(?:[0-9a-f]{8}-(?P<name>.+)|(?P<older_name>.+)-[0-9a-f]{8})"
+)
 
 logger = get_logger(__name__)
 
@@ -182,7 +185,7 @@ def sweep(parent: Path, *, is_ours: Callable[[str], bool]) -> None:
 
 
 def _beside(target: Path, kind: str) -> Path:
-    return target.with_name(f".{kind}-{target.name}-{secrets.token_hex(4)}")
+    return target.with_name(f".{kind}-{secrets.token_hex(4)}-{target.name}")
 
 
 def _leftovers(parent: Path) -> list[tuple[Path, str, str]]:
@@ -193,7 +196,7 @@ def _leftovers(parent: Path) -> list[tuple[Path, str, str]]:
     for path in sorted(parent.iterdir()):
         match = _LEFTOVER.fullmatch(path.name)
         if match is not None and path.is_dir() and not path.is_symlink():
-            found.append((path, match["kind"], match["name"]))
+            found.append((path, match["kind"], match["name"] or match["older_name"]))
     return found
 
 

@@ -96,6 +96,9 @@ NEWER: dict[str, str] = {
     "load_generation_config": "Set generation_config in Seq2SeqTrainingArguments to a GenerationConfig.",
 }
 
+# Those that a subclass may call, and that nothing else calls.
+HELPERS = frozenset({"_move_model_to_device"})
+
 # Private by name, but downstream classes set them.
 _SETTABLE = frozenset({"_signature_columns", "_eval_dataloaders"})
 
@@ -115,7 +118,8 @@ def check_hooks(trainer: Any, base: type, *, given: Mapping[str, Any]) -> None:
     if kind is None:
         return
     for name, remedy in DOCUMENTED.items():
-        if hasattr(kind, name) and not hasattr(base, name) and not is_meant(kind, name):
+        is_called = hasattr(base, name) and name not in HELPERS
+        if hasattr(kind, name) and not is_called and _defines(kind, base, name) and not is_meant(kind, name):
             raise ConfigError(word_uncalled(kind, name, remedy or "Override one of the documented methods instead."))
     newer = {name: remedy for name, remedy in NEWER.items() if not hasattr(base, name)}
     check_uncalled(kind, error=ConfigError, hooks=newer)

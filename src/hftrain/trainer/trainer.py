@@ -1614,6 +1614,10 @@ class Trainer:
         config = train_loader_config(self.args, has_accelerator=False)
         return default_train_sampler(dataset, config, world_size=self.strategy.world_size)
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device | str) -> None:
+        """Move a second model, such as a teacher; the Trainer's own is placed by its strategy."""
+        model.to(device)
+
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """Return the order of evaluation data: from long to short if asked for, else as it comes; None for a stream."""
         lengths = self._length_config(is_training=False)

@@ -61,7 +61,8 @@ def test_save_shows_nothing_under_the_final_name_while_writing(make_manager, out
     seen: list[list[str]] = []
     make_manager().save(5, main=[lambda folder: seen.append(listing(output_dir))], facts={})
     assert len(seen[0]) == 1
-    assert seen[0][0].startswith(".staging-checkpoint-5-")
+    assert seen[0][0].startswith(".staging-")
+    assert seen[0][0].endswith("-checkpoint-5")
 
 
 def test_save_replaces_a_checkpoint_of_the_same_step(make_manager, output_dir):

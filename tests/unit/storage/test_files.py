@@ -160,8 +160,9 @@ def test_commit_killed_at_a_rename_leaves_the_old_or_the_new(tmp_path, monkeypat
 
 
 def test_sweep_touches_only_leftovers_of_the_caller(tmp_path):
-    kept = [".staging-other-0123abcd", ".staging-target", ".trash-target-0123abcg", "target", ".cache"]
-    gone = [".staging-target-0123abcd", ".trash-target-0123abcd", ".replaced-target-0123abcd"]
+    kept = [".staging-0123abcd-other", ".staging-target", ".trash-0123abcg-target", "target", ".cache"]
+    gone = [".staging-0123abcd-target", ".trash-0123abcd-target", ".replaced-0123abcd-target"]
+    gone += [".staging-target-0123abcd", ".trash-target-0123abcd", ".replaced-target-0123abcd"]  # as before
     for name in kept + gone:
         (tmp_path / name).mkdir()
     (tmp_path / ".trash-target-00000000").symlink_to(tmp_path / ".cache")
