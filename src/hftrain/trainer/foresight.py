@@ -31,6 +31,7 @@ from hftrain.storage.tensors import plain_containers, tensor_shapes
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
+from hftrain.trainer.capture import task_state
 from hftrain.trainer.checks import check_best_metric
 from hftrain.trainer.signatures import accepts
 
@@ -342,6 +343,15 @@ def _check_saves(trainer: Trainer) -> None:
     is_own = _overrides(trainer, "save_model", "_save", "_save_checkpoint")
     if not is_own and not trainer.strategy.shards_model:
         check_saveable(trainer.model, trainer.model.state_dict(), safe=bool(trainer.args.save_safetensors))
+    foreign = [name for name, value in task_state(trainer.task).items() if not isinstance(value, torch.Tensor)]
+    if foreign and not is_own:
+        raise CheckpointError(
+            explain(
+                f"Cannot save what {type(trainer.task).__name__} holds next to its model:",
+                f"{', '.join(foreign)} is not a tensor.",
+                "Return a tensor from get_extra_state(), or keep the state in buffers that are written in place.",
+            )
+        )
     for callback in trainer.callback_handler.callbacks:
         if callable(getattr(callback, "state", None)) and callable(getattr(callback, "from_state", None)):
             try:
