@@ -255,11 +255,13 @@ def _scaled(loss: torch.Tensor, share: Any, num_ranks: int, total: Any) -> torch
             total = total.to(loss.device, dtype, non_blocking=True)
         if isinstance(share, torch.Tensor):
             share = share.to(loss.device, dtype, non_blocking=True)
-            return torch.where(share > 0, loss * (share * num_ranks / total), 0.0)
+            # Both, so that no NaN reaches the gradient: neither the loss's nor that of 0 / 0.
+            factor = torch.where(share > 0, share * num_ranks / total, 0.0)
+            return torch.where(share > 0, loss, 0.0) * factor.to(loss.dtype)
     if not share:
         return torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
-    scaled: torch.Tensor = loss * (share * num_ranks / total)
-    return scaled
+    factor = share * num_ranks / total
+    return loss * (factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else factor)
 
 
 class _CountWatch:
