@@ -18,8 +18,8 @@ TOLERANCE = 1e-4
 # How fast it went is no result; neither is what transformers alone estimates or hftrain alone reports.
 TIMES = ("runtime", "_per_second", "_model_preparation_time", "total_flos", "step_time", "/time", "num_tokens")
 
-# The file that makes a checkpoint of hftrain whole; transformers has none like it.
-OURS = {"manifest.json"}
+# Files of a checkpoint that transformers has none like: what makes it whole, and the weights of a loss.
+OURS = {"manifest.json", "outside_weights.safetensors"}
 
 
 @dataclass

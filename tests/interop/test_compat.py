@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 
 import pytest
 
@@ -83,3 +84,32 @@ def test_install_refuses_a_client_that_was_imported_before() -> None:
     for number, (line, name) in enumerate(zip(said, ("Trainer", "Arguments", "Mine"), strict=True)):
         assert f"the module 'some_client_{number}' was imported before and holds transformers' ({name})" in line
         assert "Call hftrain.compat.install() at the start of the program" in line
+
+
+PROCESSES = """
+import hftrain.compat
+hftrain.compat.install()
+from accelerate import PartialState
+from transformers import Trainer, TrainingArguments
+from support.tiny import Net, make_rows
+
+args = TrainingArguments("out", max_steps=2, per_device_train_batch_size=4, use_cpu=True, report_to="none",
+                         disable_tqdm=True, save_strategy="no")
+with PartialState().main_process_first():
+    rows = make_rows()
+trainer = Trainer(Net(), args, train_dataset=rows)
+state = trainer.accelerator.state
+result = [PartialState().num_processes, state.num_processes, trainer.strategy.name]
+trainer.train()
+result.append(sum(float(p.sum()) for p in trainer.model.parameters()))
+hftrain.compat.uninstall()
+"""
+
+
+@pytest.mark.distributed
+def test_client_may_ask_for_the_processes_before_they_are_launched(
+    run_distributed: Callable[..., list[list[object]]],
+) -> None:
+    results = run_distributed(PROCESSES)
+    assert results[0][:3] == [2, 2, "ddp"]
+    assert results[0] == results[1]

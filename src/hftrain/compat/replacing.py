@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from hftrain.compat.logs import adapted_log
 from hftrain.compat.names import is_telling, replacements
+from hftrain.compat.processes import adapted_init
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.optional import require
 
@@ -25,6 +26,7 @@ class _Installed(NamedTuple):
     before: list[tuple[ModuleType, str, Any]]
     facades: list[ModuleType]
     log: Any
+    init: Any
 
 
 _installed: _Installed | None = None
@@ -51,6 +53,7 @@ def install() -> None:
         return
     require("transformers", feature="hftrain.compat", extra="transformers")
     from accelerate.logging import MultiProcessAdapter
+    from accelerate.state import PartialState
 
     # The package's facade may be made a second time while its modules are imported; whoever had the first one keeps it.
     facades = [importlib.import_module("transformers")]
@@ -69,8 +72,9 @@ def install() -> None:
     by_name = {name: ours for name, _, ours in pairs}
     for module, name, value in before:
         setattr(module, name, by_name[name] if value is _MISSING else ours_of[id(value)])
-    _installed = _Installed(pairs, before, facades, MultiProcessAdapter.log)
+    _installed = _Installed(pairs, before, facades, MultiProcessAdapter.log, PartialState.__init__)
     MultiProcessAdapter.log = adapted_log(MultiProcessAdapter.log)
+    PartialState.__init__ = adapted_init(PartialState.__init__)
 
 
 def uninstall() -> None:
@@ -82,8 +86,9 @@ def uninstall() -> None:
     if _installed is None:
         return
     from accelerate.logging import MultiProcessAdapter
+    from accelerate.state import PartialState
 
-    MultiProcessAdapter.log = _installed.log
+    MultiProcessAdapter.log, PartialState.__init__ = _installed.log, _installed.init
     for module, name, value in _installed.before:
         if value is _MISSING:
             vars(module).pop(name, None)
