@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrain.adapter.data import data_seed, read_accelerator_config
+from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import is_foreign, read_foreign
 from hftrain.checkpoint.manifest import Manifest, read_manifest
@@ -17,12 +18,11 @@ from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
-from hftrain.core.types import Owns
+from hftrain.core.types import Owns, PrecisionPolicy
+from hftrain.data.grouping import LengthConfig
 from hftrain.data.offsets import has_own_shares, samples_per_round, with_offset
 from hftrain.data.sizes import has_length
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
+from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)
 
@@ -64,27 +64,39 @@ class RunPlan:
 
 
 def plan_run(
-    trainer: Trainer, folder: Path | None, loader: Any, values: tuple[Any, ...], *, progress: Progress
+    args: TrainingArguments,
+    strategy: Strategy,
+    folder: Path | None,
+    loader: Any,
+    values: tuple[Any, ...],
+    *,
+    progress: Progress,
+    geometry: dict[str, Any],
 ) -> RunPlan:
     """Plan a run, and put `progress` where it begins.
 
     Args:
-        trainer: About to train.
+        args: The run's.
+        strategy: Launched.
         folder: The checkpoint it goes on from; None starts anew.
         loader: This rank's batches.
         values: What `Trainer.set_initial_training_values` returned.
         progress: Mutated.
+        geometry: What `find_geometry` returned.
 
     Raises:
         CheckpointError: The checkpoint's position or state means nothing in this run.
         ConfigError: See `_check_rounds`.
     """
-    _check_rounds(trainer, num_batches=values[5], num_updates=values[1], max_steps=values[6])
+    accumulation = args.gradient_accumulation_steps
+    _check_rounds(strategy, accumulation, num_batches=values[5], num_updates=values[1], max_steps=values[6])
     with nullcontext() if folder is None else restoring(folder):
-        return _plan(trainer, folder, loader, values, progress=progress)
+        return _plan(args, folder, loader, values, progress=progress, geometry=geometry)
 
 
-def _check_rounds(trainer: Trainer, *, num_batches: int | None, num_updates: int, max_steps: int) -> None:
+def _check_rounds(
+    strategy: Strategy, accumulation: int, *, num_batches: int | None, num_updates: int, max_steps: int
+) -> None:
     """Raise where a rank would run out of batches and leave the others waiting for its gradients. Collective.
 
     DDP exchanges gradients once per update, so that updates of unequal numbers of micro-batches go together; what
@@ -93,7 +105,6 @@ def _check_rounds(trainer: Trainer, *, num_batches: int | None, num_updates: int
     Raises:
         ConfigError: The ranks' loaders have different numbers of batches, and the run reaches the end of one.
     """
-    strategy, accumulation = trainer.strategy, trainer.args.gradient_accumulation_steps
     by_batch = strategy.shards_model or Owns.ACCUMULATION in strategy.owns
     told = strategy.gather_object([num_batches, num_updates])
     rounds = [batches if by_batch else updates for batches, updates in told]
@@ -111,10 +122,15 @@ def _check_rounds(trainer: Trainer, *, num_batches: int | None, num_updates: int
 
 
 def _plan(
-    trainer: Trainer, folder: Path | None, loader: Any, values: tuple[Any, ...], *, progress: Progress
+    args: TrainingArguments,
+    folder: Path | None,
+    loader: Any,
+    values: tuple[Any, ...],
+    *,
+    progress: Progress,
+    geometry: dict[str, Any],
 ) -> RunPlan:
     is_by_epochs, num_batches, asked = values[4:7]
-    geometry = _geometry(trainer, loader)
     grid = Grid(
         round_size=geometry["round_size"],
         accumulation=geometry["accumulation"],
@@ -123,11 +139,11 @@ def _plan(
     )
     if folder is None:
         return RunPlan(grid=grid, geometry=geometry, asked=asked, max_steps=asked, num_batches_first=num_batches)
-    manifest = _read(trainer, folder, geometry, grid)
+    manifest = _read(args, folder, geometry, grid)
     saved, plan = manifest.facts.get("geometry", {}), manifest.facts.get("plan", {})
     progress.load_state_dict(manifest.facts["progress"])
     is_within = bool(progress.micro_steps_in_epoch or progress.offset_in_epoch)
-    if trainer.args.ignore_data_skip:
+    if args.ignore_data_skip:
         free = ("round_size", "world_size", "batch_size", "accumulation", "precision", "weights_dtype")
         changes = check_shape(saved, {name: geometry[name] for name in free}, is_within_epoch=False, step=manifest.step)
     else:
@@ -142,7 +158,7 @@ def _plan(
     progress.load_state_dict(moved.state_dict())
     offset = progress.offset_in_epoch
     first = num_batches
-    if offset and not trainer.args.ignore_data_skip:
+    if offset and not args.ignore_data_skip:
         shifted = with_offset(loader, offset)
         first = len(shifted) if has_length(shifted) else None
     max_steps = asked
@@ -167,11 +183,10 @@ def _plan(
     )
 
 
-def _read(trainer: Trainer, folder: Path, geometry: Mapping[str, Any], grid: Grid) -> Manifest:
+def _read(args: TrainingArguments, folder: Path, geometry: Mapping[str, Any], grid: Grid) -> Manifest:
     if not is_foreign(folder):
         return read_manifest(folder)
     manifest = read_foreign(folder, geometry, grid)
-    args = trainer.args
     logger.warning(
         "%s was saved by transformers' Trainer. What it does not tell, or only in a pickle, which is never read, is "
         "taken from this run: gradient_accumulation_steps=%s, the data (%s samples) and its seed (%s), "
@@ -201,18 +216,35 @@ def _say(progress: Progress, changes: list[str], *, grid: Grid, num_steps: int, 
     )
 
 
-def _geometry(trainer: Trainer, loader: Any) -> dict[str, Any]:
-    """Return what decides the data's order and how it is cut, and what the optimizer's state depends on."""
-    args, world_size = trainer.args, trainer.strategy.world_size
-    # Processes that split a layer read the same.
-    num_readers = world_size // trainer.get_tp_size()
-    grouping, policy = trainer._length_config(is_training=True), trainer.precision.policy
+def find_geometry(
+    args: TrainingArguments,
+    strategy: Strategy,
+    policy: PrecisionPolicy,
+    loader: Any,
+    dataset: Any,
+    *,
+    grouping: LengthConfig | None,
+    split: int,
+) -> dict[str, Any]:
+    """Return what decides the data's order and how it is cut, and what the optimizer's state depends on.
+
+    Args:
+        args: The run's.
+        strategy: Its processes.
+        policy: Its precision's.
+        loader: This rank's batches.
+        dataset: What they are of.
+        grouping: How samples are grouped by length, None where they are not.
+        split: Over how many processes a layer is split; those read the same.
+    """
+    world_size = strategy.world_size
+    num_readers = world_size // split
     return {
         "world_size": world_size,
         "batch_size": args.train_batch_size,
         "accumulation": args.gradient_accumulation_steps,
         "round_size": samples_per_round(loader, world_size=num_readers),
-        "samples": len(trainer.train_dataset) if has_length(trainer.train_dataset) else None,
+        "samples": len(dataset) if has_length(dataset) else None,
         "data_seed": data_seed(args),
         "drop_last": args.dataloader_drop_last,
         # 0: in the data's own order.
@@ -221,14 +253,14 @@ def _geometry(trainer: Trainer, loader: Any) -> dict[str, Any]:
         "own_shares": has_own_shares(loader),
         "precision": policy.name,
         # None: an engine keeps copies of its own, which hang on the precision.
-        "weights_dtype": None if Owns.CASTING in trainer.strategy.owns else str(policy.param_dtype),
+        "weights_dtype": None if Owns.CASTING in strategy.owns else str(policy.param_dtype),
     }
 
 
-def report_changed_arguments(trainer: Trainer, folder: Path) -> None:
+def report_changed_arguments(args: TrainingArguments, folder: Path) -> None:
     """Name the arguments whose values the checkpoint's state overrides, and those that change the rhythm."""
     try:
-        saved, current = load_arguments(folder), trainer.args.to_dict()
+        saved, current = load_arguments(folder), args.to_dict()
     except CheckpointError as error:
         # An override may have written them in its own form; they are read for this report alone.
         logger.info("The arguments of the checkpoint are not compared with those of this run: %s", error)

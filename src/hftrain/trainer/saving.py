@@ -240,7 +240,7 @@ class RunCheckpoints:
         """Go on as the checkpoint's run, and say which arguments have changed."""
         assert plan.saved is not None
         if not is_foreign(folder):
-            report_changed_arguments(self.trainer, folder)
+            report_changed_arguments(self.trainer.args, folder)
             self.manager.run_id = plan.saved.facts["run_id"]
 
     @naming_the_folder

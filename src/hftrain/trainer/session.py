@@ -43,7 +43,6 @@ from hftrain.trainer.leftovers import END_EPOCH, END_RUN, EVALUATE, SAVE, left_i
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.reports import speed_metrics
-from hftrain.trainer.resuming import plan_run
 from hftrain.trainer.salvage import Salvage
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
 from hftrain.trainer.setup import empty_cache, loss_window, restart, set_up, tear_down
@@ -112,7 +111,7 @@ class TrainSession:
         self._loader, self.checkpoints.feed = loader, TrainFeed(loader, seed=data_seed(args))
         batch_size = trainer.get_total_train_batch_size(args)
         plan = trainer.set_initial_training_values(args, loader, batch_size)
-        goal = self.checkpoints.plan = plan_run(trainer, self.resume, loader, plan, progress=self.progress)
+        goal = self.checkpoints.plan = trainer._plan_run(self.resume, loader, plan, self.progress)
         num_epochs, max_steps = plan[0], goal.max_steps
         plan = (*plan[:6], max_steps)
         self.counts = RunCounts(trainer)

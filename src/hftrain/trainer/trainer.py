@@ -34,7 +34,7 @@ from hftrain.callbacks.checks import as_list
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.core.errors import ConfigError, TaskError, explain, suggest
 from hftrain.core.log import get_logger, get_verbosity, set_verbosity, sharing_verbosity, warn_once
-from hftrain.core.progress import TrainerControl
+from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import map_tensors
@@ -129,6 +129,7 @@ from hftrain.trainer.reports import (
     to_plain,
     with_prefix,
 )
+from hftrain.trainer.resuming import RunPlan, find_geometry, plan_run
 from hftrain.trainer.saving import find_resume, load_task
 from hftrain.trainer.searching import TrialRun, search, trying
 from hftrain.trainer.session import TrainSession
@@ -1696,6 +1697,13 @@ class Trainer:
         config = self._length_config(is_training=is_training)
         if config is not None:
             check_lengths(dataset, config)
+
+    def _plan_run(self, folder: Path | None, loader: Any, values: tuple[Any, ...], progress: Progress) -> RunPlan:
+        """Plan a run that goes on from a checkpoint, or begins; see `plan_run`."""
+        args, strategy = self.args, self.strategy
+        grouping, policy, split = self._length_config(is_training=True), self.precision.policy, self.get_tp_size()
+        geometry = find_geometry(args, strategy, policy, loader, self.train_dataset, grouping=grouping, split=split)
+        return plan_run(args, strategy, folder, loader, values, progress=progress, geometry=geometry)
 
     def _sharded(self, loader: Any, *, is_training: bool) -> Any:
         """Give each rank its share of a loader that an override returned whole, or prepared by accelerate."""
