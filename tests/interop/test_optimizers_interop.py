@@ -93,6 +93,7 @@ def test_weights_of_a_loss_are_trained_and_not_clipped_as_in_transformers(tmp_pa
 
 
 @pytest.mark.interop
+@pytest.mark.filterwarnings("ignore:The loss depends on")
 def test_gradients_of_what_the_optimizer_leaves_out_are_clipped_and_cleared_as_in_transformers(tmp_path: Path) -> None:
     """An optimizer of the head alone, above a body that nobody froze, and a callback's own optimizer."""
     found = []
