@@ -16,13 +16,21 @@ pytestmark = pytest.mark.distributed
 ENGINES = ("fsdp", "fsdp1")
 
 
-def make_trainer(folder: str, *, model: Any = None, strategy: Any = None, size: int = 2, **options: Any) -> Trainer:
+def make_trainer(
+    folder: str,
+    *,
+    model: Any = None,
+    strategy: Any = None,
+    size: int = 2,
+    kind: type[Trainer] = Trainer,
+    **options: Any,
+) -> Trainer:
     set_seed(7)
     arguments = make_arguments(
         Path(folder), max_steps=3, per_device_train_batch_size=size, per_device_eval_batch_size=2,
         **{"fsdp_config": {"min_num_params": 20}} if strategy in ENGINES else {}, **options,
     )  # fmt: skip
-    return Trainer(
+    return kind(
         Net() if model is None else model, arguments, train_dataset=make_rows(24), eval_dataset=make_rows(7, seed=2),
         strategy=strategy,
     )  # fmt: skip
@@ -55,8 +63,28 @@ def reuse(folder: str, *, first: str, second: str) -> list[str]:
     return answers
 
 
+class Clips(Trainer):
+    """Clips through its accelerator."""
+
+    def training_step(self, *inputs: Any) -> torch.Tensor:
+        loss = super().training_step(*inputs)
+        self.accelerator.clip_grad_norm_(self.model_wrapped.parameters(), 0.1)
+        return loss
+
+
+def clip(folder: str, *, strategy: str) -> list[list[float]]:
+    """Return the losses of a run that clips by itself, and of one that is told to."""
+    found = []
+    for kind, max_norm in ((Clips, 0.0), (Trainer, 0.1)):
+        trainer = make_trainer(folder, kind=kind, strategy=strategy, max_grad_norm=max_norm, optim="sgd")
+        trainer.train()
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    return found
+
+
 def everything(folder: str) -> dict[str, Any]:
     return {
+        "clipped": {engine: clip(folder, strategy=engine) for engine in ENGINES},
         "counted": {engine: train(folder, strategy=engine, **COUNTED) for engine in ENGINES},
         "compiled": {engine: train(folder, strategy=engine, torch_compile_backend="aot_eager") for engine in ENGINES},
         "split": [
@@ -90,6 +118,13 @@ def test_compiled_model_trains_and_evaluates_as_the_plain_one_alone(
     alone = train(str(tmp_path), size=4)
     for answer in two:
         assert answer["compiled"][engine] == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_accelerators_clipping_takes_the_norm_over_all_processes(two: list[Any], engine: str) -> None:
+    for found in two:
+        own, expected = found["clipped"][engine]
+        assert own == pytest.approx(expected, rel=1e-6)
 
 
 def test_model_that_another_strategy_has_split_is_refused(two: list[Any]) -> None:

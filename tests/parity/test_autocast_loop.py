@@ -13,6 +13,7 @@ from support.tiny import Net, Rows, make_arguments, make_rows
 from torch import nn
 
 from hftrain import Trainer, TrainerCallback, default_data_collator, set_seed
+from hftrain.core.errors import TaskError
 from hftrain.optim.groups import decay_parameter_names
 
 NUM_STEPS = 50
@@ -181,6 +182,57 @@ def test_overflow_skips_its_step_and_schedule_step_and_is_logged(tmp_path: Path)
     logged = [entry for entry in trainer.state.log_history if "loss_scale" in entry]
     assert [entry["skipped_steps"] for entry in logged] == [0, 0, 1, 1, 2, 2]
     assert [entry["loss_scale"] for entry in logged] == [2.0**k for k in (16, 16, 15, 15, 14, 14)]
+
+
+class Clips(Trainer):
+    """Clips by itself, once gradients are complete."""
+
+    at_every_micro_batch = False
+
+    def training_step(self, *inputs: Any) -> torch.Tensor:
+        loss = super().training_step(*inputs)
+        if self.accelerator.sync_gradients or self.at_every_micro_batch:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 0.1)
+        return loss
+
+
+class ClipsLate(TrainerCallback):
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.accelerator.clip_grad_norm_(kwargs["model"].parameters(), 0.1)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("max_norm", [0.0, 1e9])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_accelerators_clipping_sees_gradients_that_are_unscaled_once(
+    tmp_path: Path, name: str, max_norm: float, is_late: bool
+) -> None:
+    rows = make_rows(22)
+    set_seed(5)
+    model, twin = Net(), Net()
+    twin.load_state_dict(model.state_dict())
+    expected = by_hand(twin, rows, DTYPES[name], 0.1)
+    arguments = make_arguments(
+        tmp_path, max_steps=NUM_STEPS, max_grad_norm=max_norm, weight_decay=0.0, optim="adamw_torch", **{name: True}
+    )
+    late = ClipsLate()
+    kind = Trainer if is_late else Clips
+    trainer = late.trainer = kind(model, arguments, train_dataset=rows, callbacks=[late] if is_late else [])
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses == pytest.approx([loss for loss, *_ in expected], rel=1e-5)
+
+
+def test_clipping_scaled_gradients_before_all_are_there_is_refused(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, fp16=True, gradient_accumulation_steps=2)
+    trainer = Clips(Net(), arguments, train_dataset=make_rows(24))
+    trainer.train()
+    trainer.at_every_micro_batch = True
+    with pytest.raises(TaskError, match=r"before the last micro-batch.*sync_gradients is True"):
+        trainer.train()
 
 
 def test_resume_restores_the_scaler_and_the_count_bit_for_bit(tmp_path: Path) -> None:

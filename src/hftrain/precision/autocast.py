@@ -75,12 +75,14 @@ class ScaledPrecision(AutocastPrecision):
     _scaler: GradScaler
     _scale: float
     _num_skipped: int
+    _unscaled: set[int]
 
     def prepare(self, device: torch.device, scaler_factory: ScalerFactory) -> None:
         super().prepare(device, scaler_factory)
         self._scaler = scaler_factory(device)
         self._scale = self._scaler.get_scale()
         self._num_skipped = 0
+        self._unscaled = set()
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Return the model as it is.
@@ -103,13 +105,16 @@ class ScaledPrecision(AutocastPrecision):
         self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        self._scaler.unscale_(optimizer)
+        if id(optimizer) not in self._unscaled:
+            self._unscaled.add(id(optimizer))
+            self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
         # A skipped step shows only in the scale, which nothing but an overflow lowers.
         before = self._scale
         self._scaler.step(optimizer)
         self._scaler.update()
+        self._unscaled.clear()
         self._scale = self._scaler.get_scale()
         # A scale of 0 cannot get lower, and nothing is finite once it is divided by it.
         is_skipped = self._scale < before or not self._scale

@@ -102,7 +102,7 @@ class Precision:
         loss.backward(**options)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring the optimizer's gradients back to the loss's own scale; at most once per step."""
+        """Bring the optimizer's gradients back to the loss's own scale; again in the same step, it changes nothing."""
 
     def step(self, optimizer: Optimizer) -> bool:
         """Update the parameters; return False if the step was skipped because gradients overflowed."""

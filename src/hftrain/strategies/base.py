@@ -218,15 +218,22 @@ class Strategy:
         """Return a context whose forward and backward passes do not exchange gradients."""
         return nullcontext()
 
-    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
         """Scale gradients so that their norm over all parameters and processes is at most `max_norm`.
 
         Mutates the gradients; does not synchronise with the device.
 
+        Args:
+            parameters: Whose gradients.
+            max_norm: The largest norm.
+            norm_type: The p of the p-norm.
+
         Returns:
             The norm before clipping, a 0-d tensor on the device.
         """
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the whole model's state, keyed as the unwrapped model's. Collective.

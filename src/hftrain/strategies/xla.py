@@ -222,11 +222,13 @@ class XLAStrategy(Strategy):
         model = super().unwrap(model)
         return self._wrapped.bare if self._wrapped is not None and model is self._wrapped.root else model
 
-    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
         if self._wrapped is not None:
-            norm: torch.Tensor = self._wrapped.root.clip_grad_norm_(max_norm)
+            norm: torch.Tensor = self._wrapped.root.clip_grad_norm_(max_norm, norm_type)
             return norm
-        return super().clip_grad_norm(parameters, max_norm)
+        return super().clip_grad_norm(parameters, max_norm, norm_type)
 
     def own_state(self, model: nn.Module) -> dict[str, Any]:
         wrapped = self._wrapped if self._is_wrapped(model) else None

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrain.adapter.acceleration import accelerator_settings
-from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.core.errors import ConfigError, StrategyError, TaskError, explain
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
+from hftrain.core.types import Owns
 from hftrain.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ def _bind(accelerator: Any, trainer: Trainer) -> None:
     """Let the accelerator do what the run does; mutates it."""
     strategy = trainer.strategy
     accelerator.backward = partial(_backward, trainer, accelerator)
+    accelerator.unscale_gradients = partial(_unscale, trainer, accelerator)
+    accelerator.clip_grad_norm_ = partial(_clip_norm, trainer, accelerator)
     if strategy.world_size > 1:
         # Its own takes for granted that processes hold as many rows each; batches of an evaluation differ.
         accelerator.gather = lambda tensor: map_tensors(tensor, strategy.gather)
@@ -128,6 +131,46 @@ def _backward(trainer: Trainer, accelerator: Any, loss: torch.Tensor, **options:
     if accelerator.gradient_accumulation_steps > 1:
         loss = loss / accelerator.gradient_accumulation_steps
     trainer._backward(loss, **{name: value for name, value in options.items() if name not in _ENGINE_KEYWORDS})
+
+
+def _unscale(trainer: Trainer, accelerator: Any, optimizer: Any = None) -> None:
+    """Unscale the gradients of the run's optimizer, or of others, once per update.
+
+    Raises:
+        TaskError: More scaled gradients are to be added to them.
+    """
+    if trainer._session is None:
+        type(accelerator).unscale_gradients(accelerator, optimizer)
+    elif trainer.precision.policy.loss_scaling and Owns.SCALING not in trainer.strategy.owns:
+        if not trainer._syncs:
+            raise TaskError(
+                explain(
+                    "Cannot unscale or clip gradients before the last micro-batch of an update.",
+                    f"precision={trainer.precision.policy.name!r} adds scaled gradients to them.",
+                    "Do it where trainer.accelerator.sync_gradients is True, or in on_pre_optimizer_step.",
+                )
+            )
+        given: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer or trainer.optimizer]
+        for each in given:
+            # accelerate wraps those that it prepares.
+            trainer.precision.unscale(getattr(each, "optimizer", each))
+
+
+def _clip_norm(
+    trainer: Trainer, accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor | None:
+    """Clip as the run does: unscaled gradients, and their norm over all processes."""
+    strategy = trainer.strategy
+    if trainer._session is None or Owns.CLIP in strategy.owns:
+        if trainer._session is not None:
+            warn_once(
+                f"accelerator.clip_grad_norm_ has no effect with strategy={strategy.name!r}, which clips in its own "
+                "step. Set max_grad_norm in the arguments instead."
+            )
+        norm: torch.Tensor | None = type(accelerator).clip_grad_norm_(accelerator, parameters, max_norm, norm_type)
+        return norm
+    accelerator.unscale_gradients()
+    return strategy.clip_grad_norm(list(parameters), max_norm, norm_type)
 
 
 def has_engine(strategy: Strategy, engine: str) -> bool:

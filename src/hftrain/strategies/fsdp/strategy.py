@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, pairwise
 from typing import Any
@@ -208,8 +208,8 @@ class FSDPStrategy(SplittingStrategy):
         finally:
             model.set_requires_gradient_sync(True)
 
-    def clip_grad_norm(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        norm = super().clip_grad_norm(parameters, max_norm)
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        norm = super().clip_grad_norm(parameters, max_norm, norm_type)
         return norm.full_tensor().to(self.device) if isinstance(norm, DTensor) else norm
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:

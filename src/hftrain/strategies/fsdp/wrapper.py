@@ -102,10 +102,10 @@ class FSDP1Strategy(FSDPStrategy):
         context: AbstractContextManager[Any] = self._root.no_sync()
         return context
 
-    def clip_grad_norm(self, parameters: Any, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of the whole model, of which each process has its part; see `Strategy`."""
         assert self._root is not None
-        return self._root.clip_grad_norm_(max_norm)
+        return self._root.clip_grad_norm_(max_norm, norm_type)
 
     def own_state(self, model: nn.Module) -> dict[str, Any]:
         root = self._split_root(model)
