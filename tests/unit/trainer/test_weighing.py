@@ -12,6 +12,7 @@ from support.tiny import Net, make_arguments
 from support.tiny import make_rows as make_single
 
 from hftrain import Trainer
+from hftrain.task.items import MeanOver, _compare
 from hftrain.trainer.means import MeanSearch
 from hftrain.trainer.weighing import _scaled
 
@@ -72,3 +73,16 @@ def test_search_costs_nothing_once_there_is_nothing_left_to_find(
     )
     Trainer(make_model(kind), arguments, train_dataset=rows()).train()
     assert len(looks) == num
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ((1.0, 3.0, 2.0, 1.5), MeanOver("samples", is_exact=False)),  # one sample twice has another loss
+        ((1.0, 1.00001, 1.000005, 1.000001), None),  # the two losses are too near to each other
+        ((1.0, 3.0, 2.0, 1.0), MeanOver("samples")),
+        ((1.0, 3.0, 2.2, 1.0), MeanOver("labels")),
+    ],
+)
+def test_losses_are_compared_where_they_differ_enough(losses: Any, expected: Any) -> None:
+    assert _compare(*losses, ratios={"labels": 0.4, "samples": 0.5}, epsilon=1e-6) == expected
