@@ -25,6 +25,8 @@ def batches(rows: Rows) -> Any:
     epoch = 0
     while True:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(42 + epoch)).tolist()
+        # As a DataLoader does.
+        torch.empty((), dtype=torch.int64).random_()
         for start in range(0, len(rows), 4):
             yield default_data_collator([rows[i] for i in order[start : start + 4]])
         epoch += 1

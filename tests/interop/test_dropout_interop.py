@@ -1,0 +1,85 @@
+"""Dropout draws the numbers that it draws in transformers' Trainer, and an evaluation changes none of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import make_rows
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+import hftrain  # noqa: E402
+
+pytestmark = pytest.mark.interop
+
+
+class DropoutNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.1), nn.Linear(16, 3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layers(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def train(
+    package: Any, folder: Path, *, resume: str | None = None, callbacks: Any = None, **options: Any
+) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = DropoutNet()
+    options = {"num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 0.05, **options}
+    settings = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "eval_strategy": "no", **options}
+    args = package.TrainingArguments(str(folder), **settings)
+    rows = make_rows(18)
+    trainer = package.Trainer(model, args, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return model.state_dict()
+
+
+def test_dropout_of_every_epoch_is_that_of_transformers(tmp_path: Path) -> None:
+    for options in ({}, {"gradient_accumulation_steps": 2}):
+        ours = train(hftrain, tmp_path / "ours", **options)
+        theirs = train(transformers, tmp_path / "theirs", **options)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_evaluations_change_no_number_of_the_training(tmp_path: Path) -> None:
+    plain = train(transformers, tmp_path / "plain")
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2}
+    torch.testing.assert_close(train(hftrain, tmp_path / "ours", **evaluated), plain, rtol=0, atol=1e-6)
+    # There each evaluation draws a number, so that the dropout after it is another one.
+    theirs = train(transformers, tmp_path / "theirs", **evaluated)
+    assert not torch.allclose(theirs["layers.0.weight"], plain["layers.0.weight"], atol=1e-3)
+
+
+@pytest.mark.parametrize("save_steps", [3, 5])
+def test_resume_within_an_epoch_and_at_its_end_goes_on_as_transformers_does(tmp_path: Path, save_steps: int) -> None:
+    saved = {"save_strategy": "steps", "save_steps": save_steps}
+    whole = train(transformers, tmp_path / "theirs", **saved)
+    ours = train(hftrain, tmp_path / "ours", **saved)
+    resumed = train(hftrain, tmp_path / "ours", resume=str(tmp_path / f"ours/checkpoint-{save_steps}"))
+    taken_over = train(hftrain, tmp_path / "other", resume=str(tmp_path / f"theirs/checkpoint-{save_steps}"))
+    torch.testing.assert_close(resumed, ours, rtol=0, atol=0)
+    torch.testing.assert_close(taken_over, whole, rtol=0, atol=1e-6)
+
+
+class KeepNumbers(transformers.TrainerCallback):
+    """The callback of docs/from_transformers.md."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.numbers = torch.get_rng_state()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(self.numbers)
+
+
+def test_both_are_equal_with_evaluations_if_the_callback_hides_their_draws(tmp_path: Path) -> None:
+    for when in ({"eval_strategy": "steps", "eval_steps": 2}, {"eval_strategy": "epoch"}):
+        ours = train(hftrain, tmp_path / "ours", **when)
+        theirs = train(transformers, tmp_path / "theirs", callbacks=[KeepNumbers()], **when)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
