@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from support.tiny import Net, make_arguments, make_rows
 
+import hftrain
 from hftrain import (
     AcceleratorConfig,
     CallbackHandler,
@@ -27,6 +29,7 @@ from hftrain import (
     TrainerState,
     TrainingArguments,
 )
+from hftrain.core.transformers_names import TRANSFORMERS_NAMES
 
 # -- arguments ----------------------------------------------------------------------------------------------------
 
@@ -236,3 +239,21 @@ def test_handler_of_a_subclass_serves_the_run(tmp_path: Path) -> None:
     assert seen == [(trainer.args, 1, trainer.model), (trainer.args, 2, trainer.model)]
     with pytest.raises(ConfigError, match="Derive it from hftrain"):
         trainer.callback_handler = SimpleNamespace()
+
+
+# -- names that hftrain does not have -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS_NAMES)
+def test_name_that_hftrain_does_not_have_is_answered_with_what_to_use(name: str) -> None:
+    remedy = TRANSFORMERS_NAMES[name]
+    with pytest.raises(ImportError, match=re.escape(remedy)):
+        exec(f"from hftrain import {name}")
+    with pytest.raises(AttributeError, match=re.escape(remedy)):
+        getattr(hftrain, name)
+
+
+def test_remedies_name_what_is_there() -> None:
+    words = " ".join(TRANSFORMERS_NAMES.values())
+    named = re.findall(r"\b(?:(?:nested_|get_)\w+|default_hp\w+|\w+Callback|LengthGrouped\w+|GreedyLR)\b", words)
+    assert {name for name in named if not hasattr(hftrain, name)} == {"get_base_model"}

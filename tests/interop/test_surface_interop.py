@@ -7,6 +7,7 @@ belongs into a table here and, if users can notice it, into docs/from_transforme
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers.integrations import integration_utils  # noqa: E402
 
 import hftrain  # noqa: E402
 from hftrain.callbacks.base import TrainerCallback  # noqa: E402
+from hftrain.core.transformers_names import TRANSFORMERS_NAMES  # noqa: E402
 
 pytestmark = pytest.mark.interop
 
@@ -71,6 +73,10 @@ SIGNATURES: dict[str, str] = {
 CALLBACKS: dict[str, str] = {
     "NeptuneCallback": "Neptune's service has closed",
 }
+
+
+# Modules whose public names hftrain has, or answers with what to use.
+MODULES = ("trainer_callback", "trainer_pt_utils", "trainer_utils", "training_args", "optimization")
 
 
 def default(field: Any) -> Any:
@@ -159,3 +165,12 @@ def test_every_event_and_callback_is_there() -> None:
 def test_state_and_control_have_the_same_fields() -> None:
     assert fields(transformers, "TrainerState").keys() <= fields(hftrain, "TrainerState").keys()
     assert fields(transformers, "TrainerControl").keys() <= vars(hftrain.TrainerControl()).keys()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_names_of_a_module_are_there_or_answered_with_what_to_use(module: str) -> None:
+    theirs = importlib.import_module(f"transformers.{module}")
+    own = [name for name, value in vars(theirs).items() if getattr(value, "__module__", None) == theirs.__name__]
+    names = [name for name in own if not name.startswith("_")]
+    assert names
+    assert [name for name in names if not hasattr(hftrain, name) and name not in TRANSFORMERS_NAMES] == []

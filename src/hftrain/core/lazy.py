@@ -59,5 +59,10 @@ def _missing(package: str, name: str, public: set[str]) -> str:
     message = f"module {package!r} has no attribute {name!r}."
     if name in LIGHTNING_NAMES:
         return f"{message} It is one of Lightning's names. {LIGHTNING_NAMES[name]}"
+    # Needed here only.
+    from hftrain.core.transformers_names import TRANSFORMERS_NAMES
+
+    if name in TRANSFORMERS_NAMES:
+        return f"{message} {TRANSFORMERS_NAMES[name]}"
     hint = suggest(name, public)
     return f"{message} {hint}" if hint.startswith("Did") and not name.startswith("__") else message

@@ -1,0 +1,66 @@
+"""Names of transformers' training modules that hftrain lacks, with what to use, for the errors that meet them."""
+
+from __future__ import annotations
+
+_METHOD = "It is a method of the Trainer."
+_CONCAT = "Use nested_concat, which pads."
+_ITSELF = "Leave it out: the Trainer does it."
+_SCHEDULE = "Use get_scheduler."
+_LAYERWISE = "Set optim='galore_adamw_layerwise' or another layerwise optimizer, which needs no stand-in."
+
+TRANSFORMERS_NAMES = {
+    "AdamW": "Use torch.optim.AdamW, or optim='adamw_torch'.",
+    "BatchRebalanceSampler": "Use LengthGroupedSampler, or train_sampling_strategy='group_by_length'.",
+    "DEFAULT_CALLBACKS": "Use [DefaultFlowCallback].",
+    "DEFAULT_PROGRESS_CALLBACK": "Use ProgressCallback.",
+    "DataCollator": "Annotate with collections.abc.Callable.",
+    "DataCollatorMixin": "Write a function, or a class with __call__(self, features).",
+    "DistributedSamplerWithLoop": "Use torch.utils.data.DistributedSampler, which repeats samples to fill up.",
+    "DistributedTensorGatherer": "Use nested_gather and nested_truncate.",
+    "EvalLoopContainer": "Join batches with nested_concat, and call nested_numpify at the end.",
+    "EvaluationStrategy": "Use IntervalStrategy.",
+    "LayerWiseDummyOptimizer": _LAYERWISE,
+    "LayerWiseDummyScheduler": _LAYERWISE,
+    "NeptuneCallback": "Neptune closed its service in March 2026; use WandbCallback or another tracker.",
+    "OPTIMIZER_NAME": "Use 'optimizer.pt'.",
+    "SCALER_NAME": "Use 'scaler.pt'.",
+    "SCHEDULER_NAME": "Use 'scheduler.pt'.",
+    "ShardSampler": "Use torch.utils.data.DistributedSampler.",
+    "StreamingAverage": "Use GreedyLR, which averages losses itself.",
+    "TRAINER_STATE_NAME": "Use 'trainer_state.json'.",
+    "TRAINING_ARGS_NAME": "Use 'training_args.bin'.",
+    "TrainerMemoryTracker": "Set skip_memory_metrics=False.",
+    "align_special_tokens": _ITSELF,
+    "atleast_1d": "Use torch.atleast_1d or numpy.atleast_1d.",
+    "check_target_module_exists": "Set optim_target_modules, which is matched by the Trainer.",
+    "compare_trainer_and_checkpoint_args": "Leave it out: a resume compares them.",
+    "default_hp_space_sigopt": "SigOpt has ended; use default_hp_space_optuna.",
+    "default_logdir": "Read logging_dir of the arguments.",
+    "distributed_broadcast_scalars": "Use nested_gather with torch.tensor(scalars).",
+    "expand_like": _CONCAT,
+    "get_dataloader_sampler": "Read loader.sampler, or loader.batch_sampler.sampler.",
+    "get_learning_rates": _METHOD,
+    "get_module_class_from_name": "Set fsdp_config={'transformer_layer_cls_to_wrap': [name]}.",
+    "get_num_trainable_parameters": _METHOD,
+    "get_optimizer_group": _METHOD,
+    "get_tpu_sampler": "Leave it out: the Trainer shares samples out over the processes.",
+    "is_attention_mask_causal": "Read attention_mask.",
+    "load_sharded_checkpoint": "Pass the folder to from_pretrained, or override _load_from_checkpoint.",
+    "log_metrics": _METHOD,
+    "nested_new_like": _CONCAT,
+    "nested_xla_mesh_reduce": "Use nested_gather.",
+    "numpy_pad_and_concatenate": _CONCAT,
+    "reissue_pt_warnings": "Leave it out.",
+    "remove_dummy_checkpoint": "Leave it out: no stand-in of a checkpoint is written.",
+    "rotate_checkpoints": "Set save_total_limit.",
+    "safe_globals": "Leave it out: checkpoints are read with weights_only=True.",
+    "save_metrics": _METHOD,
+    "save_state": _METHOD,
+    "set_rng_state_for_device": "Override _load_rng_state.",
+    "sort_checkpoints": "Use get_last_checkpoint.",
+    "str_to_bool": "Use HfArgumentParser, which reads booleans.",
+    "suppress_progress_bars": "Set disable_tqdm=True.",
+    "torch_pad_and_concatenate": _CONCAT,
+    "unwrap_peft_model": "Call model.get_base_model().",
+    "validate_quantization_for_training": _ITSELF,
+}
