@@ -26,6 +26,11 @@ class Progress:
     offset_in_epoch: int = 0
     cut_epochs: int = 0
 
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether a part of the current pass is done."""
+        return bool(self.micro_steps_in_epoch or self.offset_in_epoch)
+
     def state_dict(self) -> dict[str, int]:
         """Return the counters as plain integers."""
         return asdict(self)

@@ -120,6 +120,14 @@ def _generators(device: Any) -> Any:
     return device if hasattr(device, "get_rng_state_all") else device.random
 
 
+def draw_as_a_loader() -> None:
+    """Draw what a DataLoader without a generator of its own draws at each pass, from torch's global generator.
+
+    Dropout's numbers are then those of a plain loop over such a loader.
+    """
+    torch.empty((), dtype=torch.int64, device="cpu").random_()
+
+
 @contextmanager
 def preserved_rng() -> Iterator[None]:
     """Leave every generator as it was found."""

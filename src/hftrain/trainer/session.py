@@ -22,7 +22,7 @@ from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
-from hftrain.core.seed import capture_rng, restore_rng, set_seed
+from hftrain.core.seed import capture_rng, draw_as_a_loader, restore_rng, set_seed
 from hftrain.core.types import TrainOutput
 from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
@@ -251,24 +251,23 @@ class TrainSession:
 
     def _before_epoch(self) -> None:
         """Remember the random numbers an epoch's order may be drawn from, or put the checkpoint's back."""
-        if self._rng is not None:
-            is_within = bool(self.progress.micro_steps_in_epoch or self.progress.offset_in_epoch)
+        if self._rng is not None and self.progress.is_within_epoch:
             # A checkpoint of another trainer does not tell what the epoch's order was drawn from.
-            restore_rng((is_within and self.checkpoints.epoch_rng) or dict(self._rng))
-            if is_within:
-                return
-        self.checkpoints.epoch_rng = capture_rng()
-        self.trainer._past = None
+            restore_rng(self.checkpoints.epoch_rng or dict(self._rng))
+        else:
+            self._load_rng()
+            self.checkpoints.epoch_rng = capture_rng()
+            self.trainer._past = None
+        draw_as_a_loader()
 
-    def _restore_rng(self) -> bool:
-        """Put the checkpoint's random numbers back, once the first epoch's data is open, and do what it left to do.
-
-        Returns:
-            Whether that ends the epoch.
-        """
+    def _load_rng(self) -> None:
         if self._rng is not None:
             self.trainer._load_rng_state(str(self.resume))
             self._rng = None
+
+    def _restore_rng(self) -> bool:
+        """Put back the checkpoint's random numbers, do what its run had left to do, and tell if that ends the epoch."""
+        self._load_rng()
         control, left = self.trainer.control, self._left
         self._left = frozenset()
         if EVALUATE in left and self.trainer.args.eval_strategy != "no":
