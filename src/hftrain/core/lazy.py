@@ -10,6 +10,7 @@ from typing import Any
 
 from hftrain.core.errors import suggest
 from hftrain.core.lightning import LIGHTNING_NAMES
+from hftrain.core.transformers_names import TRANSFORMERS_NAMES
 
 _IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
 
@@ -59,9 +60,6 @@ def _missing(package: str, name: str, public: set[str]) -> str:
     message = f"module {package!r} has no attribute {name!r}."
     if name in LIGHTNING_NAMES:
         return f"{message} It is one of Lightning's names. {LIGHTNING_NAMES[name]}"
-    # Needed here only.
-    from hftrain.core.transformers_names import TRANSFORMERS_NAMES
-
     if name in TRANSFORMERS_NAMES:
         return f"{message} {TRANSFORMERS_NAMES[name]}"
     hint = suggest(name, public)
