@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import textwrap
@@ -113,3 +114,20 @@ def test_client_may_ask_for_the_processes_before_they_are_launched(
     results = run_distributed(PROCESSES)
     assert results[0][:3] == [2, 2, "ddp"]
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("rank", "main_only", "is_shown"), [("1", False, True), ("1", True, False), ("0", True, True)])
+def test_accelerates_loggers_work_before_a_launch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: str, main_only: bool, is_shown: bool
+) -> None:
+    from accelerate.logging import MultiProcessAdapter
+    from accelerate.state import PartialState
+
+    from hftrain.compat.logs import adapted_log
+
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(MultiProcessAdapter, "log", adapted_log(MultiProcessAdapter.log))
+    logger = MultiProcessAdapter(logging.getLogger("client"), {})
+    logger.warning("hello", main_process_only=main_only)
+    assert ("hello" in caplog.text) is is_shown

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from hftrain import TaskError
 from hftrain.core.types import StepOutput
+from hftrain.task.items import LABELS, SAMPLES, MeanOver
 from hftrain.task.model_task import ModelTask
 
 
@@ -342,3 +343,11 @@ def test_masked_patches_are_counted_whatever_the_masks_type(dtype: torch.dtype) 
     task = ModelTask(nn.Linear(2, 2), label_names=["bool_masked_pos"])
     batch = {"pixel_values": torch.zeros(2, 4), "bool_masked_pos": torch.tensor([[1, 0, 0], [1, 1, 0]]).to(dtype)}
     assert int(task.count_items(batch)) == 3
+
+
+def test_function_in_place_of_the_models_loss_is_not_weighed_by_what_the_models_was() -> None:
+    task = ModelTask(Answer())
+    task.mean_over = MeanOver(SAMPLES)
+    assert task.kind == SAMPLES
+    task.use_loss(lambda outputs, labels: cross_entropy(outputs["logits"], labels))
+    assert task.kind == LABELS
