@@ -55,6 +55,34 @@ class Scaled(Divides):
         return {"loss": mean * (labels[:, 1:] != -100).sum() / count, "logits": logits}
 
 
+class Steps(Ordered):
+    """Writes its step out, and takes the loss from the documented method."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Calls(Ordered):
+    """Has a step of its own that calls the documented one."""
+
+    def training_step(self, *args: Any) -> torch.Tensor:
+        return super().training_step(*args)
+
+
+class Stepped(NeedsCount):
+    """For a step that is written out."""
+
+
+class Called(NeedsCount):
+    """For a step that calls the documented one."""
+
+
+TRAINERS: dict[Any, type[Trainer]] = {Scaled: Trusts, Stepped: Steps, Called: Calls}
+
+
 def cut(*lengths: int) -> Rows:
     """Return samples with these numbers of labels at their beginnings; a negative one leaves the first label out."""
     rows = [dict(row) for row in (full_rows() * 2)[: len(lengths)]]
@@ -91,6 +119,8 @@ CASES: dict[str, tuple[Any, Rows, int, int]] = {
     "no label in one process": (Words, cut(6, 2, 0, 0, 5, 3, 6, 6), 2, 1),
     "no label in one process, shifted": (Shifts, cut(0, 0, 6, 2, 5, 3, 6, 6), 2, 1),
     "said to be divided": (Scaled, make_rows(), 2, 2),
+    "a step written out": (Stepped, make_rows(), 2, 2),
+    "a step that calls the documented one": (Called, make_rows(), 2, 2),
 }
 
 
@@ -102,7 +132,7 @@ def train(folder: str) -> dict[str, list[float]]:
             Path(folder), per_device_train_batch_size=size, gradient_accumulation_steps=accumulation,
             max_steps=NUM_STEPS, learning_rate=RATE, max_grad_norm=0.0, optim="sgd", lr_scheduler_type="constant",
         )  # fmt: skip
-        trainer = (Trusts if kind is Scaled else Ordered)(make_model(kind), arguments, train_dataset=rows)
+        trainer = TRAINERS.get(kind, Ordered)(make_model(kind), arguments, train_dataset=rows)
         trainer.train()
         found[case] = torch.cat([p.flatten() for p in trainer.model.parameters()]).tolist()
         trainer.strategy.close()
@@ -117,7 +147,7 @@ def trained(case: str) -> list[float]:
     for step in range(NUM_STEPS):
         start = step * num % len(rows)
         batch = batch_of(rows[start : start + num])
-        count = {"num_items_in_batch": (batch["labels"] != -100).sum()} if kind is NeedsCount else {}
+        count = {"num_items_in_batch": (batch["labels"] != -100).sum()} if issubclass(kind, NeedsCount) else {}
         model(**batch, **count)["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -87,7 +87,7 @@ class ModelTask(TaskModule):
     def use_loss(self, function: LossFunction | None) -> None:
         """Take a function in place of the model's own loss, None for the model's; mutates the task."""
         self.compute_loss_func = function if callable(function) else None
-        self._function_takes_count = self.compute_loss_func is not None and takes_item_count(self.compute_loss_func)
+        self.function_takes_count = self.compute_loss_func is not None and takes_item_count(self.compute_loss_func)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, num_items_in_batch: int | torch.Tensor | None = None
@@ -126,7 +126,7 @@ class ModelTask(TaskModule):
         features = inputs if takes_labels else {name: value for name, value in inputs.items() if name != key}
         outputs = self._call(model, features, None)
         if self.compute_loss_func is not None:
-            count = {"num_items_in_batch": num_items_in_batch} if self._function_takes_count else {}
+            count = {"num_items_in_batch": num_items_in_batch} if self.function_takes_count else {}
             return self.compute_loss_func(outputs, labels, **count), outputs
         if isinstance(outputs, Mapping):
             logits = outputs["logits"]

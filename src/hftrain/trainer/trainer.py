@@ -394,6 +394,8 @@ class Trainer:
             map(self._is_overridden, ("autocast_smart_context_manager", "torchdynamo_smart_context_manager"))
         )
         self._shares = LossShares(self)
+        # A step of the user's own, which may call compute_loss itself.
+        self._steps_itself, self._is_weighing = self._is_overridden("training_step"), False
         check_hooks(self, Trainer, given=given)
 
     def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
@@ -1316,7 +1318,9 @@ class Trainer:
         num_items = num_items_in_batch if shares is None else shares.noted(num_items_in_batch)
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
+            self._is_weighing = True
             loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items)
+            self._is_weighing = False
         if shares is not None:
             loss = shares.weigh(loss, share, num_items_in_batch)
         self._backward(loss)
@@ -1337,6 +1341,8 @@ class Trainer:
             loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
             if self.args.past_index >= 0:
                 self._past = read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
+            if self._steps_itself and not self._is_weighing and self._stage == "train":
+                loss = self._shares.over_ranks(loss, num_items_in_batch)
         else:
             result = self.task.training_step(inputs)
             if isinstance(result, torch.Tensor):

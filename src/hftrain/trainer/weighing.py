@@ -200,6 +200,14 @@ class LossShares:
             self._wait = None
         return _scaled(loss, share, self.num_ranks, num_items if self._total is None else self._total)
 
+    def over_ranks(self, loss: torch.Tensor, num_items: Count | None) -> torch.Tensor:
+        """Take DDP's mean over ranks back, as documented, for a step of the user's own that asks for the loss."""
+        task = self.plain
+        if self.num_ranks == 1 or num_items is None or task is None:
+            return loss
+        divides = task.gives_count if task.returns_loss else task.label_smoothing or task.function_takes_count
+        return loss * self.num_ranks if divides else loss
+
     def is_weighed(self, num_items: Count | None) -> bool:
         """Tell whether a step's losses were weighed, here or by the model, which divided them by the item count."""
         return self.has_weighed or (num_items is not None and self.plain is not None and self.plain.gives_count)
