@@ -13,7 +13,7 @@ import pytest
 from support.tiny import Net, Task, make_arguments, make_rows
 
 from hftrain import CheckpointError, Trainer, TrainerCallback, set_seed
-from hftrain.trainer import remote
+from hftrain.trainer import output
 
 pytestmark = pytest.mark.distributed
 
@@ -48,7 +48,7 @@ def begin(root: str, *, is_apart: bool) -> tuple[str, Path]:
     """Return the store and this process's cache; two processes apart pretend to be two machines."""
     if is_apart:
         os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"
-        remote._MAX_LOOKS = 1
+        output._MAX_LOOKS = 1
     cache = Path(root) / (f"cache{os.environ['RANK']}" if is_apart else "cache")
     os.environ["HFTRAIN_CACHE"] = str(cache)
     return f"local://{root}/store/run", cache
@@ -85,7 +85,7 @@ def fail(root: str) -> str:
     train(url, stop=2)
     if os.environ["RANK"] == "1":
         os.environ["HFTRAIN_CACHE"] = "/proc/none"  # where no checkpoint can be fetched to
-        remote.check_writable = lambda folder: None
+        output.check_writable = lambda folder: None
     try:
         train(url, resume=True)
     except (CheckpointError, OSError) as error:
