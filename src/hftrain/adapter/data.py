@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.arguments.accelerator import AcceleratorConfig
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.data.grouping import LengthConfig
 from hftrain.data.loaders import LoaderConfig
@@ -69,11 +69,9 @@ def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -
             else f"train_sampling_strategy={args.train_sampling_strategy!r}"
         )
         raise ConfigError(
-            explain(
-                f"Cannot use {given} together with sortish_sampler=True.",
-                "Both choose the order of the training data.",
-                "Keep one of the two.",
-            )
+            f"Cannot use {given} together with sortish_sampler=True.",
+            "Both choose the order of the training data.",
+            "Keep one of the two.",
         )
     if not is_sortish and not (is_grouped and is_training):
         return None

@@ -11,7 +11,7 @@ from typing import Any
 from hftrain.adapter import fsdp
 from hftrain.adapter.data import read_accelerator_config, total_batch_size
 from hftrain.adapter.sharing import syncs_each_batch
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.types import PrecisionPolicy
 from hftrain.precision.base import Precision
@@ -37,11 +37,9 @@ def deepspeed_options(args: Any) -> dict[str, Any]:
     other = f"fsdp={args.fsdp!r}" if args.fsdp else "the launcher's FSDP" if fsdp.launcher_asks() else None
     if other is not None:
         raise ConfigError(
-            explain(
-                f"DeepSpeed was asked for together with {other}.",
-                "Both choose how processes share the model.",
-                "Keep one of the two.",
-            )
+            f"DeepSpeed was asked for together with {other}.",
+            "Both choose how processes share the model.",
+            "Keep one of the two.",
         )
     config = args.deepspeed or (_from_launcher() if launcher_asks() else None)
     return {"config": config}
@@ -146,7 +144,7 @@ def _check_arguments(args: Any, strategy: DeepSpeedStrategy) -> None:
     ]
     for is_asked, asked, reason, remedy in conflicts:
         if is_asked:
-            raise ConfigError(explain(f"{asked} was asked for with strategy={strategy.name!r}.", reason, remedy))
+            raise ConfigError(f"{asked} was asked for with strategy={strategy.name!r}.", reason, remedy)
 
 
 def _warn_of_what_the_config_makes(args: Any, strategy: DeepSpeedStrategy) -> None:

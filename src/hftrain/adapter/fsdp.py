@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.arguments.normalize import strip_fsdp
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import get_logger
 
 logger = get_logger(__name__)
@@ -63,11 +63,9 @@ def check_engine(args: Any, name: str) -> None:
     means = "1" if name == "fsdp1" else "2"
     if version is not None and str(version) in ("1", "2") and str(version) != means:
         raise ConfigError(
-            explain(
-                f"strategy={name!r} was asked for together with fsdp_config's version={version!r}.",
-                f"The name means version {means}.",
-                "Leave the version out; strategy='fsdp1' takes what fsdp and fsdp_config say.",
-            )
+            f"strategy={name!r} was asked for together with fsdp_config's version={version!r}.",
+            f"The name means version {means}.",
+            "Leave the version out; strategy='fsdp1' takes what fsdp and fsdp_config say.",
         )
 
 
@@ -85,20 +83,16 @@ def fsdp_options(args: Any, *, is_named: bool, has_wrapper: bool = False) -> dic
     words, given = _asked(args)
     if not is_named and args.world_size == 1 and "WORLD_SIZE" not in os.environ:
         raise ConfigError(
-            explain(
-                f"fsdp={' '.join(words)!r} was asked for.",
-                "It splits a model among processes, and there is one, which no launcher started.",
-                "Start with torchrun or `accelerate launch`, or leave fsdp out.",
-                fsdp=words,
-            )
+            f"fsdp={' '.join(words)!r} was asked for.",
+            "It splits a model among processes, and there is one, which no launcher started.",
+            "Start with torchrun or `accelerate launch`, or leave fsdp out.",
+            fsdp=words,
         )
     if getattr(args, "predict_with_generate", False):
         raise ConfigError(
-            explain(
-                "predict_with_generate=True was asked for with FSDP.",
-                "generate() calls the model as often as its text is long, which differs by process.",
-                "Generate from the saved model, in one process.",
-            )
+            "predict_with_generate=True was asked for with FSDP.",
+            "generate() calls the model as often as its text is long, which differs by process.",
+            "Generate from the saved model, in one process.",
         )
     config = read_fsdp_config(given)
     _check_config(args, config, words)
@@ -136,12 +130,10 @@ def _from_words(words: list[str], *, is_cut: bool) -> dict[str, Any]:
     shardings = [word for word in words if word in _SHARDINGS]
     if len(shardings) > 1:
         raise ConfigError(
-            explain(
-                f"fsdp={' '.join(words)!r} was asked for.",
-                "A model is split in one way.",
-                f"Keep one of {', '.join(shardings)}.",
-                fsdp=words,
-            )
+            f"fsdp={' '.join(words)!r} was asked for.",
+            "A model is split in one way.",
+            f"Keep one of {', '.join(shardings)}.",
+            fsdp=words,
         )
     return {
         "sharding": shardings[0] if shardings else _SHARDINGS[0],
@@ -157,18 +149,16 @@ def read_fsdp_config(given: Any) -> dict[str, Any]:
             given = json.loads(Path(given).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                explain("fsdp_config names a file.", f"It cannot be read: {error}.", "Give a JSON file, or a dict.")
+                "fsdp_config names a file.", f"It cannot be read: {error}.", "Give a JSON file, or a dict."
             ) from error
     if not isinstance(given or {}, dict):
         raise ConfigError(
-            explain("fsdp_config was given.", f"It holds a {type(given).__name__}.", "Give a JSON object, or a dict.")
+            "fsdp_config was given.", f"It holds a {type(given).__name__}.", "Give a JSON object, or a dict."
         )
     config = strip_fsdp(given or {})
     for key in config:
         if key not in _KEYS:
-            raise ConfigError(
-                explain(f"fsdp_config={{{key!r}: ...}} was given.", "There is no such key.", suggest(key, _KEYS))
-            )
+            raise ConfigError(f"fsdp_config={{{key!r}: ...}} was given.", "There is no such key.", suggest(key, _KEYS))
     return {key: value for key, value in config.items() if value is not None}
 
 
@@ -183,20 +173,16 @@ def _from_launcher() -> tuple[list[str], dict[str, Any]]:
     words = [sharding.lower()]
     if words[0] not in _SHARDINGS:
         raise ConfigError(
-            explain(
-                f"The launcher asked for FSDP_SHARDING_STRATEGY={sharding!r}.",
-                "There is no such sharding.",
-                suggest(words[0], _SHARDINGS),
-            )
+            f"The launcher asked for FSDP_SHARDING_STRATEGY={sharding!r}.",
+            "There is no such sharding.",
+            suggest(words[0], _SHARDINGS),
         )
     for name in ("ACTIVATION_CHECKPOINTING_OFFLOAD", "IGNORED_MODULES"):
         if said.get(name, "false").lower() not in ("", "false", "none"):
             raise ConfigError(
-                explain(
-                    f"The launcher asked for FSDP_{name}={said[name]!r}.",
-                    "The strategy has no such option.",
-                    f"Leave fsdp_{name.lower()} out of accelerate's configuration.",
-                )
+                f"The launcher asked for FSDP_{name}={said[name]!r}.",
+                "The strategy has no such option.",
+                f"Leave fsdp_{name.lower()} out of accelerate's configuration.",
             )
     if said.get("OFFLOAD_PARAMS", "false").lower() == "true":
         words.append("offload")
@@ -258,4 +244,4 @@ def _report_unused(config: dict[str, Any], *, has_wrapper: bool) -> None:
 
 
 def _refuse(key: str, config: dict[str, Any], reason: str, remedy: str) -> ConfigError:
-    return ConfigError(explain(f"fsdp_config={{{key!r}: {config.get(key)!r}}} was given.", reason, remedy))
+    return ConfigError(f"fsdp_config={{{key!r}: {config.get(key)!r}}} was given.", reason, remedy)

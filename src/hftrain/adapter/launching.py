@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 
 def check_local_rank(args: Any) -> None:
@@ -17,11 +17,9 @@ def check_local_rank(args: Any) -> None:
     launched = os.environ.get("LOCAL_RANK")
     if args.local_rank not in (-1, int(launched or -1)):
         raise ConfigError(
-            explain(
-                f"local_rank={args.local_rank} was asked for.",
-                "The launcher's environment variable LOCAL_RANK decides the rank, and it does not say so.",
-                "Launch with torchrun, and leave local_rank out.",
-                local_rank=args.local_rank,
-                LOCAL_RANK=launched,
-            )
+            f"local_rank={args.local_rank} was asked for.",
+            "The launcher's environment variable LOCAL_RANK decides the rank, and it does not say so.",
+            "Launch with torchrun, and leave local_rank out.",
+            local_rank=args.local_rank,
+            LOCAL_RANK=launched,
         )

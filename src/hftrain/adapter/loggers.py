@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hftrain.callbacks.trackers import TrackerCallback, tracker_callback
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.loggers.base import Logger
 from hftrain.loggers.registry import available_loggers
@@ -69,11 +69,9 @@ def _check(tracker: Any) -> Any:
         known_loggers.summary(tracker)
     elif not isinstance(tracker, Logger):
         raise ConfigError(
-            explain(
-                f"loggers=[{tracker!r}] was given.",
-                "It is neither a tracker's name nor a Logger.",
-                "Pass names, or instances of classes that derive from hftrain.Logger.",
-            )
+            f"loggers=[{tracker!r}] was given.",
+            "It is neither a tracker's name nor a Logger.",
+            "Pass names, or instances of classes that derive from hftrain.Logger.",
         )
     return tracker
 

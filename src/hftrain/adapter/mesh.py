@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 _SPLITS = {"tp_size": "layers", "cp_size": "sequences", "sp_size": "sequences"}
 _HYBRID = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
@@ -58,4 +58,4 @@ def mesh_request(args: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def _refusal(sizes: dict[str, int], reason: str, remedy: str) -> ConfigError:
-    return ConfigError(explain("parallelism_config was given.", reason, remedy, **sizes))
+    return ConfigError("parallelism_config was given.", reason, remedy, **sizes)

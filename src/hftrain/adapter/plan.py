@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.loops.fit import FitConfig
 
 
@@ -76,12 +76,10 @@ def require_max_steps(args: Any) -> None:
     """
     if args.max_steps <= 0:
         raise ConfigError(
-            explain(
-                "Training on a dataset without __len__ was asked for.",
-                "Epochs cannot be planned without a length.",
-                "Set max_steps to the number of optimizer updates.",
-                max_steps=args.max_steps,
-            )
+            "Training on a dataset without __len__ was asked for.",
+            "Epochs cannot be planned without a length.",
+            "Set max_steps to the number of optimizer updates.",
+            max_steps=args.max_steps,
         )
 
 

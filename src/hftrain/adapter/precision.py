@@ -6,7 +6,7 @@ import inspect
 import os
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
@@ -33,13 +33,11 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
         )
     if asked is not None and chosen and asked != chosen[0]:
         raise ConfigError(
-            explain(
-                f"precision={asked!r} was asked for together with {_field(args)}=True.",
-                f"Both choose the numerics, and they differ: {_field(args)} means {chosen[0]!r} here.",
-                "Keep one of the two.",
-                precision=asked,
-                **{_field(args): True},
-            )
+            f"precision={asked!r} was asked for together with {_field(args)}=True.",
+            f"Both choose the numerics, and they differ: {_field(args)} means {chosen[0]!r} here.",
+            "Keep one of the two.",
+            precision=asked,
+            **{_field(args): True},
         )
     said = asked or next(iter(chosen), None)
     # What `accelerate launch --mixed_precision` or its configuration file says.
@@ -59,13 +57,11 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
         return name, {}
     if own is not None or isinstance(precision, Precision) or not _takes_matmul(name):
         raise ConfigError(
-            explain(
-                f"precision={name!r} was asked for together with tf32={args.tf32}.",
-                f"tf32={args.tf32} means matmul={matmul!r}, and this precision has matmul={own!r}.",
-                "Keep one of the two.",
-                precision=name,
-                tf32=args.tf32,
-            )
+            f"precision={name!r} was asked for together with tf32={args.tf32}.",
+            f"tf32={args.tf32} means matmul={matmul!r}, and this precision has matmul={own!r}.",
+            "Keep one of the two.",
+            precision=name,
+            tf32=args.tf32,
         )
     return name, {"matmul": matmul}
 
@@ -79,11 +75,9 @@ def check_half_precision_backend(args: Any, device_type: str) -> None:
     device = {"cpu_amp": "cpu", "cuda_amp": "cuda"}.get(args.half_precision_backend)
     if device not in (None, device_type) and (args.fp16 or args.bf16):
         raise ConfigError(
-            explain(
-                f"half_precision_backend={args.half_precision_backend!r} was asked for.",
-                f"It is that of {device!r}, and this run takes {device_type!r}.",
-                "Leave half_precision_backend at 'auto', which suits the device.",
-            )
+            f"half_precision_backend={args.half_precision_backend!r} was asked for.",
+            f"It is that of {device!r}, and this run takes {device_type!r}.",
+            "Leave half_precision_backend at 'auto', which suits the device.",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hftrain.arguments.enums import ParallelMode
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 
 def check_sagemaker(args: Any) -> None:
@@ -26,9 +26,7 @@ def check_sagemaker(args: Any) -> None:
     else:
         return
     raise ConfigError(
-        explain(
-            asked,
-            f"SageMaker's {runtime} runtime (smdistributed) needs a trainer of its own, which this is not.",
-            f"Launch with torchrun (distribution={{'torch_distributed': {{'enabled': True}}}}) and use {successor}.",
-        )
+        asked,
+        f"SageMaker's {runtime} runtime (smdistributed) needs a trainer of its own, which this is not.",
+        f"Launch with torchrun (distribution={{'torch_distributed': {{'enabled': True}}}}) and use {successor}.",
     )

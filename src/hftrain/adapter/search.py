@@ -12,7 +12,7 @@ from hftrain.arguments.data import DataArguments
 from hftrain.arguments.fields import ArgumentFields
 from hftrain.arguments.optimization import OptimizationArguments
 from hftrain.arguments.settle import settle
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 
 _EXTRA = {"seed", "data_seed", "eval_steps", "save_steps", "logging_steps", "run_name", "metric_for_best_model"}
 # Read anew by each run; the others decide what a Trainer is made of.
@@ -45,22 +45,18 @@ def apply_hyperparameters(args: Any, values: Mapping[str, Any], *, is_for_model:
     unknown = [name for name in values if name not in known]
     if unknown and not is_for_model:
         raise ConfigError(
-            explain(
-                f"The hyper-parameter {unknown[0]!r} was asked for.",
-                f"{type(args).__name__} has no setting of that name, and model_init does not take the trial.",
-                f"{suggest(unknown[0], SEARCHABLE)} Values for the model are read by a model_init(trial).",
-            )
+            f"The hyper-parameter {unknown[0]!r} was asked for.",
+            f"{type(args).__name__} has no setting of that name, and model_init does not take the trial.",
+            f"{suggest(unknown[0], SEARCHABLE)} Values for the model are read by a model_init(trial).",
         )
     documented = {field.name for field in dataclasses.fields(ArgumentFields)}
     fixed = [name for name in values if name in documented and name not in SEARCHABLE]
     if fixed:
         raise ConfigError(
-            explain(
-                f"The hyper-parameter {fixed[0]!r} was asked for.",
-                "It decides what a Trainer is made of, and is read once for all trials.",
-                "Set it in the arguments, and make a Trainer for each of its values.",
-                **{name: values[name] for name in fixed},
-            )
+            f"The hyper-parameter {fixed[0]!r} was asked for.",
+            "It decides what a Trainer is made of, and is read once for all trials.",
+            "Set it in the arguments, and make a Trainer for each of its values.",
+            **{name: values[name] for name in fixed},
         )
     for name, kind in known.items():
         if name in values:
@@ -86,10 +82,8 @@ def _cast(name: str, value: Any, kind: str) -> Any:
     except (TypeError, ValueError, KeyError):
         pass
     raise ConfigError(
-        explain(
-            f"The hyper-parameter {name!r} was to be set.",
-            f"Its setting takes {kind}, and the value is none.",
-            "Let the search space give values of that type (suggest_int for whole numbers).",
-            **{name: value},
-        )
+        f"The hyper-parameter {name!r} was to be set.",
+        f"Its setting takes {kind}, and the value is none.",
+        "Let the search space give values of that type (suggest_int for whole numbers).",
+        **{name: value},
     )

@@ -10,7 +10,7 @@ import torch
 
 from hftrain.adapter.data import read_accelerator_config
 from hftrain.arguments.accelerator import AcceleratorConfig
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 
 _SWITCHES = ("split_batches", "even_batches", "use_seedable_sampler", "non_blocking", "use_configured_state")
 # Values that say what hftrain does anyway; why it cannot do otherwise.
@@ -101,4 +101,4 @@ def _accumulation(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _refused(key: Any, value: Any, reason: str, remedy: str) -> ConfigError:
-    return ConfigError(explain(f"accelerator_config={{{key!r}: ...}} was given.", reason, remedy, **{str(key): value}))
+    return ConfigError(f"accelerator_config={{{key!r}: ...}} was given.", reason, remedy, **{str(key): value})

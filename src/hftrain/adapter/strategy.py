@@ -10,7 +10,7 @@ from hftrain.adapter import deepspeed, fsdp
 from hftrain.adapter.mesh import mesh_request
 from hftrain.adapter.sagemaker import check_sagemaker
 from hftrain.adapter.xla import asks_for_xla, has_xla_config, xla_options
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.environment import lacks_processes
@@ -95,11 +95,9 @@ def _check_kind(strategy: Any) -> None:
         return
     shown = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
     raise ConfigError(
-        explain(
-            f"strategy={shown} was asked for.",
-            "It is a class." if isinstance(strategy, type) else "It is no name, and no strategy.",
-            f"Pass an object ({shown}())." if isinstance(strategy, type) else "Pass a name, an object, or nothing.",
-        )
+        f"strategy={shown} was asked for.",
+        "It is a class." if isinstance(strategy, type) else "It is no name, and no strategy.",
+        f"Pass an object ({shown}())." if isinstance(strategy, type) else "Pass a name, an object, or nothing.",
     )
 
 
@@ -128,13 +126,11 @@ def _check_fields(args: Any, strategy: str | Strategy | None) -> None:
         has_own = field == "deepspeed" and isinstance(strategy, Strategy)
         if has_own or _engine_meant_by(args, field) not in _engines_of(strategy):
             raise ConfigError(
-                explain(
-                    f"strategy={chosen!r} was asked for together with {field}={value!r}.",
-                    f"Both choose how processes share the model, and {field} means another strategy.",
-                    "Keep one of the two.",
-                    strategy=chosen,
-                    **{field: value},
-                )
+                f"strategy={chosen!r} was asked for together with {field}={value!r}.",
+                f"Both choose how processes share the model, and {field} means another strategy.",
+                "Keep one of the two.",
+                strategy=chosen,
+                **{field: value},
             )
 
 
@@ -145,11 +141,9 @@ def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[
         return None, {}
     if chosen is not None and found[0] not in _engines_of(strategy):
         raise ConfigError(
-            explain(
-                f"strategy={chosen!r} was asked for together with parallelism_config.",
-                f"Its sizes mean strategy={found[0]!r}.",
-                "Keep one of the two.",
-            )
+            f"strategy={chosen!r} was asked for together with parallelism_config.",
+            f"Its sizes mean strategy={found[0]!r}.",
+            "Keep one of the two.",
         )
     return found
 
@@ -177,13 +171,11 @@ def _check_preset(name: str, wanted: dict[str, Any]) -> None:
         if wanted.get(option, value) != value:
             shown = f"ddp_{option}" if option in ("find_unused_parameters", "static_graph") else option
             raise ConfigError(
-                explain(
-                    f"strategy={name!r} was asked for together with {shown}={wanted[option]!r}.",
-                    f"The name means {option}={value!r}.",
-                    "Keep one of the two.",
-                    strategy=name,
-                    **{shown: wanted[option]},
-                )
+                f"strategy={name!r} was asked for together with {shown}={wanted[option]!r}.",
+                f"The name means {option}={value!r}.",
+                "Keep one of the two.",
+                strategy=name,
+                **{shown: wanted[option]},
             )
 
 
@@ -197,11 +189,9 @@ def _check_launcher(strategy: str | Strategy | None) -> None:
     """Raise where `accelerate launch` was told to use what is not the chosen strategy: something else would train."""
     if lacks_processes() and _name_of(strategy) != "single":
         raise ConfigError(
-            explain(
-                "`accelerate launch` was asked for several processes.",
-                "It started this one alone, as it does where there are not several GPUs (on CPUs it wants MPI).",
-                "Start with `torchrun --nproc_per_node=N script.py`; or use --num_processes=1, and unset MASTER_ADDR.",
-            )
+            "`accelerate launch` was asked for several processes.",
+            "It started this one alone, as it does where there are not several GPUs (on CPUs it wants MPI).",
+            "Start with `torchrun --nproc_per_node=N script.py`; or use --num_processes=1, and unset MASTER_ADDR.",
         )
     engines = _engines_of(strategy) if _name_of(strategy) else {"fsdp", "deepspeed"}
     for variable, engine in _LAUNCHER_ENGINES.items():
@@ -209,9 +199,7 @@ def _check_launcher(strategy: str | Strategy | None) -> None:
             continue
         if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
             raise ConfigError(
-                explain(
-                    f"The launcher asked for {engine} ({variable}={os.environ[variable]}).",
-                    f"strategy={engine!r} is not the one that was chosen.",
-                    "Launch with torchrun, or without that option of accelerate launch.",
-                )
+                f"The launcher asked for {engine} ({variable}={os.environ[variable]}).",
+                f"strategy={engine!r} is not the one that was chosen.",
+                "Launch with torchrun, or without that option of accelerate launch.",
             )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hftrain.adapter.fsdp import read_fsdp_config
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import get_logger
 
 logger = get_logger(__name__)
@@ -109,4 +109,4 @@ def _with_dtypes(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(name: str, value: Any, reason: str, remedy: str) -> ConfigError:
-    return ConfigError(explain(f"{name}={value!r} was given.", reason, remedy, **{name: value}))
+    return ConfigError(f"{name}={value!r} was given.", reason, remedy, **{name: value})

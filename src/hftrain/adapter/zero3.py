@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hftrain.adapter.deepspeed import deepspeed_options, run_values
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.optional import is_available
 from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
 
@@ -35,11 +35,9 @@ class HfDeepSpeedConfig:
         given = config_or_args if args is None else deepspeed_options(args)["config"]
         if not given:
             raise ConfigError(
-                explain(
-                    "Cannot make a HfDeepSpeedConfig from these arguments:",
-                    "they hold no DeepSpeed config.",
-                    "Set deepspeed to a dict or the path of a JSON file, or pass that instead of the arguments.",
-                )
+                "Cannot make a HfDeepSpeedConfig from these arguments:",
+                "they hold no DeepSpeed config.",
+                "Set deepspeed to a dict or the path of a JSON file, or pass that instead of the arguments.",
             )
         options = {} if args is None else {"use_cpu": args.use_cpu, "backend": args.ddp_backend}
         self._strategy = DeepSpeedStrategy(config=given, **options)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 
 
 @dataclass(slots=True)
@@ -54,11 +54,9 @@ class AcceleratorConfig:
             loaded = dict(json.loads(Path(json_file).read_text(encoding="utf-8")))
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(
-                explain(
-                    f"accelerator_config={os.fspath(json_file)!r} was given.",
-                    f"It cannot be read as a JSON file that holds settings: {error}",
-                    "Give the path of a JSON file, or a dict.",
-                )
+                f"accelerator_config={os.fspath(json_file)!r} was given.",
+                f"It cannot be read as a JSON file that holds settings: {error}",
+                "Give the path of a JSON file, or a dict.",
             ) from error
         return cls.from_settings(loaded)
 
@@ -73,11 +71,9 @@ class AcceleratorConfig:
             return config
         if isinstance(config, type):
             raise ConfigError(
-                explain(
-                    f"accelerator_config={config.__name__} was given.",
-                    "It is a class, and its settings are those of an instance.",
-                    f"Give {config.__name__}(), or a dict.",
-                )
+                f"accelerator_config={config.__name__} was given.",
+                "It is a class, and its settings are those of an instance.",
+                f"Give {config.__name__}(), or a dict.",
             )
         settings = {} if config is None else dict(config) if isinstance(config, Mapping) else dict(vars(config))
         known = [field.name for field in dataclasses.fields(cls)]
@@ -85,7 +81,7 @@ class AcceleratorConfig:
             if key not in known:
                 reason = "accelerator_config has no such key."
                 remedy = suggest(str(key), known)
-                raise ConfigError(explain(f"accelerator_config={{{key!r}: ...}} was given.", reason, remedy))
+                raise ConfigError(f"accelerator_config={{{key!r}: ...}} was given.", reason, remedy)
         return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hftrain.arguments.enums import IntervalStrategy
 from hftrain.arguments.fields import ArgumentFields
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 
 # Smallest accepted value; a setting that is None is left open and passes.
 _COUNTS: dict[str, int] = {
@@ -87,14 +87,14 @@ def _check_number(args: ArgumentFields, name: str, low: float, high: float, *, k
     reason = f"It must be {noun} {bounds}." if isinstance(value, kind) else f"It must be {noun}."
     # YAML 1.1 reads 5e-5 as text.
     remedy = "Give a number; in YAML write 5.0e-5, not 5e-5." if isinstance(value, str) else f"Change {name}."
-    raise ConfigError(explain(f"{name}={value!r} was asked for.", reason, remedy))
+    raise ConfigError(f"{name}={value!r} was asked for.", reason, remedy)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices:
         known = [choice for choice in choices if isinstance(choice, str)]
         reason = f"{name} has no such value."
-        raise ConfigError(explain(f"{name}={value!r} was asked for.", reason, suggest(str(value), known)))
+        raise ConfigError(f"{name}={value!r} was asked for.", reason, suggest(str(value), known))
 
 
 def _check_flags(args: ArgumentFields) -> None:
@@ -103,11 +103,9 @@ def _check_flags(args: ArgumentFields) -> None:
         value = getattr(args, each.name)
         if isinstance(value, str) and each.type in ("bool", "bool | None"):
             raise ConfigError(
-                explain(
-                    f"{each.name}={value!r} was asked for.",
-                    "It is a yes or a no, and text counts as a yes whatever it says.",
-                    "Use True or False; in YAML without quotation marks.",
-                )
+                f"{each.name}={value!r} was asked for.",
+                "It is a yes or a no, and text counts as a yes whatever it says.",
+                "Use True or False; in YAML without quotation marks.",
             )
 
 
@@ -120,31 +118,25 @@ def _check_interval(args: ArgumentFields, name: str, strategy: str) -> None:
     _check_number(args, name, 0, math.inf, kind=Real)
     if value > 1 and not float(value).is_integer():
         raise ConfigError(
-            explain(
-                f"{name}={value!r} was asked for.",
-                "Optimizer updates above 1 are counted in whole numbers; only values below 1 are shares of the run.",
-                f"Use {name}={round(value)}, or a value below 1.",
-            )
+            f"{name}={value!r} was asked for.",
+            "Optimizer updates above 1 are counted in whole numbers; only values below 1 are shares of the run.",
+            f"Use {name}={round(value)}, or a value below 1.",
         )
     if value == 0 and getattr(args, strategy) == IntervalStrategy.STEPS:
         raise ConfigError(
-            explain(
-                f"{strategy}='steps' was asked for with {name}=0.",
-                "Something cannot be due every 0 optimizer updates.",
-                f"Set {name} to 1 or more, to a share below 1, or {strategy}='no'.",
-                **{strategy: "steps", name: value},
-            )
+            f"{strategy}='steps' was asked for with {name}=0.",
+            "Something cannot be due every 0 optimizer updates.",
+            f"Set {name} to 1 or more, to a share below 1, or {strategy}='no'.",
+            **{strategy: "steps", name: value},
         )
 
 
 def _check_duration(args: ArgumentFields) -> None:
     if args.max_steps <= 0 and not args.num_train_epochs > 0:
         raise ConfigError(
-            explain(
-                f"num_train_epochs={args.num_train_epochs!r} was asked for.",
-                "A run needs a positive number of epochs or of optimizer updates.",
-                "Set num_train_epochs or max_steps above 0; to evaluate only, do not call train().",
-                num_train_epochs=args.num_train_epochs,
-                max_steps=args.max_steps,
-            )
+            f"num_train_epochs={args.num_train_epochs!r} was asked for.",
+            "A run needs a positive number of epochs or of optimizer updates.",
+            "Set num_train_epochs or max_steps above 0; to evaluate only, do not call train().",
+            num_train_epochs=args.num_train_epochs,
+            max_steps=args.max_steps,
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 from hftrain.arguments.enums import FOLLOW_METRIC, FSDPOption, HubStrategy, IntervalStrategy, SaveStrategy
 from hftrain.arguments.fields import ArgumentFields
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger, warn_once
 
 _HYBRID = (FSDPOption.HYBRID_SHARD, FSDPOption.HYBRID_SHARD_ZERO2)
@@ -53,7 +53,7 @@ def _warn_of_idle(args: ArgumentFields) -> None:
 def _refuse(args: ArgumentFields, reason: str, remedy: str, *names: str) -> ConfigError:
     values = {name: getattr(args, name) for name in names}
     asked = " with ".join(f"{name}={value!r}" for name, value in values.items())
-    return ConfigError(explain(f"{asked} was asked for.", reason, remedy, **values))
+    return ConfigError(f"{asked} was asked for.", reason, remedy, **values)
 
 
 def _check_best_model(args: ArgumentFields) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, NoReturn
 
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 
 
 class _Choice(str, Enum):
@@ -27,11 +27,9 @@ class _Choice(str, Enum):
     @classmethod
     def _refuse(cls, value: object) -> NoReturn:
         raise ConfigError(
-            explain(
-                f"{value!r} was asked for as {cls.__name__}.",
-                f"No {cls.__name__} has that value.",
-                suggest(str(value), cls.values()),
-            )
+            f"{value!r} was asked for as {cls.__name__}.",
+            f"No {cls.__name__} has that value.",
+            suggest(str(value), cls.values()),
         )
 
     @classmethod

@@ -18,7 +18,7 @@ from hftrain.arguments.enums import (
     SchedulerType,
 )
 from hftrain.arguments.fields import ArgumentFields
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 _LISTS = ("label_names", "include_for_metrics")
 _WORDS = ("debug", "fsdp")
@@ -99,12 +99,10 @@ def _trackers(value: str | list[str] | None) -> list[str] | None:
         return trackers
     if len(trackers) > 1:
         raise ConfigError(
-            explain(
-                "report_to='none' was combined with experiment trackers.",
-                "'none' means that nothing is reported.",
-                "Remove 'none', or the trackers.",
-                report_to=trackers,
-            )
+            "report_to='none' was combined with experiment trackers.",
+            "'none' means that nothing is reported.",
+            "Remove 'none', or the trackers.",
+            report_to=trackers,
         )
     return []
 
@@ -139,11 +137,9 @@ def strip_fsdp(config: dict[str, Any]) -> dict[str, Any]:
         short, value = str(key).removeprefix("fsdp_"), _flag(value)
         if found.setdefault(short, value) != value:
             raise ConfigError(
-                explain(
-                    f"fsdp_config was given with {short!r} and {'fsdp_' + short!r}.",
-                    f"They are one key, and say {found[short]!r} and {value!r}.",
-                    "Keep one of the two.",
-                )
+                f"fsdp_config was given with {short!r} and {'fsdp_' + short!r}.",
+                f"They are one key, and say {found[short]!r} and {value!r}.",
+                "Keep one of the two.",
             )
     return found
 
@@ -175,9 +171,7 @@ def _parse(name: str, text: str) -> dict[str, Any]:
         value = error
     if not isinstance(value, dict):
         reason = f"It is not a JSON object: {value}."
-        raise ConfigError(
-            explain(f"{name}={text!r} was given.", reason, "Write it as '{\"key\": value}', or as a dict.")
-        )
+        raise ConfigError(f"{name}={text!r} was given.", reason, "Write it as '{\"key\": value}', or as a dict.")
     return value
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from hftrain.arguments.enums import DebugOption, FSDPOption, OptimizerNames, ShardedDDPOption
 from hftrain.arguments.fields import ArgumentFields
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 _HERE = str(Path(__file__).parent)
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ArgumentFields)}
@@ -87,12 +87,10 @@ def _deprecate(old: str, new: str) -> None:
 def _conflict(old: str, old_value: Any, new: str, new_value: Any) -> ConfigError:
     received = {} if new.endswith("_token") else {old: old_value, new: new_value}
     return ConfigError(
-        explain(
-            f"{old} was given together with {new}.",
-            f"{old} is the old form of {new}, and the two differ.",
-            f"Keep {new} alone.",
-            **received,
-        )
+        f"{old} was given together with {new}.",
+        f"{old} is the old form of {new}, and the two differ.",
+        f"Keep {new} alone.",
+        **received,
     )
 
 
@@ -155,11 +153,9 @@ def _rename_sharded_ddp(args: ArgumentFields) -> None:
     options = [ShardedDDPOption(str(word).replace("cpu_offload", "offload")) for word in words]
     if ShardedDDPOption.SIMPLE in options and len(options) > 1:
         raise ConfigError(
-            explain(
-                f"Cannot use sharded_ddp={given!r}.",
-                "'simple' goes with no other option: offload and auto_wrap belong to zero_dp_2 and zero_dp_3.",
-                "Use 'zero_dp_2' in place of 'simple', or leave the others out.",
-            )
+            f"Cannot use sharded_ddp={given!r}.",
+            "'simple' goes with no other option: offload and auto_wrap belong to zero_dp_2 and zero_dp_3.",
+            "Use 'zero_dp_2' in place of 'simple', or leave the others out.",
         )
     shardings = list(dict.fromkeys(_SHARDINGS[option] for option in options))
     if args.fsdp and list(args.fsdp) != shardings:

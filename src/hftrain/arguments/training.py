@@ -11,7 +11,7 @@ from hftrain.arguments.renames import COMMON_NAMES
 from hftrain.arguments.serialization import ArgumentSerialization
 from hftrain.arguments.setters import ArgumentSetters
 from hftrain.arguments.settle import settle
-from hftrain.core.errors import UnknownArgumentError, explain, suggest
+from hftrain.core.errors import UnknownArgumentError, suggest
 from hftrain.core.lightning import TRAINER_KEYWORDS
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _refuse_unknown_names(cls: type, given: dict[str, Any]) -> None:
     for name in given:
         if name not in known:
             asked, reason = f"Cannot set {name} in {cls.__name__}.", f"{cls.__name__} has no setting {name!r}."
-            raise UnknownArgumentError(explain(asked, reason, _remedy(name, known)))
+            raise UnknownArgumentError(asked, reason, _remedy(name, known))
 
 
 def _remedy(name: str, known: frozenset[str]) -> str:

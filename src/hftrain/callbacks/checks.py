@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.lightning import CALLBACK_METHODS, CALLBACK_MISNOMERS, LIGHTNING_NAMES, lightning_base
 from hftrain.core.uncalled import check_uncalled
@@ -28,22 +28,18 @@ def check_callback(callback: Any) -> None:
     # Lightning's own base class has on_train_end, which takes other arguments.
     if lightning_base(kind) == "Callback" and not callable(getattr(kind, "on_step_end", None)):
         raise TaskError(
-            explain(
-                f"Cannot use {kind.__name__}, a callback of Lightning's:",
-                "its methods are called by other names and with other arguments.",
-                LIGHTNING_NAMES.get(kind.__name__)
-                or "Derive it from hftrain.TrainerCallback; on_train_batch_end becomes "
-                "on_step_end(self, args, state, control, **kwargs).",
-            )
+            f"Cannot use {kind.__name__}, a callback of Lightning's:",
+            "its methods are called by other names and with other arguments.",
+            LIGHTNING_NAMES.get(kind.__name__)
+            or "Derive it from hftrain.TrainerCallback; on_train_batch_end becomes "
+            "on_step_end(self, args, state, control, **kwargs).",
         )
     if lightning_base(kind) is None:
         check_uncalled(kind, error=TaskError, called=EVENTS, hooks=CALLBACK_METHODS, misnomers=CALLBACK_MISNOMERS)
     if not any(callable(getattr(callback, event, None)) for event in EVENTS):
         raise TaskError(
-            explain(
-                f"{kind.__name__} was given as a callback.",
-                "It has no method that is named after an event.",
-                f"Derive it from TrainerCallback and override one of: {', '.join(EVENTS)}.",
-                callback=callback,
-            )
+            f"{kind.__name__} was given as a callback.",
+            "It has no method that is named after an event.",
+            f"Derive it from TrainerCallback and override one of: {', '.join(EVENTS)}.",
+            callback=callback,
         )

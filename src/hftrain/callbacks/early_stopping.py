@@ -35,13 +35,11 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_patience_counter = 0
         if early_stopping_patience < 1 or self.early_stopping_threshold < 0:
             raise ConfigError(
-                explain(
-                    "EarlyStoppingCallback was given its limits.",
-                    "The patience counts evaluations and the threshold measures an improvement.",
-                    "Use a patience of at least 1 and a threshold of at least 0.",
-                    early_stopping_patience=early_stopping_patience,
-                    early_stopping_threshold=early_stopping_threshold,
-                )
+                "EarlyStoppingCallback was given its limits.",
+                "The patience counts evaluations and the threshold measures an improvement.",
+                "Use a patience of at least 1 and a threshold of at least 0.",
+                early_stopping_patience=early_stopping_patience,
+                early_stopping_threshold=early_stopping_threshold,
             )
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -112,12 +110,10 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if prefixes and "eval" not in prefixes:
             return None
         raise ConfigError(
-            explain(
-                "EarlyStoppingCallback looked for metric_for_best_model.",
-                f"The evaluation gave no {name!r}.",
-                f"Choose one of: {', '.join(sorted(metrics)) or '(no metrics at all)'}.",
-                metric_for_best_model=args.metric_for_best_model,
-            )
+            "EarlyStoppingCallback looked for metric_for_best_model.",
+            f"The evaluation gave no {name!r}.",
+            f"Choose one of: {', '.join(sorted(metrics)) or '(no metrics at all)'}.",
+            metric_for_best_model=args.metric_for_best_model,
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
@@ -53,12 +53,10 @@ class PredictionWriter(TrainerCallback):
     def __init__(self, folder: str | Path, *, batches_per_file: int = 64, returns_predictions: bool = False) -> None:
         if batches_per_file < 1:
             raise ConfigError(
-                explain(
-                    "A PredictionWriter was made.",
-                    "A file holds at least one batch.",
-                    "Set batches_per_file to 1 or more.",
-                    batches_per_file=batches_per_file,
-                )
+                "A PredictionWriter was made.",
+                "A file holds at least one batch.",
+                "Set batches_per_file to 1 or more.",
+                batches_per_file=batches_per_file,
             )
         check_url(folder)
         self._remote = RemoteFolder(str(folder)) if is_url(folder) else None
@@ -182,11 +180,9 @@ def _flat(tree: Any, name: str) -> dict[str, torch.Tensor]:
         entries = enumerate(tree)
     else:
         raise TaskError(
-            explain(
-                "Predictions were to be written to files.",
-                f"They hold a {type(tree).__name__}, and the files take tensors only.",
-                "Leave it out with ignore_keys or preprocess_logits_for_metrics.",
-            )
+            "Predictions were to be written to files.",
+            f"They hold a {type(tree).__name__}, and the files take tensors only.",
+            "Leave it out with ignore_keys or preprocess_logits_for_metrics.",
         )
     return {path: leaf for key, value in entries for path, leaf in _flat(value, f"{name}/{key}").items()}
 
@@ -195,11 +191,9 @@ def _read_about(folder: Path, rank: int) -> dict[str, Any]:
     path = folder / f"rank{rank}.json"
     if not path.exists():
         raise TaskError(
-            explain(
-                f"The predictions in {str(folder)!r} were to be read.",
-                f"{path.name} is missing: process {rank} has not written all of its own, or wrote elsewhere.",
-                "Run predict() to its end, with a folder that all processes share.",
-            )
+            f"The predictions in {str(folder)!r} were to be read.",
+            f"{path.name} is missing: process {rank} has not written all of its own, or wrote elsewhere.",
+            "Run predict() to its end, with a folder that all processes share.",
         )
     about: dict[str, Any] = read_json(path)
     return about

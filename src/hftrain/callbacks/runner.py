@@ -230,22 +230,18 @@ class CallbackHandler(HandlerSpellings):
         owner = type(getattr(handler, "__self__", handler)).__name__
         if not isinstance(flags, Mapping):
             raise TaskError(
-                explain(
-                    f"{owner}.{event} returned a {type(result).__name__}.",
-                    "A callback asks for things through the control's flags.",
-                    "Return None, the control, or a mapping of its flags to booleans.",
-                    returned=result,
-                )
+                f"{owner}.{event} returned a {type(result).__name__}.",
+                "A callback asks for things through the control's flags.",
+                "Return None, the control, or a mapping of its flags to booleans.",
+                returned=result,
             )
         for name in flags:
             if name not in known:
                 raise TaskError(
-                    explain(
-                        f"{owner}.{event} asked for {name!r}.",
-                        "TrainerControl has no flag of that name.",
-                        suggest(name, known),
-                        returned=dict(flags),
-                    )
+                    f"{owner}.{event} asked for {name!r}.",
+                    "TrainerControl has no flag of that name.",
+                    suggest(name, known),
+                    returned=dict(flags),
                 )
         self.control.update(dict(flags))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.storage.tensors import load_containers, load_tensors
 
@@ -62,9 +62,7 @@ def _folder_of(folder: Path, name: str) -> Path:
 
 def _unfit(path: Path, name: str, problem: str) -> CheckpointError:
     return CheckpointError(
-        explain(
-            f"The adapter {name!r} should be loaded from {path}.",
-            f"It does not fit: {problem}.",
-            "Build the model with the adapter configuration of the checkpoint.",
-        )
+        f"The adapter {name!r} should be loaded from {path}.",
+        f"It does not fit: {problem}.",
+        "Build the model with the adapter configuration of the checkpoint.",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from hftrain.checkpoint.manager import Group
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError
 from hftrain.strategies.board import Board
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 0.05
@@ -66,9 +66,7 @@ class BoardGroup:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise CheckpointError(
-            explain(
-                "Processes were to agree on a save in the background.",
-                f"There was no word from {'all' if key == 'all' else key} in {self._timeout_s:g} s.",
-                "Look for its error; allow more time with ddp_timeout.",
-            )
+            "Processes were to agree on a save in the background.",
+            f"There was no word from {'all' if key == 'all' else key} in {self._timeout_s:g} s.",
+            "Look for its error; allow more time with ddp_timeout.",
         )

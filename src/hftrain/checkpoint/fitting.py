@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from hftrain.core.errors import CheckpointError, HFTrainError, explain
+from hftrain.core.errors import CheckpointError, HFTrainError
 from hftrain.core.tree import is_alike
 
 P = ParamSpec("P")
@@ -127,7 +127,7 @@ def _check_ranges(path: Path, optimizer: torch.optim.Optimizer, group: Mapping[s
 def misfit(path: Path, reason: str) -> CheckpointError:
     """Word the error for a file that does not fit the run."""
     remedy = "Resume the run that was saved, or use another checkpoint."
-    return CheckpointError(explain(f"{path} should be restored.", f"{reason.rstrip('.')}.", remedy))
+    return CheckpointError(f"{path} should be restored.", f"{reason.rstrip('.')}.", remedy)
 
 
 def _is_no_fault_of_the_file(error: Exception) -> bool:

@@ -18,7 +18,7 @@ from hftrain.checkpoint.layout import MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_ST
 from hftrain.checkpoint.manifest import Manifest, verify
 from hftrain.checkpoint.parts import load_arguments, load_trainer_state
 from hftrain.checkpoint.shape import Grid
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError
 from hftrain.core.state import TrainerState
 
 # Options that newer versions of torch have added to optimizers, which fill them in when they load an older state.
@@ -165,4 +165,4 @@ def _read_state(folder: Path) -> TrainerState:
 
 
 def _unusable(path: Path, reason: str, remedy: str = "Load its weights into the model and start a new run") -> Any:
-    return CheckpointError(explain(f"Resuming from {path} was asked for.", f"{reason}.", f"{remedy}."))
+    return CheckpointError(f"Resuming from {path} was asked for.", f"{reason}.", f"{remedy}.")

@@ -198,7 +198,7 @@ class CheckpointManager:
             logger.warning("%s has no %s: its files are read as they are, without proof.", path, MANIFEST)
             return None
         raise CheckpointError(
-            explain(f"Resuming from {path} was asked for.", f"It is not a checkpoint: {_contents(path)}.", _hint(path))
+            f"Resuming from {path} was asked for.", f"It is not a checkpoint: {_contents(path)}.", _hint(path)
         )
 
     def own_checkpoints(self) -> list[Path]:
@@ -303,11 +303,9 @@ class CheckpointManager:
         found = sorted(target.parent.glob(f".staging-*-{target.name}"))
         if found != [self._begun]:
             raise CheckpointError(
-                explain(
-                    "save_on_each_node=True was asked for.",
-                    f"Another machine writes to {target.parent} as well.",
-                    "On storage that machines share leave save_on_each_node out.",
-                )
+                "save_on_each_node=True was asked for.",
+                f"Another machine writes to {target.parent} as well.",
+                "On storage that machines share leave save_on_each_node out.",
             )
 
     def _write(self, target: Path, writers: Sequence[Writer]) -> None:

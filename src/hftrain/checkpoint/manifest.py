@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from hftrain.checkpoint.layout import MANIFEST, checkpoint_step, is_part
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError
 from hftrain.core.optional import installed_versions
 from hftrain.storage.files import read_json, sha256, walk_files, write_text
 
@@ -122,11 +122,9 @@ def check_geometry(manifest: Manifest, **current: Any) -> None:
     ]
     if differing:
         raise CheckpointError(
-            explain(
-                f"Resuming from step {manifest.step} was asked for with {', '.join(differing)}.",
-                "What the checkpoint holds means something else there.",
-                "Resume with the values of the checkpoint, or start a new run from its weights.",
-            )
+            f"Resuming from step {manifest.step} was asked for with {', '.join(differing)}.",
+            "What the checkpoint holds means something else there.",
+            "Resume with the values of the checkpoint, or start a new run from its weights.",
         )
 
 
@@ -164,7 +162,7 @@ def _verify_file(folder: Path, name: str, record: Any) -> None:
 def _record(path: Path) -> dict[str, Any]:
     if not stat.S_ISREG(path.lstat().st_mode):
         raise CheckpointError(
-            explain(f"{path} should be saved.", "It is a link or no regular file.", "Write its content instead.")
+            f"{path} should be saved.", "It is a link or no regular file.", "Write its content instead."
         )
     return {"size": path.stat().st_size, "sha256": sha256(path)}
 
@@ -213,7 +211,7 @@ _FACTS: dict[str, Callable[[Any], bool]] = {
 
 def _refused(path: Path, reason: str) -> CheckpointError:
     remedy = "Use another checkpoint; without a path, resuming takes the newest that is whole."
-    return CheckpointError(explain(f"{path} should be read.", f"{reason}.", remedy))
+    return CheckpointError(f"{path} should be read.", f"{reason}.", remedy)
 
 
 def _checksum(body: dict[str, Any]) -> str:

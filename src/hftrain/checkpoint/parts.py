@@ -18,7 +18,7 @@ from hftrain.checkpoint.layout import (
     rng_name,
 )
 from hftrain.checkpoint.manifest import read_manifest
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError
 from hftrain.core.state import TrainerState, find_misfit
 from hftrain.storage.files import read_json, write_text
 from hftrain.storage.shards import load_shards
@@ -85,11 +85,9 @@ def save_trainer_state(state: TrainerState, folder: Path) -> None:
     except (TypeError, ValueError) as error:
         names = [name for name, own in state.stateful_callbacks.items() if not _is_json(own)]
         raise CheckpointError(
-            explain(
-                f"{TRAINER_STATE} should be written.",
-                f"It cannot hold the state of {', '.join(names) or 'this run'}: {error}.",
-                "Let a callback's state() return numbers, text, lists and dictionaries; tensors belong into the model.",
-            )
+            f"{TRAINER_STATE} should be written.",
+            f"It cannot hold the state of {', '.join(names) or 'this run'}: {error}.",
+            "Let a callback's state() return numbers, text, lists and dictionaries; tensors belong into the model.",
         ) from error
     write_text(folder / TRAINER_STATE, text)
 
@@ -129,12 +127,10 @@ def check_complete(folder: Path, name: str) -> None:
     """Raise `CheckpointError` where a checkpoint lacks a file because it was saved for its model only."""
     if not (folder / name).exists() and (folder / MANIFEST).exists() and read_manifest(folder).only_model:
         raise CheckpointError(
-            explain(
-                f"Resuming from {folder} was asked for.",
-                f"It was saved with save_only_model=True, so it has no {name}.",
-                "Name an older checkpoint that is complete, start a new run from its weights, or save without "
-                "save_only_model.",
-            )
+            f"Resuming from {folder} was asked for.",
+            f"It was saved with save_only_model=True, so it has no {name}.",
+            "Name an older checkpoint that is complete, start a new run from its weights, or save without "
+            "save_only_model.",
         )
 
 
@@ -148,4 +144,4 @@ def _load(folder: Path, name: str, *, with_numpy: bool = False) -> dict[str, Any
 
 
 def _unusable(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(explain(f"{path} should be read.", f"{reason}.", "Use another checkpoint."))
+    return CheckpointError(f"{path} should be read.", f"{reason}.", "Use another checkpoint.")

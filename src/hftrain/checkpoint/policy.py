@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, get_args
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 OnFullDisk = Literal["warn", "prune", "stop"]
 
@@ -51,13 +51,11 @@ class SavePolicy:
         }
         for name in (name for name, wrong in is_wrong.items() if wrong):
             raise ConfigError(
-                explain(
-                    f"SavePolicy({name}={getattr(self, name)!r}) was asked for.",
-                    "It has no such meaning.",
-                    f"Give {name} a number above 0, or leave it out."
-                    if name != "on_full_disk"
-                    else f"Use one of {', '.join(get_args(OnFullDisk))}.",
-                )
+                f"SavePolicy({name}={getattr(self, name)!r}) was asked for.",
+                "It has no such meaning.",
+                f"Give {name} a number above 0, or leave it out."
+                if name != "on_full_disk"
+                else f"Use one of {', '.join(get_args(OnFullDisk))}.",
             )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_step, list_checkpoints
 from hftrain.checkpoint.manifest import Manifest, inner_path, read_manifest, verify
 from hftrain.checkpoint.rotation import commit_order, surplus
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.storage import files
 from hftrain.storage.remote import RemoteFolder
@@ -60,11 +60,9 @@ class RemoteCheckpoints:
         except OSError as error:
             self._has_swept = False
             raise CheckpointError(
-                explain(
-                    f"{path.name} should be uploaded to {self.folder.url}.",
-                    f"{str(error).rstrip('.')}.",
-                    f"It is whole in {path}: resume from there, or copy it to the store, its {MANIFEST} last.",
-                )
+                f"{path.name} should be uploaded to {self.folder.url}.",
+                f"{str(error).rstrip('.')}.",
+                f"It is whole in {path}: resume from there, or copy it to the store, its {MANIFEST} last.",
             ) from error
 
     def names(self) -> list[str]:
@@ -263,15 +261,13 @@ class RemoteCheckpoints:
 
     def _damaged(self, name: str, reason: str) -> CheckpointError:
         remedy = "Use another checkpoint; without a path, resuming takes the newest that is whole."
-        return CheckpointError(explain(f"{self.folder.url}/{name} should be read.", f"{reason}.", remedy))
+        return CheckpointError(f"{self.folder.url}/{name} should be read.", f"{reason}.", remedy)
 
     def _unreachable(self, error: OSError) -> UnreachableError:
         return UnreachableError(
-            explain(
-                f"The checkpoints in {self.folder.url} should be read.",
-                f"{str(error).rstrip('.')}.",
-                "Check the network, the credentials and the room on the local disk, then try again.",
-            )
+            f"The checkpoints in {self.folder.url} should be read.",
+            f"{str(error).rstrip('.')}.",
+            "Check the network, the credentials and the room on the local disk, then try again.",
         )
 
 

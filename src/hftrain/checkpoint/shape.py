@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError
 from hftrain.core.progress import Progress
 
 # What decides the order of the data, or what the optimizer's state means: refused if it differs.
@@ -74,11 +74,9 @@ def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_with
     ]
     if differing:
         raise CheckpointError(
-            explain(
-                f"Resuming from step {step} was asked for with {', '.join(differing)}.",
-                "With that the position in the data is lost, or the optimizer's state means something else.",
-                "Resume with the values of the checkpoint, or start a new run from its weights.",
-            )
+            f"Resuming from step {step} was asked for with {', '.join(differing)}.",
+            "With that the position in the data is lost, or the optimizer's state means something else.",
+            "Resume with the values of the checkpoint, or start a new run from its weights.",
         )
     return [f"{name} {saved.get(name)} -> {current[name]}" for name in _FREE if saved.get(name) != current[name]]
 

@@ -15,7 +15,7 @@ import torch
 from hftrain.checkpoint.adapters import load_adapters, save_adapters, saves_adapters
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.layout import BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE, WEIGHT_SHARDS, WEIGHTS, WEIGHTS_INDEX
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng
@@ -77,11 +77,9 @@ def check_saveable(model: torch.nn.Module, state: Mapping[str, Any], *, safe: bo
     foreign = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if foreign:
         raise CheckpointError(
-            explain(
-                f"The weights of {type(model).__name__} should be saved as safetensors.",
-                f"{', '.join(foreign)} are no tensors.",
-                "Set save_safetensors=False, or return tensors from get_extra_state().",
-            )
+            f"The weights of {type(model).__name__} should be saved as safetensors.",
+            f"{', '.join(foreign)} are no tensors.",
+            "Set save_safetensors=False, or return tensors from get_extra_state().",
         )
     check_tensors(state)
 
@@ -159,12 +157,10 @@ def read_weights(folder: Path) -> dict[str, Any]:
             return _read_shards(folder, folder / index)
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     raise CheckpointError(
-        explain(
-            f"Weights should be loaded from {folder}.",
-            f"It has neither {WEIGHTS} nor {BIN_WEIGHTS}, whole or sharded.",
-            "Use a folder that holds a model's weights.",
-            found=names[:12],
-        )
+        f"Weights should be loaded from {folder}.",
+        f"It has neither {WEIGHTS} nor {BIN_WEIGHTS}, whole or sharded.",
+        "Use a folder that holds a model's weights.",
+        found=names[:12],
     )
 
 
@@ -188,11 +184,9 @@ def load_task_state(folder: Path, names: Collection[str]) -> dict[str, torch.Ten
     tensors = load_tensors(path) if names or path.exists() else {}
     if tensors.keys() != set(names):
         raise CheckpointError(
-            explain(
-                f"The task's own state should be loaded from {path}.",
-                f"It holds {sorted(tensors)}, and the task has {sorted(names)}.",
-                "Resume with the task that was trained.",
-            )
+            f"The task's own state should be loaded from {path}.",
+            f"It holds {sorted(tensors)}, and the task has {sorted(names)}.",
+            "Resume with the task that was trained.",
         )
     return tensors
 
@@ -253,7 +247,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     state = load_containers(path)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         found = f"It holds a {type(state).__name__}, not values by name."
-        raise CheckpointError(explain(f"{path} should hold weights.", found, "Use another checkpoint."))
+        raise CheckpointError(f"{path} should hold weights.", found, "Use another checkpoint.")
     return state
 
 
@@ -262,7 +256,7 @@ def _shards_of(index: Path) -> dict[str, str]:
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not all(_SHARD.fullmatch(str(name)) for name in shards.values()):
         raise CheckpointError(
-            explain(f"{index} should be read.", "It does not map names to files beside it.", "Use another checkpoint.")
+            f"{index} should be read.", "It does not map names to files beside it.", "Use another checkpoint."
         )
     return shards
 
@@ -275,16 +269,14 @@ def _read_shards(folder: Path, index: Path) -> dict[str, Any]:
     if state.keys() != shards.keys():
         differing = sorted(state.keys() ^ shards.keys())
         raise CheckpointError(
-            explain(f"{index} should be read.", f"It and its files differ in {differing}.", "Use another checkpoint.")
+            f"{index} should be read.", f"It and its files differ in {differing}.", "Use another checkpoint."
         )
     return state
 
 
 def _unfit(model: torch.nn.Module, folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
-        explain(
-            f"The weights in {folder} should be loaded into {type(model).__name__}.",
-            f"They do not fit: {problem}.",
-            "Build the model as it was when the checkpoint was saved.",
-        )
+        f"The weights in {folder} should be loaded into {type(model).__name__}.",
+        f"They do not fit: {problem}.",
+        "Build the model as it was when the checkpoint was saved.",
     )

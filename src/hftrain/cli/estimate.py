@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.trainer.estimating import MemoryEstimate
 from hftrain.trainer.trainer import Trainer
 
@@ -46,10 +46,8 @@ def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> Memory
         sys.path[:] = path
     if not found:
         raise ConfigError(
-            explain(
-                f"`hftrain estimate {script}` was asked for.",
-                "The script ended without a call of Trainer.train.",
-                "Give the arguments with which it trains after its name.",
-            )
+            f"`hftrain estimate {script}` was asked for.",
+            "The script ended without a call of Trainer.train.",
+            "Give the arguments with which it trains after its name.",
         )
     return found[0]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.cli.options import is_flag, option_names, option_settings
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.optional import require
 
 _WORDS = re.compile(r"""(?P<quote>["'])(?P<quoted>.*?)(?P=quote)(?=\s|$)|(?P<plain>\S+)""", re.DOTALL)
@@ -57,7 +57,7 @@ class HfArgumentParser(argparse.ArgumentParser):
     def _add_dataclass(self, kind: Any) -> None:
         if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
             asked, reason = f"HfArgumentParser({kind!r}) was asked for.", "That is no dataclass, so it has no fields."
-            raise ConfigError(explain(asked, reason, "Decorate the class with @dataclass, and give the class itself."))
+            raise ConfigError(asked, reason, "Decorate the class with @dataclass, and give the class itself.")
         hints, title = _type_hints(kind), getattr(kind, "_argument_group_name", kind.__name__)
         group = self.add_argument_group(title)
         for field in _fields(kind):
@@ -139,7 +139,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         unknown = [name for name in args if name not in names]
         if unknown and not allow_extra_keys:
             hints = " ".join(suggest(str(name), names) for name in unknown[:3])
-            raise ConfigError(explain(f"Keys {unknown} were given.", "No dataclass has such fields.", hints))
+            raise ConfigError(f"Keys {unknown} were given.", "No dataclass has such fields.", hints)
         return self._build(dict(args))
 
     def parse_json_file(self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
@@ -193,9 +193,7 @@ class HfArgumentParser(argparse.ArgumentParser):
             for word in words[:3]
             if word.startswith("--")
         )
-        raise ConfigError(
-            explain(f"{' '.join(words)!r} was given.", "The parser knows no such options.", hints or "Remove it.")
-        )
+        raise ConfigError(f"{' '.join(words)!r} was given.", "The parser knows no such options.", hints or "Remove it.")
 
 
 def _fields(kind: Any) -> list[dataclasses.Field[Any]]:
@@ -207,18 +205,16 @@ def _type_hints(kind: type) -> dict[str, Any]:
         return typing.get_type_hints(kind)
     except NameError as error:
         raise ConfigError(
-            explain(
-                f"HfArgumentParser({kind.__name__}) was asked for.",
-                f"An annotation of its fields cannot be resolved: {error}.",
-                "Define or import what annotations name at the top of the module, and not under TYPE_CHECKING.",
-            )
+            f"HfArgumentParser({kind.__name__}) was asked for.",
+            f"An annotation of its fields cannot be resolved: {error}.",
+            "Define or import what annotations name at the top of the module, and not under TYPE_CHECKING.",
         ) from error
 
 
 def _read_words(file: Path) -> list[str]:
     if not file.is_file():
         reason = "There is no such file."
-        raise ConfigError(explain(f"Arguments from {str(file)!r} were asked for.", reason, "Check the path."))
+        raise ConfigError(f"Arguments from {str(file)!r} were asked for.", reason, "Check the path.")
     found = _WORDS.finditer(file.read_text(encoding="utf-8"))
     return [word["plain"] if word["quote"] is None else word["quoted"] for word in found]
 
@@ -226,5 +222,5 @@ def _read_words(file: Path) -> list[str]:
 def _as_mapping(content: Any, file: str | os.PathLike[str], kind: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         reason = f"It holds no {kind}: {content}."
-        raise ConfigError(explain(f"{os.fspath(file)!r} was given.", reason, "Write one value per field's name."))
+        raise ConfigError(f"{os.fspath(file)!r} was given.", reason, "Write one value per field's name.")
     return content

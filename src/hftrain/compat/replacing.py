@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from hftrain.compat.logs import adapted_log
 from hftrain.compat.names import is_telling, replacements
 from hftrain.compat.processes import adapted_init
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
 
 # Who may hold transformers' objects.
@@ -122,11 +122,9 @@ def _refuse_holders(theirs: set[int]) -> None:
         held = f"transformers' ({', '.join(sorted(names))})"
         others = f" So do {len(found) - 1} more modules." if len(found) > 1 else ""
         raise ConfigError(
-            explain(
-                "Cannot put hftrain's objects in the place of transformers':",
-                f"the module {first!r} was imported before and holds {held}.{others}",
-                "Call hftrain.compat.install() at the start of the program, before such imports.",
-            )
+            "Cannot put hftrain's objects in the place of transformers':",
+            f"the module {first!r} was imported before and holds {held}.{others}",
+            "Call hftrain.compat.install() at the start of the program, before such imports.",
         )
 
 

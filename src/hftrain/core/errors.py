@@ -8,7 +8,10 @@ from typing import Any
 
 
 class HFTrainError(Exception):
-    """Base of every error hftrain raises on purpose."""
+    """Base of every error hftrain raises on purpose; takes a whole text, or the parts that `explain` takes."""
+
+    def __init__(self, asked: str = "", reason: str = "", remedy: str = "", /, **received: Any) -> None:
+        super().__init__(explain(asked, reason, remedy, **received))
 
 
 class ConfigError(HFTrainError, ValueError):
@@ -35,7 +38,7 @@ class TaskError(HFTrainError, TypeError):
     """A task, model or dataset does not keep its side of the contract."""
 
 
-def explain(asked: str, reason: str, remedy: str, **received: Any) -> str:
+def explain(asked: str, reason: str, remedy: str, /, **received: Any) -> str:
     """Word an error in the project's three parts, followed by the values received.
 
     Args:

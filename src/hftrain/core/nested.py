@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 
 _ROWS = (torch.Tensor, numpy.ndarray)
 
@@ -41,11 +41,9 @@ def nested_concat(tensors: Any, new_tensors: Any, padding_index: int = -100) -> 
     if type(tensors) is type(new_tensors) and isinstance(tensors, Mapping):
         return _like(tensors, {k: nested_concat(v, new_tensors[k], padding_index) for k, v in tensors.items()})
     raise TaskError(
-        explain(
-            f"Cannot join a {type(tensors).__name__} with a {type(new_tensors).__name__}:",
-            "only tensors, arrays, and lists, tuples and mappings of them can be joined, each with its own kind.",
-            "Give two structures of the same form.",
-        )
+        f"Cannot join a {type(tensors).__name__} with a {type(new_tensors).__name__}:",
+        "only tensors, arrays, and lists, tuples and mappings of them can be joined, each with its own kind.",
+        "Give two structures of the same form.",
     )
 
 

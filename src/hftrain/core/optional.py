@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hftrain.core.errors import MissingDependencyError, explain
+from hftrain.core.errors import MissingDependencyError
 
 
 def is_available(requirement: str) -> bool:
@@ -28,7 +28,7 @@ def require(requirement: str, *, feature: str, extra: str | None = None) -> None
     if not cache:
         command = f"pip install 'hftrain[{extra}]'" if extra else f"pip install '{requirement}'"
         raise MissingDependencyError(
-            explain(f"{feature} was asked for.", f"It needs {requirement!r}: {cache.message}", f"Run: {command}.")
+            f"{feature} was asked for.", f"It needs {requirement!r}: {cache.message}", f"Run: {command}."
         )
 
 

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-from hftrain.core.errors import ConfigError, MissingDependencyError, explain, suggest
+from hftrain.core.errors import ConfigError, MissingDependencyError, suggest
 from hftrain.core.log import warn_once
 
 T = TypeVar("T")
@@ -97,11 +97,9 @@ class Registry(Generic[T]):
                 if not entry.point:
                     raise
                 raise MissingDependencyError(
-                    explain(
-                        f"Cannot use {self.kind}={name!r}:",
-                        f"its entry point {entry.point} cannot be imported ({type(error).__name__}: {error}).",
-                        "Repair or uninstall that package, or choose another name.",
-                    )
+                    f"Cannot use {self.kind}={name!r}:",
+                    f"its entry point {entry.point} cannot be imported ({type(error).__name__}: {error}).",
+                    "Repair or uninstall that package, or choose another name.",
                 ) from error
         return target, dict(entry.preset)
 
@@ -118,15 +116,13 @@ class Registry(Generic[T]):
         if name not in self._entries:
             self._load_entry_points()
         if name not in self._entries and name in self._gone:
-            raise ConfigError(explain(f"Cannot use {self.kind}={name!r}:", *self._gone[name]))
+            raise ConfigError(f"Cannot use {self.kind}={name!r}:", *self._gone[name])
         if name not in self._entries:
             raise ConfigError(
-                explain(
-                    f"{self.kind}={name!r} was asked for.",
-                    f"No {self.kind} has that name.",
-                    f"Did you mean {ours!r}?" if (ours := self._elsewhere.get(name)) else suggest(name, self._entries),
-                    **{self.kind: name},
-                )
+                f"{self.kind}={name!r} was asked for.",
+                f"No {self.kind} has that name.",
+                f"Did you mean {ours!r}?" if (ours := self._elsewhere.get(name)) else suggest(name, self._entries),
+                **{self.kind: name},
             )
         return self._entries[name]
 

@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch.utils.data import default_collate
 
-from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.tree import map_tensors
 from hftrain.data.columns import text_columns
 
@@ -116,12 +116,10 @@ def returned_as(return_tensors: str, batch: Any) -> Any:
     """
     if return_tensors not in ("pt", "np"):
         raise ConfigError(
-            explain(
-                f"return_tensors={return_tensors!r} was asked for.",
-                "Batches can only be made of torch tensors or NumPy arrays.",
-                "Use 'pt', which training needs, or 'np'.",
-                return_tensors=return_tensors,
-            )
+            f"return_tensors={return_tensors!r} was asked for.",
+            "Batches can only be made of torch tensors or NumPy arrays.",
+            "Use 'pt', which training needs, or 'np'.",
+            return_tensors=return_tensors,
         )
     return batch if return_tensors == "pt" else map_tensors(batch, torch.Tensor.numpy)
 
@@ -134,11 +132,9 @@ def check_pads(tokenizer: Any) -> None:
     """
     if not callable(getattr(tokenizer, "pad", None)):
         raise ConfigError(
-            explain(
-                f"A {type(tokenizer).__name__} was to pad the batches.",
-                "It has no pad method.",
-                "Give a tokenizer or feature extractor, or use default_data_collator.",
-            )
+            f"A {type(tokenizer).__name__} was to pad the batches.",
+            "It has no pad method.",
+            "Give a tokenizer or feature extractor, or use default_data_collator.",
         )
 
 
@@ -165,11 +161,9 @@ def pad_features(tokenizer: Any, features: list[Any], **options: Any) -> Any:
         if not texts:
             raise
         raise TaskError(
-            explain(
-                f"Cannot make tensors of the columns {', '.join(texts)}:",
-                "they hold text.",
-                "Tokenize it first (dataset.map), remove the columns, or pass a data_collator that does either.",
-            )
+            f"Cannot make tensors of the columns {', '.join(texts)}:",
+            "they hold text.",
+            "Tokenize it first (dataset.map), remove the columns, or pass a data_collator that does either.",
         ) from error
 
 
@@ -195,11 +189,9 @@ def _column(rows: list[Mapping[str, Any]], name: str, stack: Callable[[list[Any]
         return stack([row[name] for row in rows])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise TaskError(
-            explain(
-                f"A batch of {len(rows)} samples was to be stacked.",
-                f"The samples' {name!r} cannot be: {type(error).__name__}: {error}",
-                "Give every sample the same shape; for texts, pass the tokenizer (or a data_collator that pads).",
-            )
+            f"A batch of {len(rows)} samples was to be stacked.",
+            f"The samples' {name!r} cannot be: {type(error).__name__}: {error}",
+            "Give every sample the same shape; for texts, pass the tokenizer (or a data_collator that pads).",
         ) from error
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.data.collators import check_pads, pad_features, returned_as
 from hftrain.data.collators_text import IGNORED, DataCollatorForLanguageModeling
 
@@ -105,7 +105,7 @@ class DataCollatorForPermutationLanguageModeling:
         if getattr(self.tokenizer, "mask_token_id", None) is None:
             reason = f"{type(self.tokenizer).__name__} has no mask token."
             asked = "Cannot make batches for permuted language modelling:"
-            raise ConfigError(explain(asked, reason, "Use a tokenizer that has one."))
+            raise ConfigError(asked, reason, "Use a tokenizer that has one.")
 
     def __call__(self, features: list[Any], return_tensors: str | None = None) -> Any:
         """Make a batch of mappings with `input_ids`, or of lists of token ids.
@@ -118,7 +118,7 @@ class DataCollatorForPermutationLanguageModeling:
         length = ids_BL.shape[1]
         if length % 2:
             asked, reason = f"Cannot permute sequences of {length} tokens:", "each of their two halves is permuted."
-            raise TaskError(explain(asked, reason, "Pad or cut the samples to an even length."))
+            raise TaskError(asked, reason, "Pad or cut the samples to an even length.")
         is_special_BL = torch.tensor(
             [self.tokenizer.get_special_tokens_mask(row, already_has_special_tokens=True) for row in ids_BL.tolist()]
         ).bool()

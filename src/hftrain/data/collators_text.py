@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.data.collators import check_pads, pad_features, returned_as
 from hftrain.data.seeding import derive_seed
@@ -176,30 +176,26 @@ class DataCollatorForLanguageModeling:
         shares = (self.mlm_probability, self.mask_replace_prob, self.random_replace_prob)
         if any(not 0 <= share <= 1 for share in shares) or self.mask_replace_prob + self.random_replace_prob > 1:
             raise ConfigError(
-                explain(
-                    "Tokens were to be masked.",
-                    "The shares must lie in [0, 1], and those of masked and random tokens add up to at most 1.",
-                    "Correct them.",
-                    mlm_probability=self.mlm_probability,
-                    mask_replace_prob=self.mask_replace_prob,
-                    random_replace_prob=self.random_replace_prob,
-                )
+                "Tokens were to be masked.",
+                "The shares must lie in [0, 1], and those of masked and random tokens add up to at most 1.",
+                "Correct them.",
+                mlm_probability=self.mlm_probability,
+                mask_replace_prob=self.mask_replace_prob,
+                random_replace_prob=self.random_replace_prob,
             )
         if self.whole_word_mask:
             self._mask_words_only()
         if self.mlm and getattr(self.tokenizer, "mask_token_id", None) is None:
             raise ConfigError(
-                explain(
-                    "Masked language modelling was asked for (mlm=True).",
-                    f"{type(self.tokenizer).__name__} has no mask token.",
-                    "Use a tokenizer with one, or mlm=False for causal language modelling.",
-                )
+                "Masked language modelling was asked for (mlm=True).",
+                f"{type(self.tokenizer).__name__} has no mask token.",
+                "Use a tokenizer with one, or mlm=False for causal language modelling.",
             )
 
     def _mask_words_only(self) -> None:
         if not self.mlm:
             reason, remedy = "causal language modelling masks nothing.", "Set mlm=True, or leave whole_word_mask out."
-            raise ConfigError(explain("Cannot use whole_word_mask=True with mlm=False:", reason, remedy))
+            raise ConfigError("Cannot use whole_word_mask=True with mlm=False:", reason, remedy)
         if (self.mask_replace_prob, self.random_replace_prob) not in ((0.8, 0.1), (1, 0)):
             warn_once(
                 "whole_word_mask=True masks every chosen token: mask_replace_prob and random_replace_prob are ignored."
@@ -280,11 +276,9 @@ def _words(offsets: list[Any], is_special_BL: torch.Tensor) -> torch.Tensor:
     """Return the number of its word for each token, -1 for special ones: a gap in the text begins a word."""
     if any(row is None for row in offsets):
         raise TaskError(
-            explain(
-                "Cannot mask whole words:",
-                "the samples have no offset_mapping, which tells where words begin.",
-                "Tokenize with return_offsets_mapping=True and keep that column (remove_unused_columns=False).",
-            )
+            "Cannot mask whole words:",
+            "the samples have no offset_mapping, which tells where words begin.",
+            "Tokenize with return_offsets_mapping=True and keep that column (remove_unused_columns=False).",
         )
     length = is_special_BL.shape[1]
     padded = [[*(list(pair) for pair in row), *[[0, 0]] * (length - len(row))] for row in offsets]
@@ -341,9 +335,7 @@ def _side(tokenizer: Any) -> str:
 
 def _ragged(name: str) -> TaskError:
     return TaskError(
-        explain(
-            f"The {name} of a batch were to become one tensor.",
-            "Their lengths do not fit together.",
-            "Use padding=True, and for token classification one label per token.",
-        )
+        f"The {name} of a batch were to become one tensor.",
+        "Their lengths do not fit together.",
+        "Use padding=True, and for token classification one label per token.",
     )

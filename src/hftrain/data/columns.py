@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 
 _logger = get_logger(__name__)
@@ -208,11 +208,9 @@ class TextRemover(_Before):
         names = ", ".join(texts)
         if len(texts) == len(first):
             raise ConfigError(
-                explain(
-                    f"Cannot make batches of the {self._description} set:",
-                    f"no tensor can be made of its columns ({names}).",
-                    "Tokenize the texts first (dataset.map), or pass a data_collator that does.",
-                )
+                f"Cannot make batches of the {self._description} set:",
+                f"no tensor can be made of its columns ({names}).",
+                "Tokenize the texts first (dataset.map), or pass a data_collator that does.",
             )
         self._tell(
             f"Columns of the {self._description} set are left out, as no tensor can be made of them: {names}. A "
@@ -256,11 +254,9 @@ def _report(message: str) -> None:
 
 def _nothing_left(found: Iterable[str], keep: Iterable[str], *, model_name: str, description: str) -> ConfigError:
     return ConfigError(
-        explain(
-            f"Unused columns of the {description} set were to be removed.",
-            f"Nothing would be left: {model_name}.forward takes none of its columns.",
-            "Rename the columns, or set remove_unused_columns=False if your collator needs them.",
-            columns=list(found),
-            signature=list(keep),
-        )
+        f"Unused columns of the {description} set were to be removed.",
+        f"Nothing would be left: {model_name}.forward takes none of its columns.",
+        "Rename the columns, or set remove_unused_columns=False if your collator needs them.",
+        columns=list(found),
+        signature=list(keep),
     )

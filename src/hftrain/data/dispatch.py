@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 from hftrain.data.wrappers import StreamWrapper, has_state
 
 # What a rank receives each round: its batch, if it gets one; whether this was the last round; why reading failed.
@@ -232,19 +232,13 @@ def _scatter(parcels: list[Parcel] | None) -> Parcel:
 
 def _cannot_fill() -> TaskError:
     return TaskError(
-        explain(
-            "A stream was to be filled up from its start, so that all processes get as many samples.",
-            "Put back into the state in which the epoch began, it gave none.",
-            "Let its load_state_dict lead back to that place, or set dataloader_drop_last=True.",
-        )
+        "A stream was to be filled up from its start, so that all processes get as many samples.",
+        "Put back into the state in which the epoch began, it gave none.",
+        "Let its load_state_dict lead back to that place, or set dataloader_drop_last=True.",
     )
 
 
 def _main_failed(reason: str) -> TaskError:
     return TaskError(
-        explain(
-            "The main process was to read a batch for this one.",
-            f"It failed: {reason}",
-            "See the main process's error.",
-        )
+        "The main process was to read a batch for this one.", f"It failed: {reason}", "See the main process's error."
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.seed import set_seed
 from hftrain.data.grouping import grouped_order
 
@@ -266,10 +266,8 @@ def _lengths(dataset: Any, lengths: Any, name: str | None) -> list[int]:
     name = "input_ids" if name is None else name
     if dataset is None or not isinstance(dataset[0], Mapping) or name not in dataset[0]:
         raise ConfigError(
-            explain(
-                "Cannot order samples by length:",
-                "no lengths are given" if dataset is None else f"the samples have no part {name!r}.",
-                "Pass lengths, one number for each sample, or name the part in model_input_name.",
-            )
+            "Cannot order samples by length:",
+            "no lengths are given" if dataset is None else f"the samples have no part {name!r}.",
+            "Pass lengths, one number for each sample, or name the part in model_input_name.",
         )
     return [len(sample[name]) for sample in dataset]

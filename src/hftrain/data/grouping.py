@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.seed import preserved_rng
 from hftrain.data.columns import removable_columns
 from hftrain.data.samplers import samplers_of
@@ -209,12 +209,10 @@ def _column_of_lengths(dataset: Any, name: str) -> Lengths:
     lengths = numpy.asarray(dataset.select_columns([name]).with_format("numpy")[:][name])
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise ConfigError(
-            explain(
-                f"length_column_name={name!r} was given.",
-                "That column does not hold one whole number for each sample.",
-                "Name the column that does, or leave it out to measure the inputs themselves.",
-                dtype=str(lengths.dtype),
-            )
+            f"length_column_name={name!r} was given.",
+            "That column does not hold one whole number for each sample.",
+            "Name the column that does, or leave it out to measure the inputs themselves.",
+            dtype=str(lengths.dtype),
         )
     return lengths.astype(numpy.int64)
 
@@ -244,4 +242,4 @@ def _length_of(sample: Any, dataset: Any, config: LengthConfig) -> int:
 
 def _no_lengths(dataset: Any, reason: str, remedy: str) -> ConfigError:
     asked = f"A {type(dataset).__name__} was to be ordered by length (group_by_length or sortish_sampler)."
-    return ConfigError(explain(asked, reason, remedy))
+    return ConfigError(asked, reason, remedy)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.data.dispatch import DispatchLoader, dispatch, dispatches
 from hftrain.data.samplers import (
@@ -71,24 +71,20 @@ class LoaderConfig:
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.num_workers < 0:
             raise ConfigError(
-                explain(
-                    "A loader was configured.",
-                    "A batch needs at least one sample, and workers cannot be fewer than none.",
-                    "Correct the number.",
-                    batch_size=self.batch_size,
-                    num_workers=self.num_workers,
-                )
+                "A loader was configured.",
+                "A batch needs at least one sample, and workers cannot be fewer than none.",
+                "Correct the number.",
+                batch_size=self.batch_size,
+                num_workers=self.num_workers,
             )
         if self.num_workers == 0 and (self.persistent_workers or self.prefetch_factor is not None):
             raise ConfigError(
-                explain(
-                    "Options for loader workers were given.",
-                    "There are no workers: batches are loaded in the main process.",
-                    "Set dataloader_num_workers to 1 or more, or leave the options out.",
-                    num_workers=self.num_workers,
-                    persistent_workers=self.persistent_workers,
-                    prefetch_factor=self.prefetch_factor,
-                )
+                "Options for loader workers were given.",
+                "There are no workers: batches are loaded in the main process.",
+                "Set dataloader_num_workers to 1 or more, or leave the options out.",
+                num_workers=self.num_workers,
+                persistent_workers=self.persistent_workers,
+                prefetch_factor=self.prefetch_factor,
             )
 
 
@@ -135,12 +131,10 @@ def build_train_loader(
         return RankLoader(dataset, batch_size=size, drop_last=config.drop_last, **options)
     if config.persistent_workers and hasattr(dataset, "set_epoch"):
         raise ConfigError(
-            explain(
-                f"Persistent workers were asked for with a {type(dataset).__name__}.",
-                "Its set_epoch would never reach the copies in workers that outlive an epoch.",
-                "Set dataloader_persistent_workers=False.",
-                persistent_workers=True,
-            )
+            f"Persistent workers were asked for with a {type(dataset).__name__}.",
+            "Its set_epoch would never reach the copies in workers that outlive an epoch.",
+            "Set dataloader_persistent_workers=False.",
+            persistent_workers=True,
         )
     if sampler is None:
         sampler = _train_sampler(dataset, config, world_size=world_size)
@@ -228,11 +222,9 @@ def _dispatch(
     alone = replace(config, batch_size=size, split_batches=False)
     if sampler is not None and _is_rank_aware(sampler):
         raise ConfigError(
-            explain(
-                "dispatch_batches=True was asked for.",
-                f"The {type(sampler).__name__} already gives each process its own share, and only one would be read.",
-                "Return a sampler of the whole dataset, or set dispatch_batches=False.",
-            )
+            "dispatch_batches=True was asked for.",
+            f"The {type(sampler).__name__} already gives each process its own share, and only one would be read.",
+            "Return a sampler of the whole dataset, or set dispatch_batches=False.",
         )
     if is_training and isinstance(dataset, IterableDataset):
         # The innermost, which the epoch has to reach.
@@ -261,37 +253,31 @@ def _build_alone(build: Callable[..., Any], config: LoaderConfig, collate: Colla
 def _check_length(batches: Any, config: LoaderConfig, *, world_size: int) -> None:
     if has_length(batches) and len(batches) == 0:
         raise ConfigError(
-            explain(
-                "Training was asked for.",
-                "The dataset is too small to give every process a full batch, and incomplete ones are left out.",
-                "Make the batch smaller, or set dataloader_drop_last=False.",
-                batch_size=config.batch_size,
-                world_size=world_size,
-            )
+            "Training was asked for.",
+            "The dataset is too small to give every process a full batch, and incomplete ones are left out.",
+            "Make the batch smaller, or set dataloader_drop_last=False.",
+            batch_size=config.batch_size,
+            world_size=world_size,
         )
 
 
 def _check_dataset(dataset: Any, sampler: Any) -> None:
     kind = type(dataset).__name__
     if has_length(dataset) and len(dataset) == 0:
-        raise ConfigError(explain(f"A {kind} was to be read.", "It is empty.", "Check how it was made or filtered."))
+        raise ConfigError(f"A {kind} was to be read.", "It is empty.", "Check how it was made or filtered.")
     if isinstance(dataset, IterableDataset):
         if sampler is not None:
             raise ConfigError(
-                explain(
-                    f"A sampler was given for a {kind}.",
-                    "A stream is read in its own order.",
-                    "Return None as its sampler.",
-                    sampler=type(sampler).__name__,
-                )
+                f"A sampler was given for a {kind}.",
+                "A stream is read in its own order.",
+                "Return None as its sampler.",
+                sampler=type(sampler).__name__,
             )
     elif not hasattr(dataset, "__getitem__") or (sampler is None and not has_length(dataset)):
         raise ConfigError(
-            explain(
-                f"A {kind} was to be read.",
-                "It is neither an IterableDataset nor has it both __getitem__ and __len__.",
-                "Derive it from torch.utils.data.Dataset or IterableDataset.",
-            )
+            f"A {kind} was to be read.",
+            "It is neither an IterableDataset nor has it both __getitem__ and __len__.",
+            "Derive it from torch.utils.data.Dataset or IterableDataset.",
         )
 
 

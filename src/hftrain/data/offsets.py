@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError
 from hftrain.data.dispatch import DispatchLoader, EvenedSampler, EvenedStream
 from hftrain.data.samplers import SkippedBatches, is_rank_aware
 from hftrain.data.seeding import SeededBatches
@@ -171,9 +171,7 @@ def _innermost(part: Any) -> Any:
 
 def _cannot_begin(what: str, offset: int) -> CheckpointError:
     return CheckpointError(
-        explain(
-            "A run was resumed with another batch size or number of processes.",
-            f"It stands {offset} samples into a batch of the new size, and its data comes from {what}.",
-            "Resume with the batch size and number of processes of the checkpoint, or from an epoch's end.",
-        )
+        "A run was resumed with another batch size or number of processes.",
+        f"It stands {offset} samples into a batch of the new size, and its data comes from {what}.",
+        "Resume with the batch size and number of processes of the checkpoint, or from an epoch's end.",
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler, Sampler
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.data.seeding import new_generator
 from hftrain.data.sizes import has_length
 
@@ -78,11 +78,9 @@ class ContiguousShard(Sampler[Any]):
     def __init__(self, sampler: Any, *, rank: int, world_size: int, unit: int = 1) -> None:
         if not has_length(sampler):
             raise ConfigError(
-                explain(
-                    f"A {type(sampler).__name__} was to be split among {world_size} processes.",
-                    "Without a length nobody knows where one share ends and the next begins.",
-                    "Give it a __len__.",
-                )
+                f"A {type(sampler).__name__} was to be split among {world_size} processes.",
+                "Without a length nobody knows where one share ends and the next begins.",
+                "Give it a __len__.",
             )
         self.sampler = sampler
         self._rank = rank

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.data.dispatch import DispatchLoader, dispatch, dispatches
 from hftrain.data.samplers import ContiguousShard, give_generator, is_rank_aware, samplers_of
 from hftrain.data.streams import EpochStream, shard_stream
@@ -67,13 +67,11 @@ def split_size(batch_size: int, *, world_size: int, split_batches: bool) -> int:
         return batch_size
     if batch_size % world_size:
         raise ConfigError(
-            explain(
-                "split_batches=True was asked for.",
-                f"A batch of {batch_size} cannot be split into {world_size} equal parts.",
-                "Make the batch size a multiple of the number of processes.",
-                batch_size=batch_size,
-                world_size=world_size,
-            )
+            "split_batches=True was asked for.",
+            f"A batch of {batch_size} cannot be split into {world_size} equal parts.",
+            "Make the batch size a multiple of the number of processes.",
+            batch_size=batch_size,
+            world_size=world_size,
         )
     return batch_size // world_size
 
@@ -259,9 +257,7 @@ def _is_sharded(loader: Any) -> bool:
 
 def _cannot_split(loader: Any, reason: str) -> ConfigError:
     return ConfigError(
-        explain(
-            f"A {type(loader).__name__} was to be split among several processes.",
-            f"It cannot be: {reason}",
-            "Give it a torch.utils.data.DistributedSampler, or return a torch DataLoader with a batch size.",
-        )
+        f"A {type(loader).__name__} was to be split among several processes.",
+        f"It cannot be: {reason}",
+        "Give it a torch.utils.data.DistributedSampler, or return a torch DataLoader with a batch size.",
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.data.dispatch import EvenedStream
 from hftrain.data.seeding import derive_seed, seed_process
 from hftrain.data.wrappers import StreamWrapper, has_state
@@ -196,13 +196,11 @@ def shard_stream(
             )
     elif num_workers > 1 and not splits_among_workers(dataset):
         raise ConfigError(
-            explain(
-                f"An {type(dataset).__name__} was to be evaluated by several processes with several workers each.",
-                "Nothing tells whether each worker would yield the whole stream, which would count samples twice.",
-                "Use one worker or none (dataloader_num_workers=1), or a map-style dataset.",
-                num_workers=num_workers,
-                world_size=world_size,
-            )
+            f"An {type(dataset).__name__} was to be evaluated by several processes with several workers each.",
+            "Nothing tells whether each worker would yield the whole stream, which would count samples twice.",
+            "Use one worker or none (dataloader_num_workers=1), or a map-style dataset.",
+            num_workers=num_workers,
+            world_size=world_size,
         )
     return BatchShardStream(dataset, batch_size=batch_size, rank=rank, world_size=world_size)
 

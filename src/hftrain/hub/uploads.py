@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.optional import require
 from hftrain.hub.files import drop_abandoned, folder_files, take_snapshot
@@ -114,13 +114,11 @@ class Uploads:
             if not isinstance(error, ValueError) and (status >= 500 or status in (408, 429)):
                 raise
             raise ConfigError(
-                explain(
-                    f"Pushing to the Hub repository {self.config.model_id!r} was asked for.",
-                    f"The Hub refuses it: {str(error).strip()}.",
-                    "Set hub_model_id to a repository of yours, and log in with `hf auth login` or give a hub_token "
-                    "that may write there.",
-                    hub_model_id=self.config.model_id,
-                )
+                f"Pushing to the Hub repository {self.config.model_id!r} was asked for.",
+                f"The Hub refuses it: {str(error).strip()}.",
+                "Set hub_model_id to a repository of yours, and log in with `hf auth login` or give a hub_token "
+                "that may write there.",
+                hub_model_id=self.config.model_id,
             ) from error
         drop_abandoned(self.config.output_dir)
         self.repo_id = str(url.repo_id)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import warn_once
 
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
@@ -155,9 +155,7 @@ def is_set(variable: str, default: str = "") -> bool:
     """
     value = os.environ.get(variable, default).strip().lower()
     if value not in _TRUE | _FALSE:
-        raise ConfigError(
-            explain(f"{variable}={value!r} is set.", "It is neither true nor false.", "Set it to true or false.")
-        )
+        raise ConfigError(f"{variable}={value!r} is set.", "It is neither true nor false.", "Set it to true or false.")
     return value in _TRUE
 
 
@@ -175,7 +173,7 @@ def artifacts_asked(variable: str, names: Mapping[str, str]) -> str:
     known = {**dict.fromkeys(_FALSE, "no"), **dict.fromkeys(_TRUE, "end"), **names}
     if value not in known:
         raise ConfigError(
-            explain(f"{variable}={value!r} is set.", "It has no such value.", suggest(value, {"true", "false", *names}))
+            f"{variable}={value!r} is set.", "It has no such value.", suggest(value, {"true", "false", *names})
         )
     return known[value]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.loggers.base import RunFacts, is_set
 from hftrain.loggers.mlflow import MLflowLogger
 
@@ -43,11 +43,9 @@ class DagsHubLogger(MLflowLogger):
         """
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             raise ConfigError(
-                explain(
-                    "Tracker 'dagshub' was asked for.",
-                    "MLFLOW_TRACKING_URI does not say which repository to report to.",
-                    "Call dagshub.init() before training, or set the variable.",
-                )
+                "Tracker 'dagshub' was asked for.",
+                "MLFLOW_TRACKING_URI does not say which repository to report to.",
+                "Call dagshub.init() before training, or set the variable.",
             )
         super().start(run)
 

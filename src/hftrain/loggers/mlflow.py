@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.loggers.base import Logger, RunFacts, flatten, is_set
 
@@ -106,5 +106,5 @@ def _tags() -> dict[str, Any]:
         tags: dict[str, Any] = dict(json.loads(text))
     except (ValueError, TypeError) as error:
         reason = f"It is no JSON object: {error}."
-        raise ConfigError(explain(f"MLFLOW_TAGS={text!r} is set.", reason, 'Write it as {"key": "value"}.')) from error
+        raise ConfigError(f"MLFLOW_TAGS={text!r} is set.", reason, 'Write it as {"key": "value"}.') from error
     return tags

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hftrain.core.errors import MissingDependencyError, explain
+from hftrain.core.errors import MissingDependencyError
 from hftrain.core.registry import Registry
 from hftrain.loggers.base import Logger
 
@@ -65,12 +65,10 @@ def create_logger(name: str, /, *args: Any, **kwargs: Any) -> Logger:
     missing = kind.missing_packages()
     if missing:
         raise MissingDependencyError(
-            explain(
-                f"Tracker {name!r} was asked for.",
-                f"It needs {' and '.join(missing)}, which cannot be imported.",
-                f"Run: pip install 'hftrain[{name}]', or leave the tracker out of report_to.",
-                report_to=name,
-            )
+            f"Tracker {name!r} was asked for.",
+            f"It needs {' and '.join(missing)}, which cannot be imported.",
+            f"Run: pip install 'hftrain[{name}]', or leave the tracker out of report_to.",
+            report_to=name,
         )
     logger: Logger = kind(*args, **kwargs)
     return logger

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 from hftrain.loggers.base import Logger, RunFacts, artifacts_asked, is_set
 
 _WATCHED = ("false", "gradients", "parameters", "all")
@@ -33,7 +33,7 @@ class WandbLogger(Logger):
         self.artifacts = artifacts_asked("WANDB_LOG_MODEL", {"end": "end", "checkpoint": "checkpoint"})
         self._watched = os.environ.get("WANDB_WATCH", "false").lower()
         if self._watched not in _WATCHED:
-            raise ConfigError(explain(f"WANDB_WATCH={self._watched!r} is set.", "", suggest(self._watched, _WATCHED)))
+            raise ConfigError(f"WANDB_WATCH={self._watched!r} is set.", "", suggest(self._watched, _WATCHED))
         self._run: Any = None
         self._is_own = False
         self._model: Any = None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import torch
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 from hftrain.core.tree import detach, map_tensors
 from hftrain.core.types import EvalPrediction
 from hftrain.loops.gather import Group, as_tensors, concatenate
@@ -105,10 +105,8 @@ def checked_metrics(metrics: Any) -> Mapping[str, Any]:
     if metrics is None or isinstance(metrics, Mapping):
         return metrics or {}
     raise TaskError(
-        explain(
-            "compute_metrics was called.",
-            f"It returned a {type(metrics).__name__}.",
-            "Return a dict of numbers by name.",
-            returned=metrics,
-        )
+        "compute_metrics was called.",
+        f"It returned a {type(metrics).__name__}.",
+        "Return a dict of numbers by name.",
+        returned=metrics,
     )

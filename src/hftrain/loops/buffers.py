@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 
 PADDING = -100
 # Types that cannot hold -100; padding makes them int64.
@@ -83,13 +83,11 @@ def common_kind(tensors: Sequence[torch.Tensor]) -> tuple[list[int], torch.dtype
     """
     if len({tensor.dim() for tensor in tensors}) > 1:
         raise TaskError(
-            explain(
-                "Predictions of several batches were to be joined.",
-                "They differ in their number of dimensions, so no padding makes them alike.",
-                "Return outputs of one number of dimensions, leave this one out with ignore_keys or "
-                "preprocess_logits_for_metrics, or set eval_do_concat_batches=False.",
-                shapes=[tuple(tensor.shape) for tensor in tensors],
-            )
+            "Predictions of several batches were to be joined.",
+            "They differ in their number of dimensions, so no padding makes them alike.",
+            "Return outputs of one number of dimensions, leave this one out with ignore_keys or "
+            "preprocess_logits_for_metrics, or set eval_do_concat_batches=False.",
+            shapes=[tuple(tensor.shape) for tensor in tensors],
         )
     shapes = [list(tensor.shape[1:]) for tensor in tensors]
     widest = [max(sizes) for sizes in zip(*shapes, strict=True)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
@@ -248,31 +248,25 @@ def _main_input(batch: Any, name: str) -> Any:
         return batch[name]
     columns = f"the columns {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "no named columns"
     raise TaskError(
-        explain(
-            "include_for_metrics=['inputs'] was asked for.",
-            f"An evaluation batch holds no main input {name!r} (it has {columns}).",
-            "Set main_input_name on the model to the column that compute_metrics is to get.",
-        )
+        "include_for_metrics=['inputs'] was asked for.",
+        f"An evaluation batch holds no main input {name!r} (it has {columns}).",
+        "Set main_input_name on the model to the column that compute_metrics is to get.",
     )
 
 
 def _no_number(loss: torch.Tensor) -> TaskError:
     return TaskError(
-        explain(
-            "Cannot use the loss of an evaluation batch:",
-            f"it has the shape {tuple(loss.shape)}, and a loss is one number.",
-            "Return its mean; outputs belong into StepOutput(loss=..., outputs=...).",
-        )
+        "Cannot use the loss of an evaluation batch:",
+        f"it has the shape {tuple(loss.shape)}, and a loss is one number.",
+        "Return its mean; outputs belong into StepOutput(loss=..., outputs=...).",
     )
 
 
 def _no_logits() -> TaskError:
     return TaskError(
-        explain(
-            "preprocess_logits_for_metrics was given.",
-            "It returned None, so there is nothing to call compute_metrics with.",
-            "Return what compute_metrics is to get as predictions.",
-        )
+        "preprocess_logits_for_metrics was given.",
+        "It returned None, so there is nothing to call compute_metrics with.",
+        "Return what compute_metrics is to get as predictions.",
     )
 
 
@@ -282,10 +276,8 @@ def _check_complete(output: StepOutput, batch: Any) -> None:
         if value is None:
             columns = f"the columns {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "no named columns"
             raise TaskError(
-                explain(
-                    "compute_metrics was given.",
-                    f"An evaluation batch gave no {what} to call it with (the batch has {columns}).",
-                    "Name the label columns in label_names, return StepOutput(outputs=..., labels=...) from a task's "
-                    "evaluation_step, or leave compute_metrics out.",
-                )
+                "compute_metrics was given.",
+                f"An evaluation batch gave no {what} to call it with (the batch has {columns}).",
+                "Name the label columns in label_names, return StepOutput(outputs=..., labels=...) from a task's "
+                "evaluation_step, or leave compute_metrics out.",
             )

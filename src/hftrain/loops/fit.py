@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import batch_size_of
@@ -320,9 +320,7 @@ class FitLoop:
 
 def _no_batch(epoch: int) -> TaskError:
     return TaskError(
-        explain(
-            f"Epoch {epoch} was to be trained.",
-            "Its data gave no batch.",
-            "Give a dataset that is not empty and can be iterated once per epoch (a generator cannot).",
-        )
+        f"Epoch {epoch} was to be trained.",
+        "Its data gave no batch.",
+        "Give a dataset that is not empty and can be iterated once per epoch (a generator cannot).",
     )

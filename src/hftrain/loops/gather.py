@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy
 import torch
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 from hftrain.core.tree import map_tensors
 from hftrain.loops.buffers import Array, Rows, allocate, common_kind, padded
 from hftrain.loops.objects import Objects, decode, encode, to_plain
@@ -214,12 +214,10 @@ def as_tensors(tree: Any, *, takes_objects: bool = False) -> Any:
     if takes_objects:
         return Objects([to_plain(tree)])
     raise TaskError(
-        explain(
-            "Predictions were to be kept.",
-            f"They hold a {type(tree).__name__}, and only tensors, arrays and numbers can be kept.",
-            "Leave it out with ignore_keys or preprocess_logits_for_metrics, set eval_use_gather_object=True to keep "
-            "text and the like, or use torchmetrics in a TaskModule.",
-        )
+        "Predictions were to be kept.",
+        f"They hold a {type(tree).__name__}, and only tensors, arrays and numbers can be kept.",
+        "Leave it out with ignore_keys or preprocess_logits_for_metrics, set eval_use_gather_object=True to keep "
+        "text and the like, or use torchmetrics in a TaskModule.",
     )
 
 
@@ -363,11 +361,9 @@ def _map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 def _mismatch(of: str, structures: list[Any]) -> TaskError:
     return TaskError(
-        explain(
-            f"Predictions of several {of} were to be joined.",
-            "They differ in their keys, or in how many tensors they hold.",
-            "Return the same structure for each batch, leave the differing outputs out with ignore_keys or "
-            "preprocess_logits_for_metrics, or set eval_do_concat_batches=False.",
-            structures=structures,
-        )
+        f"Predictions of several {of} were to be joined.",
+        "They differ in their keys, or in how many tensors they hold.",
+        "Return the same structure for each batch, leave the differing outputs out with ignore_keys or "
+        "preprocess_logits_for_metrics, or set eval_do_concat_batches=False.",
+        structures=structures,
     )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -41,11 +41,9 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, list):
         return [to_plain(entry) for entry in value]
     raise TaskError(
-        explain(
-            "Objects among predictions were to be kept (eval_use_gather_object=True).",
-            f"They hold a {type(value).__name__}, which cannot travel between processes as plain data.",
-            "Return text, numbers, None, arrays or tensors, in lists, tuples and mappings.",
-        )
+        "Objects among predictions were to be kept (eval_use_gather_object=True).",
+        f"They hold a {type(value).__name__}, which cannot travel between processes as plain data.",
+        "Return text, numbers, None, arrays or tensors, in lists, tuples and mappings.",
     )
 
 

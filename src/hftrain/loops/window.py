@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 
@@ -230,9 +230,7 @@ def _number(name: str, value: Any) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise TaskError(
-            explain(
-                f"Cannot log {name!r}:", f"it is {found}, and logs hold numbers.", "Return one number by that name."
-            )
+            f"Cannot log {name!r}:", f"it is {found}, and logs hold numbers.", "Return one number by that name."
         ) from error
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.optim.schedules import ScheduleConfig, build_schedule, schedules
 
 _NEED_NO_LENGTH = ("constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "greedy")
@@ -54,7 +54,7 @@ def get_scheduler(
     ):
         if is_needed and value is None:
             reason = f"the schedule depends on {argument}."
-            raise ConfigError(explain(f"Cannot make the schedule {name!r}:", reason, f"Pass {argument}."))
+            raise ConfigError(f"Cannot make the schedule {name!r}:", reason, f"Pass {argument}.")
     warmup = 0 if name in _NEED_NO_WARMUP else num_warmup_steps or 0
     return _make(name, optimizer, warmup, num_training_steps, -1, **options)
 
@@ -171,7 +171,7 @@ def get_wsd_schedule(
     if num_training_steps is None and num_stable_steps is None:
         reason = "nothing says how long its stable part is."
         asked = "Cannot make a warm-up, stable and decay schedule:"
-        raise ConfigError(explain(asked, reason, "Pass num_training_steps or num_stable_steps."))
+        raise ConfigError(asked, reason, "Pass num_training_steps or num_stable_steps.")
     options: dict[str, Any] = {"num_decay_steps": num_decay_steps, "num_stable_steps": num_stable_steps}
     options |= {"warmup_type": warmup_type, "decay_type": decay_type}
     options |= {"min_lr_ratio": min_lr_ratio, "num_cycles": num_cycles}

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:
@@ -112,11 +112,9 @@ def parameter_groups(
             (decaying if name in names else others).append(parameter)
     if not decaying and not others:
         raise ConfigError(
-            explain(
-                f"An optimizer for {type(model).__name__} was asked for.",
-                "The model has no trainable parameter.",
-                "Set requires_grad=True on what should learn.",
-            )
+            f"An optimizer for {type(model).__name__} was asked for.",
+            "The model has no trainable parameter.",
+            "Set requires_grad=True on what should learn.",
         )
     return [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
@@ -131,10 +129,8 @@ def _refuse_absent(names: set[str], model: nn.Module) -> None:
     absent = sorted(names - slots)
     if absent:
         raise ConfigError(
-            explain(
-                f"Weight decay for {len(names)} named parameters was asked for.",
-                f"{type(model).__name__} has no parameter {absent[0]!r}.",
-                "Take the names from named_parameters() of this very model (a wrapper adds a prefix).",
-                absent=absent[:5],
-            )
+            f"Weight decay for {len(names)} named parameters was asked for.",
+            f"{type(model).__name__} has no parameter {absent[0]!r}.",
+            "Take the names from named_parameters() of this very model (a wrapper adds a prefix).",
+            absent=absent[:5],
         )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.optim.in_backward import LayerWise
 from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_options
@@ -48,12 +48,10 @@ def low_rank_class(
     if wrong:
         key = wrong[0]
         raise ConfigError(
-            explain(
-                f"optim={config.name!r} was asked for with optim_args {key}={chosen[key]}.",
-                f"{key} must be one of {', '.join(choices[key])}." if key in choices else f"{key} must be positive.",
-                "Correct the value.",
-                **{key: chosen[key]},
-            )
+            f"optim={config.name!r} was asked for with optim_args {key}={chosen[key]}.",
+            f"{key} must be one of {', '.join(choices[key])}." if key in choices else f"{key} must be positive.",
+            "Correct the value.",
+            **{key: chosen[key]},
         )
     bases = (LayerWise, LowRank, cls) if is_layerwise else (LowRank, cls)
     made = type(f"LayerWise{cls.__name__}" if is_layerwise else cls.__name__, bases, {"__module__": cls.__module__})
@@ -76,12 +74,10 @@ def find_targets(model: nn.Module | None, config: OptimizerConfig) -> list[nn.Pa
     is_given = bool(wanted) and (isinstance(wanted, str) or all(isinstance(each, str) for each in wanted or ()))
     if model is None or not is_given:
         raise ConfigError(
-            explain(
-                f"optim={config.name!r} was asked for.",
-                "It treats the linear modules that optim_target_modules names, and needs the model to find them.",
-                "Set optim_target_modules to a list of names, a regular expression, or 'all-linear'; pass the model.",
-                optim_target_modules=wanted,
-            )
+            f"optim={config.name!r} was asked for.",
+            "It treats the linear modules that optim_target_modules names, and needs the model to find them.",
+            "Set optim_target_modules to a list of names, a regular expression, or 'all-linear'; pass the model.",
+            optim_target_modules=wanted,
         )
     assert wanted is not None
     found: list[nn.Parameter] = []
@@ -101,12 +97,10 @@ def find_targets(model: nn.Module | None, config: OptimizerConfig) -> list[nn.Pa
     found = [weight for weight in found if weight.requires_grad]
     if not found:
         raise ConfigError(
-            explain(
-                f"optim={config.name!r} was asked for.",
-                "optim_target_modules matches no linear module with a trainable weight.",
-                "Take the names from named_modules(), or use 'all-linear'.",
-                optim_target_modules=wanted,
-            )
+            f"optim={config.name!r} was asked for.",
+            "optim_target_modules matches no linear module with a trainable weight.",
+            "Take the names from named_modules(), or use 'all-linear'.",
+            optim_target_modules=wanted,
         )
     return found
 
@@ -121,12 +115,10 @@ def _matches(path: str, wanted: str | Sequence[str], *, is_linear: bool, config:
         return any(re.fullmatch(expression, path) for expression in expressions)
     except re.error as error:
         raise ConfigError(
-            explain(
-                f"optim={config.name!r} was asked for.",
-                f"optim_target_modules holds no regular expression that can be read: {error}.",
-                "Correct it.",
-                optim_target_modules=wanted,
-            )
+            f"optim={config.name!r} was asked for.",
+            f"optim_target_modules holds no regular expression that can be read: {error}.",
+            "Correct it.",
+            optim_target_modules=wanted,
         ) from error
 
 

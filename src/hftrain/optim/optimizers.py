@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.registry import Registry
 from hftrain.optim.groups import parameter_groups
@@ -123,13 +123,11 @@ def optimizer_from_class(
     decay = settings.pop("weight_decay", weight_decay)
     if weight_decay not in (0.0, decay):
         raise ConfigError(
-            explain(
-                f"{cls.__name__} was asked for with two weight decays.",
-                "The optimizer's own arguments and the weight_decay setting differ.",
-                "Give one of them.",
-                weight_decay=weight_decay,
-                optimizer_weight_decay=decay,
-            )
+            f"{cls.__name__} was asked for with two weight decays.",
+            "The optimizer's own arguments and the weight_decay setting differ.",
+            "Give one of them.",
+            weight_decay=weight_decay,
+            optimizer_weight_decay=decay,
         )
     optimizer = cls(parameter_groups(model, weight_decay=decay, decay_names=decay_names), **settings)
     if "weight_decay" in optimizer.defaults:

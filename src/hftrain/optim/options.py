@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -34,12 +34,10 @@ def parse_options(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
     parsed = {piece[0]: piece[-1] for piece in pieces}
     if len(parsed) < len(pieces) or any(len(piece) != 2 or not all(piece) for piece in pieces):
         raise ConfigError(
-            explain(
-                f"optim_args={options!r} was asked for.",
-                "It must be 'key=value' pieces with commas between them, each key once.",
-                "Write it like 'momentum=0.9, nesterov=True', or pass a dict.",
-                optim_args=options,
-            )
+            f"optim_args={options!r} was asked for.",
+            "It must be 'key=value' pieces with commas between them, each key once.",
+            "Write it like 'momentum=0.9, nesterov=True', or pass a dict.",
+            optim_args=options,
         )
     return parsed
 
@@ -63,12 +61,10 @@ def refuse_unknown(
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ConfigError(
-            explain(
-                f"{owner} was asked for with {field} {', '.join(map(repr, unknown))}.",
-                reason,
-                f"It takes: {', '.join(known)}." if known else "It takes none.",
-                **{field: list(options)},
-            )
+            f"{owner} was asked for with {field} {', '.join(map(repr, unknown))}.",
+            reason,
+            f"It takes: {', '.join(known)}." if known else "It takes none.",
+            **{field: list(options)},
         )
 
 
@@ -95,12 +91,10 @@ def cast_options(options: Mapping[str, Any], hints: Mapping[str, Any], *, owner:
             cast[key] = _cast(str(value), get_args(hints[key]) or (hints[key],))
         except (KeyError, ValueError) as error:
             raise ConfigError(
-                explain(
-                    f"{owner} was asked for with optim_args {key}={value!r}.",
-                    f"{key} must be {getattr(hints[key], '__name__', hints[key])}.",
-                    "Correct the value.",
-                    **{key: value},
-                )
+                f"{owner} was asked for with optim_args {key}={value!r}.",
+                f"{key} must be {getattr(hints[key], '__name__', hints[key])}.",
+                "Correct the value.",
+                **{key: value},
             ) from error
     return cast
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hftrain.core.errors import ConfigError, MissingDependencyError, explain
+from hftrain.core.errors import ConfigError, MissingDependencyError
 from hftrain.core.optional import require
 from hftrain.optim.optimizers import OptimizerConfig
 
@@ -31,11 +31,9 @@ def load(path: str, requirement: str, config: OptimizerConfig, *, extra: str | N
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise MissingDependencyError(
-            explain(
-                f"{feature} was asked for.",
-                f"{requirement!r} is installed, but {module} has no {name} that works here: {error}.",
-                "Install a build of the package that suits this machine, or choose another optimizer.",
-            )
+            f"{feature} was asked for.",
+            f"{requirement!r} is installed, but {module} has no {name} that works here: {error}.",
+            "Install a build of the package that suits this machine, or choose another optimizer.",
         ) from error
 
 
@@ -47,10 +45,8 @@ def check_cuda(config: OptimizerConfig, *, reason: str) -> None:
     """
     if config.use_cpu or not torch.cuda.is_available():
         raise ConfigError(
-            explain(
-                f"optim={config.name!r} was asked for.",
-                f"It runs on CUDA devices only: {reason}.",
-                "Use a machine with such a device, or choose another optimizer.",
-                use_cpu=config.use_cpu,
-            )
+            f"optim={config.name!r} was asked for.",
+            f"It runs on CUDA devices only: {reason}.",
+            "Use a machine with such a device, or choose another optimizer.",
+            use_cpu=config.use_cpu,
         )

@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.registry import Registry
 from hftrain.optim import multipliers, settle
@@ -130,12 +130,10 @@ def _check_options(config: ScheduleConfig, options: Mapping[str, inspect.Paramet
     missing = sorted(required - set(config.options))
     if missing:
         raise ConfigError(
-            explain(
-                f"{owner} was asked for.",
-                f"It needs {', '.join(missing)}.",
-                "Add that to lr_scheduler_kwargs.",
-                lr_scheduler_kwargs=dict(config.options),
-            )
+            f"{owner} was asked for.",
+            f"It needs {', '.join(missing)}.",
+            "Add that to lr_scheduler_kwargs.",
+            lr_scheduler_kwargs=dict(config.options),
         )
     if config.num_warmup_steps and not has_warmup:
         warn_once(f"{owner} has no warm-up: the {config.num_warmup_steps} warm-up steps asked for are ignored.")
@@ -149,14 +147,12 @@ def _impossible_is_config_error(config: ScheduleConfig) -> Iterator[None]:
         raise
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(
-            explain(
-                f"lr_scheduler_type={config.name!r} was asked for.",
-                f"It cannot be computed with these settings: {error}.",
-                "Correct them.",
-                lr_scheduler_kwargs=dict(config.options),
-                num_training_steps=config.num_training_steps,
-                num_warmup_steps=config.num_warmup_steps,
-            )
+            f"lr_scheduler_type={config.name!r} was asked for.",
+            f"It cannot be computed with these settings: {error}.",
+            "Correct them.",
+            lr_scheduler_kwargs=dict(config.options),
+            num_training_steps=config.num_training_steps,
+            num_warmup_steps=config.num_warmup_steps,
         ) from error
 
 

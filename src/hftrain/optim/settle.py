@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import warn_once
 from hftrain.optim.multipliers import FALLS, RISES
 
@@ -18,13 +18,11 @@ def end_rate(*, base_lr: float, lr_end: float = 1e-7) -> dict[str, Any]:
     """
     if not base_lr > lr_end:
         raise ConfigError(
-            explain(
-                f"lr_end={lr_end} was asked for.",
-                "The schedule falls to it, so it must be below the learning rate.",
-                "Lower lr_end in lr_scheduler_kwargs, or raise learning_rate.",
-                lr_end=lr_end,
-                learning_rate=base_lr,
-            )
+            f"lr_end={lr_end} was asked for.",
+            "The schedule falls to it, so it must be below the learning rate.",
+            "Lower lr_end in lr_scheduler_kwargs, or raise learning_rate.",
+            lr_end=lr_end,
+            learning_rate=base_lr,
         )
     return {"end_rate": float(lr_end / base_lr)}
 
@@ -40,13 +38,11 @@ def min_rate(*, base_lr: float, min_lr: float | None = None, min_lr_rate: float 
     if min_lr_rate is not None and min_lr is None:
         return {"min_rate": _share(min_lr_rate, "min_lr_rate")}
     raise ConfigError(
-        explain(
-            "A cosine schedule with a minimum was asked for.",
-            "It needs exactly one of min_lr (a rate) and min_lr_rate (a share of the learning rate).",
-            "Give one of them in lr_scheduler_kwargs.",
-            min_lr=min_lr,
-            min_lr_rate=min_lr_rate,
-        )
+        "A cosine schedule with a minimum was asked for.",
+        "It needs exactly one of min_lr (a rate) and min_lr_rate (a share of the learning rate).",
+        "Give one of them in lr_scheduler_kwargs.",
+        min_lr=min_lr,
+        min_lr_rate=min_lr_rate,
     )
 
 
@@ -70,13 +66,11 @@ def stages(
     stable = total - warmup - num_decay_steps if num_stable_steps is None else num_stable_steps
     if min(stable, num_decay_steps) < 0:
         raise ConfigError(
-            explain(
-                f"{warmup} warm-up and {num_decay_steps} decay steps were asked for in a run of {total}.",
-                f"The stable stage would have {stable} steps and the decay {num_decay_steps}.",
-                "Lower num_decay_steps or the warm-up, or train longer.",
-                num_decay_steps=num_decay_steps,
-                num_stable_steps=num_stable_steps,
-            )
+            f"{warmup} warm-up and {num_decay_steps} decay steps were asked for in a run of {total}.",
+            f"The stable stage would have {stable} steps and the decay {num_decay_steps}.",
+            "Lower num_decay_steps or the warm-up, or train longer.",
+            num_decay_steps=num_decay_steps,
+            num_stable_steps=num_stable_steps,
         )
     if warmup + stable + num_decay_steps != total:
         warn_once(
@@ -95,9 +89,7 @@ def stages(
 def _known(name: str, names: Iterable[str], option: str) -> str:
     if name not in names:
         raise ConfigError(
-            explain(
-                f"{option}={name!r} was asked for.", "There is no such shape.", suggest(name, names), **{option: name}
-            )
+            f"{option}={name!r} was asked for.", "There is no such shape.", suggest(name, names), **{option: name}
         )
     return name
 
@@ -105,11 +97,9 @@ def _known(name: str, names: Iterable[str], option: str) -> str:
 def _share(value: float, option: str) -> float:
     if not 0 <= value <= 1:
         raise ConfigError(
-            explain(
-                f"{option}={value} was asked for.",
-                "The schedule falls to that share of the learning rate, so it must lie between 0 and 1.",
-                "Correct it in lr_scheduler_kwargs, or change learning_rate.",
-                **{option: value},
-            )
+            f"{option}={value} was asked for.",
+            "The schedule falls to that share of the learning rate, so it must lie between 0 and 1.",
+            "Correct it in lr_scheduler_kwargs, or change learning_rate.",
+            **{option: value},
         )
     return value

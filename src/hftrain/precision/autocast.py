@@ -11,7 +11,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.types import PrecisionPolicy
 from hftrain.precision.base import Precision, ScalerFactory
@@ -93,11 +93,9 @@ class ScaledPrecision(AutocastPrecision):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.dtype == torch.float16:
                 raise ConfigError(
-                    explain(
-                        f"precision={self.policy.name!r} was asked for.",
-                        f"Parameter {name!r} is float16 itself; mixed precision updates float32 parameters.",
-                        "Load the model in float32 (`torch_dtype=torch.float32`), or freeze that parameter.",
-                    )
+                    f"precision={self.policy.name!r} was asked for.",
+                    f"Parameter {name!r} is float16 itself; mixed precision updates float32 parameters.",
+                    "Load the model in float32 (`torch_dtype=torch.float32`), or freeze that parameter.",
                 )
         return model
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.types import PrecisionPolicy
 from hftrain.precision.matmul import set_matmul
@@ -34,12 +34,10 @@ class Precision:
     def __init__(self, policy: PrecisionPolicy) -> None:
         if policy.matmul not in (None, "highest", "high"):
             raise ConfigError(
-                explain(
-                    f"matmul={policy.matmul!r} was asked for.",
-                    "Float32 matrix products run in float32 or in TF32.",
-                    "Use 'highest' (float32), 'high' (TF32) or None (torch's own setting).",
-                    matmul=policy.matmul,
-                )
+                f"matmul={policy.matmul!r} was asked for.",
+                "Float32 matrix products run in float32 or in TF32.",
+                "Use 'highest' (float32), 'high' (TF32) or None (torch's own setting).",
+                matmul=policy.matmul,
             )
         self.policy = policy
         self._device: torch.device | None = None
@@ -65,11 +63,9 @@ class Precision:
             return
         if self._device is not None:
             raise ConfigError(
-                explain(
-                    f"precision={self.policy.name!r} was to be opened on {str(device)!r}.",
-                    f"It is open on {str(self._device)!r}.",
-                    "Call close() first, or use a second precision object.",
-                )
+                f"precision={self.policy.name!r} was to be opened on {str(device)!r}.",
+                f"It is open on {str(self._device)!r}.",
+                "Call close() first, or use a second precision object.",
             )
         self.prepare(device, scaler_factory)
         if self.policy.matmul is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 
 def set_matmul(matmul: str) -> Callable[[], None]:
@@ -28,12 +28,10 @@ def set_matmul(matmul: str) -> Callable[[], None]:
             before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     except RuntimeError as error:
         raise ConfigError(
-            explain(
-                f"matmul={matmul!r} was asked for.",
-                "This process has set torch's `fp32_precision` flags itself, and torch refuses to mix the two.",
-                "Remove those settings, or leave TF32 to them and ask for no `matmul` and no 'tf32' here.",
-                matmul=matmul,
-            )
+            f"matmul={matmul!r} was asked for.",
+            "This process has set torch's `fp32_precision` flags itself, and torch refuses to mix the two.",
+            "Remove those settings, or leave TF32 to them and ask for no `matmul` and no 'tf32' here.",
+            matmul=matmul,
         ) from error
     _apply(matmul, matmul == "high")
     return lambda: _apply(*before)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import PrecisionPolicy
@@ -54,11 +54,9 @@ class WholePrecision(Precision):
             epsilon = group.get("eps")
             if isinstance(epsilon, float) and epsilon and not torch.tensor(epsilon, dtype=self.policy.param_dtype):
                 raise ConfigError(
-                    explain(
-                        f"precision={self.policy.name!r} was asked for with {type(optimizer).__name__}.",
-                        f"Its eps={epsilon} is 0 in {self.policy.param_dtype}, and dividing by it gives NaN.",
-                        _REMEDY,
-                    )
+                    f"precision={self.policy.name!r} was asked for with {type(optimizer).__name__}.",
+                    f"Its eps={epsilon} is 0 in {self.policy.param_dtype}, and dividing by it gives NaN.",
+                    _REMEDY,
                 )
         if self.policy.param_dtype == torch.float16 and any(isinstance(each.get("eps"), float) for each in groups):
             warn_once(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from hftrain.core.errors import ConfigError, MissingDependencyError, explain, suggest
+from hftrain.core.errors import ConfigError, MissingDependencyError, suggest
 from hftrain.core.optional import is_available, require
 
 DIRECTIONS = ("minimize", "maximize")
@@ -101,26 +101,22 @@ def choose_backend(name: str | HPSearchBackend | None) -> HPSearchBackend:
         if found is None:
             packages = ", ".join(package for package, _ in _REQUIREMENTS.values())
             raise MissingDependencyError(
-                explain(
-                    "hyperparameter_search() was called.",
-                    f"No backend is installed: {packages}.",
-                    "Run: pip install 'hftrain[search]' (for optuna), or install one of the others.",
-                )
+                "hyperparameter_search() was called.",
+                f"No backend is installed: {packages}.",
+                "Run: pip install 'hftrain[search]' (for optuna), or install one of the others.",
             )
         return found
     known = [each.value for each in HPSearchBackend]
     if name not in known:
         raise ConfigError(
-            explain(f"backend={name!r} was asked for.", "No search backend has that name.", suggest(str(name), known))
+            f"backend={name!r} was asked for.", "No search backend has that name.", suggest(str(name), known)
         )
     backend = HPSearchBackend(name)
     if backend is HPSearchBackend.SIGOPT:
         raise ConfigError(
-            explain(
-                "backend='sigopt' was asked for.",
-                "Every trial of SigOpt's package comes from api.sigopt.com, a service that has ended.",
-                "Use backend='optuna', whose TPE and Gaussian process samplers do what SigOpt's service did.",
-            )
+            "backend='sigopt' was asked for.",
+            "Every trial of SigOpt's package comes from api.sigopt.com, a service that has ended.",
+            "Use backend='optuna', whose TPE and Gaussian process samplers do what SigOpt's service did.",
         )
     requirement, extra = _REQUIREMENTS[backend]
     require(requirement, feature=f"backend={backend.value!r}", extra=extra)
@@ -136,20 +132,16 @@ def check_directions(direction: Any, backend: HPSearchBackend) -> tuple[str, ...
     directions = tuple(direction) if isinstance(direction, (list, tuple)) else (direction,)
     if not directions or any(each not in DIRECTIONS for each in directions):
         raise ConfigError(
-            explain(
-                "A direction was given.",
-                "It is neither 'minimize' nor 'maximize', nor a list of these.",
-                "Use 'minimize' for a loss and 'maximize' for metrics that grow when the model gets better.",
-                direction=direction,
-            )
+            "A direction was given.",
+            "It is neither 'minimize' nor 'maximize', nor a list of these.",
+            "Use 'minimize' for a loss and 'maximize' for metrics that grow when the model gets better.",
+            direction=direction,
         )
     if len(directions) > 1 and backend is not HPSearchBackend.OPTUNA:
         raise ConfigError(
-            explain(
-                f"{len(directions)} directions were given.",
-                f"backend={backend.value!r} searches for one objective.",
-                "Use backend='optuna', or let compute_objective return one number.",
-                direction=direction,
-            )
+            f"{len(directions)} directions were given.",
+            f"backend={backend.value!r} searches for one objective.",
+            "Use backend='optuna', or let compute_objective return one number.",
+            direction=direction,
         )
     return directions

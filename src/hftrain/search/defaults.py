@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 _BATCH_SIZES = [4, 8, 16, 32, 64]
 # What an evaluation reports beside losses and metrics.
@@ -76,11 +76,9 @@ def default_compute_objective(metrics: Mapping[str, Any]) -> float:
     chosen = {name: value for name, value in kept.items() if name not in losses} or losses
     if not chosen or not all(isinstance(value, (int, float)) for value in chosen.values()):
         raise ConfigError(
-            explain(
-                "An objective was to be computed from an evaluation's metrics.",
-                "A metric is no number." if chosen else "It reported neither a loss nor a metric.",
-                "Pass compute_objective, which gets the metrics and returns a number.",
-                metrics=sorted(metrics),
-            )
+            "An objective was to be computed from an evaluation's metrics.",
+            "A metric is no number." if chosen else "It reported neither a loss nor a metric.",
+            "Pass compute_objective, which gets the metrics and returns a number.",
+            metrics=sorted(metrics),
         )
     return float(sum(chosen.values()))

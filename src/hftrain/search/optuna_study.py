@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 from hftrain.search.config import Attempt, BestRun, SearchConfig
 from hftrain.search.shared import Result, search_together
 from hftrain.strategies.base import Strategy
@@ -47,11 +47,9 @@ def search_with_optuna(config: SearchConfig, attempt: Attempt, *, group: Strateg
         best = study.best_trials
         if not best:
             raise ConfigError(
-                explain(
-                    f"The best of {len(study.trials)} trials was asked for.",
-                    "None came to its end with a number: they were pruned, failed, or reached NaN.",
-                    "Let the pruner wait for more steps, or narrow hp_space.",
-                )
+                f"The best of {len(study.trials)} trials was asked for.",
+                "None came to its end with a number: they were pruned, failed, or reached NaN.",
+                "Let the pruner wait for more steps, or narrow hp_space.",
             )
         if has_one:
             return BestRun(str(best[0].number), best[0].value, best[0].params)
@@ -93,18 +91,14 @@ def _check_options(options: Mapping[str, Any], known: Mapping[str, Any]) -> None
     for name in options:
         if name not in known:
             raise ConfigError(
-                explain(
-                    f"hyperparameter_search({name}=...) was called.",
-                    "Neither optuna.create_study nor Study.optimize takes it here.",
-                    "Pass direction=[...]." if name == "directions" else suggest(name, known),
-                )
+                f"hyperparameter_search({name}=...) was called.",
+                "Neither optuna.create_study nor Study.optimize takes it here.",
+                "Pass direction=[...]." if name == "directions" else suggest(name, known),
             )
     if options.get("n_jobs", 1) != 1:
         raise ConfigError(
-            explain(
-                "hyperparameter_search(n_jobs=...) was called.",
-                "One Trainer runs one training at a time, and the threads of n_jobs would share it.",
-                "Start the script several times with one storage= and study_name=, and load_if_exists=True.",
-                n_jobs=options["n_jobs"],
-            )
+            "hyperparameter_search(n_jobs=...) was called.",
+            "One Trainer runs one training at a time, and the threads of n_jobs would share it.",
+            "Start the script several times with one storage= and study_name=, and load_if_exists=True.",
+            n_jobs=options["n_jobs"],
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hftrain.checkpoint.layout import list_checkpoints
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.search.config import Attempt, BestRun, SearchConfig
 
 OBJECTIVE = "objective"
@@ -33,11 +33,9 @@ def search_with_ray(config: SearchConfig, attempt: Attempt, *, evaluates: bool) 
     options = dict(config.options)
     if options.get("scheduler") is not None and not evaluates:
         raise ConfigError(
-            explain(
-                f"scheduler={type(options['scheduler']).__name__}(...) was given.",
-                "It decides by a trial's intermediate results, and no evaluation runs while training.",
-                "Set eval_strategy='steps' or 'epoch', or leave the scheduler out.",
-            )
+            f"scheduler={type(options['scheduler']).__name__}(...) was given.",
+            "It decides by a trial's intermediate results, and no evaluation runs while training.",
+            "Set eval_strategy='steps' or 'epoch', or leave the scheduler out.",
         )
     num_gpus = 1 if torch.cuda.is_available() else 0
     options.setdefault("resources_per_trial", {"cpu": 1, **({"gpu": 1} if num_gpus else {})})
@@ -46,9 +44,7 @@ def search_with_ray(config: SearchConfig, attempt: Attempt, *, evaluates: bool) 
     analysis = tune.run(trainable, config=config.space(None), num_samples=config.num_trials or 1, **options)
     best = analysis.get_best_trial(OBJECTIVE, mode, scope=config.scope)
     if best is None:
-        raise ConfigError(
-            explain("The best trial was asked for.", "No trial reported a number.", "Look into Ray's results.")
-        )
+        raise ConfigError("The best trial was asked for.", "No trial reported a number.", "Look into Ray's results.")
     value = best.metric_analysis[OBJECTIVE]["last" if config.scope == "last" else mode]
     if config.scope.startswith("last-"):
         value = best.metric_analysis[OBJECTIVE][f"{config.scope}-avg"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import get_logger
 from hftrain.search.config import BestRun
 from hftrain.strategies.base import Strategy
@@ -67,11 +67,9 @@ class SharedTrial:
         answer = self._group.broadcast_object(answer)
         if "error" in answer:
             raise ConfigError(
-                explain(
-                    f"trial.{method}({', '.join(map(repr, args))}) was called.",
-                    answer["error"],
-                    "Mend hp_space or model_init.",
-                )
+                f"trial.{method}({', '.join(map(repr, args))}) was called.",
+                answer["error"],
+                "Mend hp_space or model_init.",
             )
         return answer["value"]
 
@@ -117,7 +115,7 @@ def _follow(attempt: Callable[[Any], Any], group: Strategy) -> Result:
             failure = error
     if "error" in told:
         raise StrategyError(
-            explain("hyperparameter_search() was called.", f"The main process ended it: {told['error']}", "")
+            "hyperparameter_search() was called.", f"The main process ended it: {told['error']}", ""
         ) from failure
     best = [BestRun(*each) for each in told["best"]]
     return best[0] if told["is_one"] else best

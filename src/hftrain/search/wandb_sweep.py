@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 from hftrain.search.config import Attempt, BestRun, SearchConfig
 
 _OPTIONS = ("sweep_id", "project", "entity", "name", "metric")
@@ -30,11 +30,9 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None
     for option in options:
         if option not in _OPTIONS:
             raise ConfigError(
-                explain(
-                    f"hyperparameter_search({option}=...) was called.",
-                    "A sweep takes no such option.",
-                    suggest(option, _OPTIONS),
-                )
+                f"hyperparameter_search({option}=...) was called.",
+                "A sweep takes no such option.",
+                suggest(option, _OPTIONS),
             )
     metric, direction = options.get("metric") or "objective", config.directions[0]
     where = {name: options.get(name) for name in ("project", "entity")}
@@ -68,7 +66,7 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None
     api.agent(sweep_id, function=run_trial, count=config.num_trials, **where)
     if not found:
         raise ConfigError(
-            explain("The best trial of a sweep was asked for.", "No trial came to its end.", "Look at the sweep's log.")
+            "The best trial of a sweep was asked for.", "No trial came to its end.", "Look at the sweep's log."
         ) from (failures[-1] if failures else None)
     return (max if direction == "maximize" else min)(found, key=lambda run: run.objective)
 

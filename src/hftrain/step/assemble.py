@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hftrain.core.errors import StrategyError, explain
+from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger
 from hftrain.core.types import Owns
 from hftrain.optim.in_backward import UpdatesInBackward
@@ -162,10 +162,8 @@ def _check_owns(strategy: Strategy, *, scales: bool) -> None:
         reason = "It runs backward or step itself, and leaves the scaling of the loss to a precision it bypasses."
     if reason:
         raise StrategyError(
-            explain(
-                f"strategy={strategy.name!r} was to take over parts of the step.",
-                reason,
-                "Mend the strategy's `owns`.",
-                owns=owns,
-            )
+            f"strategy={strategy.name!r} was to take over parts of the step.",
+            reason,
+            "Mend the strategy's `owns`.",
+            owns=owns,
         )

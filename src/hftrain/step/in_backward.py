@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeGuard
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.types import Owns
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.precision.base import Precision
@@ -42,9 +42,7 @@ def check_in_backward(optimizer: Any, *, strategy: Strategy, precision: Precisio
         reason = f"strategy={strategy.name!r} runs the backward pass itself"
     if reason:
         raise ConfigError(
-            explain(
-                f"{cls.__name__} was asked for, which updates as soon as it has a gradient.",
-                f"It cannot: {reason}.",
-                "Use one process, gradient_accumulation_steps=1 and no fp16, or an optimizer that steps afterwards.",
-            )
+            f"{cls.__name__} was asked for, which updates as soon as it has a gradient.",
+            f"It cannot: {reason}.",
+            "Use one process, gradient_accumulation_steps=1 and no fp16, or an optimizer that steps afterwards.",
         )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.types import PrecisionPolicy
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
@@ -47,11 +47,9 @@ def check_legal(strategy: Strategy, precision: Precision) -> None:
     reason = strategy.refuses(policy, kind) or find_device_refusal(policy, kind, capability)
     if reason:
         raise ConfigError(
-            explain(
-                f"precision={policy.name!r} was asked for with strategy={strategy.name!r} on {kind!r}.",
-                f"{reason}.",
-                "Choose another precision, strategy or device.",
-            )
+            f"precision={policy.name!r} was asked for with strategy={strategy.name!r} on {kind!r}.",
+            f"{reason}.",
+            "Choose another precision, strategy or device.",
         )
     precision.check_available()
 

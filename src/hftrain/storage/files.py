@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hftrain.core.errors import CheckpointError, ConfigError, explain
+from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.log import get_logger
 
 _CHUNK_BYTES = 1 << 20
@@ -43,14 +43,14 @@ def check_writable(folder: str | Path) -> None:
     """
     asked = f"Writing to {str(folder)!r} was asked for."
     if _URL.fullmatch(str(folder)):
-        raise ConfigError(explain(asked, "This version writes to local folders only.", "Give a path without scheme."))
+        raise ConfigError(asked, "This version writes to local folders only.", "Give a path without scheme.")
     probe = Path(folder) / f"{_PROBE}{secrets.token_hex(4)}"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_text(probe, "test")
         probe.unlink()
     except OSError as error:
-        raise ConfigError(explain(asked, f"{error}.", "Give a folder in which this user may create files.")) from error
+        raise ConfigError(asked, f"{error}.", "Give a folder in which this user may create files.") from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -84,7 +84,7 @@ def read_json(path: Path) -> Any:
         return json.loads(text.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            explain(f"{path} should be read.", f"It is absent or damaged: {error}.", "Use another checkpoint.")
+            f"{path} should be read.", f"It is absent or damaged: {error}.", "Use another checkpoint."
         ) from error
 
 
@@ -129,11 +129,9 @@ def find_staging(target: Path) -> Path:
     found = [path for path, kind, name in _leftovers(target.parent) if kind == "staging" and name == target.name]
     if len(found) != 1:
         raise CheckpointError(
-            explain(
-                f"{target} should be written by several processes.",
-                f"This one sees {len(found)} staging folders that the main process made for it in {target.parent}.",
-                "Put the output folder on storage that all machines share, and let one run at a time write to it.",
-            )
+            f"{target} should be written by several processes.",
+            f"This one sees {len(found)} staging folders that the main process made for it in {target.parent}.",
+            "Put the output folder on storage that all machines share, and let one run at a time write to it.",
         )
     return found[0]
 

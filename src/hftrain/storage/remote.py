@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hftrain.core.errors import ConfigError, MissingDependencyError, explain
+from hftrain.core.errors import ConfigError, MissingDependencyError
 from hftrain.core.log import get_logger
 
 T = TypeVar("T")
@@ -48,9 +48,7 @@ def check_url(folder: str | Path) -> None:
     text = str(folder)
     asked = f"The folder {text!r} was given."
     if _SPOILT.fullmatch(text):
-        raise ConfigError(
-            explain(asked, "It is neither a path nor a plain URL.", "Give text such as 's3://bucket/run'.")
-        )
+        raise ConfigError(asked, "It is neither a path nor a plain URL.", "Give text such as 's3://bucket/run'.")
     if not is_url(text):
         return
     from fsspec.registry import get_filesystem_class, known_implementations
@@ -59,14 +57,12 @@ def check_url(folder: str | Path) -> None:
     try:
         get_filesystem_class(protocol)
     except ValueError as error:
-        raise ConfigError(
-            explain(asked, f"fsspec knows no store {protocol!r}.", "Use a protocol that it lists.")
-        ) from error
+        raise ConfigError(asked, f"fsspec knows no store {protocol!r}.", "Use a protocol that it lists.") from error
     except ImportError as error:
         package = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
         # Some stores of fsspec itself, and those of other packages, need what only their own message names.
         remedy = f"Run: pip install {package}." if package not in ("", "fsspec") else "Install what the message names."
-        raise MissingDependencyError(explain(asked, f"{str(error).rstrip('.')}.", remedy)) from error
+        raise MissingDependencyError(asked, f"{str(error).rstrip('.')}.", remedy) from error
 
 
 class RemoteFolder:
@@ -105,11 +101,9 @@ class RemoteFolder:
             self.delete_file(".write-test")
         except OSError as error:
             raise ConfigError(
-                explain(
-                    f"Writing to {self.url!r} was asked for.",
-                    f"{type(error).__name__}: {str(error).rstrip('.')}.",
-                    "Check that the bucket or folder exists, and that the credentials may write to it.",
-                )
+                f"Writing to {self.url!r} was asked for.",
+                f"{type(error).__name__}: {str(error).rstrip('.')}.",
+                "Check that the bucket or folder exists, and that the credentials may write to it.",
             ) from error
 
     def names(self) -> list[str]:

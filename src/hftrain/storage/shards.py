@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError
 from hftrain.core.types import Shard
 from hftrain.storage.tensors import check_header, load_tensors, save_tensors
 
@@ -65,11 +65,9 @@ def load_shards(folder: Path, *, stem: str) -> dict[str, torch.Tensor]:
             expected = expected + len(tensor) if is_next else -1
         if expected != found[0][1]:
             raise CheckpointError(
-                explain(
-                    f"{name} should be read from {folder}.",
-                    f"Of its {found[0][1]} rows some are missing, or there twice.",
-                    "Copy the files of all processes, or use another checkpoint.",
-                )
+                f"{name} should be read from {folder}.",
+                f"Of its {found[0][1]} rows some are missing, or there twice.",
+                "Copy the files of all processes, or use another checkpoint.",
             )
         whole[name] = torch.cat([tensor for _, _, tensor in found])
     return whole
@@ -83,5 +81,5 @@ def _rows_in(path: Path) -> dict[str, Any]:
         return {name: (int(start), int(length)) for name, (start, length) in rows.items()}
     except Exception as error:
         raise CheckpointError(
-            explain(f"{path} should be read.", f"It is damaged: {error!r}.", "Use another checkpoint.")
+            f"{path} should be read.", f"It is damaged: {error!r}.", "Use another checkpoint."
         ) from error

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save, save_file
 
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError
 from hftrain.storage.archives import check_archive, is_key
 
 _ALIASES = "hftrain.aliases"
@@ -211,7 +211,7 @@ def _key(key: Any, where: str) -> Any:
 
 def _not_plain(where: str, reason: str) -> CheckpointError:
     remedy = "Put only tensors, numbers, text, dictionaries, lists, tuples and sets into a state."
-    return CheckpointError(explain(f"{where} should be saved.", f"{reason}.", remedy))
+    return CheckpointError(f"{where} should be saved.", f"{reason}.", remedy)
 
 
 def _numpy_accepted() -> contextlib.AbstractContextManager[Any]:
@@ -221,14 +221,12 @@ def _numpy_accepted() -> contextlib.AbstractContextManager[Any]:
 
 def _unsupported(name: str, tensor: torch.Tensor) -> CheckpointError:
     return CheckpointError(
-        explain(
-            f"{name} should be saved as safetensors.",
-            f"The format has no {tensor.layout} tensors of {tensor.dtype}.",
-            "Set save_safetensors=False.",
-        )
+        f"{name} should be saved as safetensors.",
+        f"The format has no {tensor.layout} tensors of {tensor.dtype}.",
+        "Set save_safetensors=False.",
     )
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     reason = "It does not exist" if not path.exists() else f"It is damaged or holds more than plain data: {error}"
-    return CheckpointError(explain(f"{path} should be read.", f"{reason}.", "Use another checkpoint."))
+    return CheckpointError(f"{path} should be read.", f"{reason}.", "Use another checkpoint.")

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.strategies.board import Board
@@ -96,7 +96,7 @@ class Strategy:
         """
         if self._device is None:
             raise StrategyError(
-                explain(f"strategy={self.name!r} was asked for its device.", "It has none yet.", "Call launch() first.")
+                f"strategy={self.name!r} was asked for its device.", "It has none yet.", "Call launch() first."
             )
         return self._device
 
@@ -128,11 +128,9 @@ class Strategy:
         if self._made_in != (rank, world_size):
             made_as = "rank {} of {}".format(*self._made_in)
             raise ConfigError(
-                explain(
-                    f"Cannot use this {type(self).__name__} as rank {rank} of {world_size}.",
-                    f"It was made before the processes were launched, as {made_as}, and would wait for the others.",
-                    "Make the strategy and the Trainer inside the function that launch() calls, or pass a name.",
-                )
+                f"Cannot use this {type(self).__name__} as rank {rank} of {world_size}.",
+                f"It was made before the processes were launched, as {made_as}, and would wait for the others.",
+                "Make the strategy and the Trainer inside the function that launch() calls, or pass a name.",
             )
 
     def check_model(self, model: nn.Module) -> None:

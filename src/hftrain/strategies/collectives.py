@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hftrain.core.errors import StrategyError, explain
+from hftrain.core.errors import StrategyError
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _MAX_DIMS = 8
@@ -43,12 +43,10 @@ def gather(tensor: torch.Tensor, *, device: torch.device) -> torch.Tensor:
     kinds = {(header[0], *header[2:]) for header in headers if header[1]}
     if len(kinds) > 1:
         raise StrategyError(
-            explain(
-                "Tensors of all processes were to be gathered.",
-                "They differ in more than their number of rows.",
-                "Pad them to one shape, and cast them to one dtype, first.",
-                kinds=[(_DTYPES[dtype], *trailing) for dtype, *trailing in sorted(kinds)],
-            )
+            "Tensors of all processes were to be gathered.",
+            "They differ in more than their number of rows.",
+            "Pad them to one shape, and cast them to one dtype, first.",
+            kinds=[(_DTYPES[dtype], *trailing) for dtype, *trailing in sorted(kinds)],
         )
     if not kinds:
         return tensor

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import PrecisionPolicy
@@ -93,7 +93,7 @@ class DataParallelStrategy(Strategy):
             remedy = "Use strategy='single', or make the devices visible (CUDA_VISIBLE_DEVICES)."
         if reason:
             received = {"device_ids": device_ids, "use_cpu": use_cpu}
-            raise ConfigError(explain("strategy='data_parallel' was asked for.", reason, remedy, **received))
+            raise ConfigError("strategy='data_parallel' was asked for.", reason, remedy, **received)
         super().__init__(torch.device("cuda", self.device_ids[0]), place_model=place_model)
         if self.num_devices > 1:
             warn_once(
@@ -151,9 +151,7 @@ def join(parts: Sequence[Any], shares: Sequence[float], *, device: torch.device)
     if all(part == first for part in parts):
         return first
     raise StrategyError(
-        explain(
-            f"strategy='data_parallel' was to join what {len(parts)} copies of the model returned.",
-            f"A {type(first).__name__} is among it, which has no rows to join.",
-            "Return tensors (for transformers' models: use_cache=False), or use strategy='ddp'.",
-        )
+        f"strategy='data_parallel' was to join what {len(parts)} copies of the model returned.",
+        f"A {type(first).__name__} is among it, which has no rows to join.",
+        "Return tensors (for transformers' models: use_cache=False), or use strategy='ddp'.",
     )

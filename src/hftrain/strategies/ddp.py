@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.distributed import DistributedStrategy
 from hftrain.strategies.unfreezing import follow_parameters
@@ -92,11 +92,9 @@ class DDPStrategy(DistributedStrategy):
             return wrapped, optimizer
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError(
-                explain(
-                    f"strategy={self.name!r} was to train {type(model).__name__}.",
-                    "None of its parameters requires a gradient.",
-                    "Unfreeze some, or use strategy='single'.",
-                )
+                f"strategy={self.name!r} was to train {type(model).__name__}.",
+                "None of its parameters requires a gradient.",
+                "Unfreeze some, or use strategy='single'.",
             )
         device_ids = [self.device.index] if self.place_model and self.device_type != "cpu" else None
         wrapped = DistributedDataParallel(self.place(model), device_ids=device_ids, **self._options)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import get_logger
 from hftrain.strategies import collectives
 from hftrain.strategies.base import Strategy
@@ -152,11 +152,9 @@ class DistributedStrategy(Strategy):
             return Board()
         if not self._has_store():
             raise StrategyError(
-                explain(
-                    f"strategy={self.name!r} should pass notes among {self.world_size} processes.",
-                    "They share no store that a launcher made.",
-                    "Start with torchrun or `accelerate launch`, and use another backend than MPI.",
-                )
+                f"strategy={self.name!r} should pass notes among {self.world_size} processes.",
+                "They share no store that a launcher made.",
+                "Start with torchrun or `accelerate launch`, and use another backend than MPI.",
             )
         address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
         # A connection of its own: the group's waits hold theirs.
@@ -192,12 +190,10 @@ class DistributedStrategy(Strategy):
         if state.num_processes != self.world_size:
             self.close()
             raise StrategyError(
-                explain(
-                    f"strategy={self.name!r} was started as {self.world_size} processes.",
-                    f"accelerate set up {state.num_processes}, so each would train alone.",
-                    "Start with torchrun or `accelerate launch`, and make no Accelerator or PartialState before.",
-                    distributed_type=str(state.distributed_type),
-                )
+                f"strategy={self.name!r} was started as {self.world_size} processes.",
+                f"accelerate set up {state.num_processes}, so each would train alone.",
+                "Start with torchrun or `accelerate launch`, and make no Accelerator or PartialState before.",
+                distributed_type=str(state.distributed_type),
             )
         self.local_rank = state.local_process_index
         device: torch.device = state.device
@@ -269,10 +265,8 @@ def check_backend(backend: str, device_type: str) -> None:
     ]
     if backend not in usable:
         raise ConfigError(
-            explain(
-                f"backend={backend!r} was asked for.",
-                f"This torch cannot exchange {device_type} tensors through it.",
-                f"Use one of {usable}.",
-                backend=backend,
-            )
+            f"backend={backend!r} was asked for.",
+            f"This torch cannot exchange {device_type} tensors through it.",
+            f"Use one of {usable}.",
+            backend=backend,
         )

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
@@ -55,12 +55,10 @@ def _read(names: tuple[str, ...], default: int) -> int:
         value = os.environ.get(name, "-1").strip()
         if not value.removeprefix("-").isdecimal():
             raise ConfigError(
-                explain(
-                    f"The environment variable {name} is set.",
-                    "It must hold a whole number.",
-                    "Start with torchrun or `accelerate launch`, or unset it.",
-                    **{name: value},
-                )
+                f"The environment variable {name} is set.",
+                "It must hold a whole number.",
+                "Start with torchrun or `accelerate launch`, or unset it.",
+                **{name: value},
             )
         if int(value) >= 0:
             return int(value)

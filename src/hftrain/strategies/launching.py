@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.strategies.distributed import spare_forked_processes
 from hftrain.strategies.environment import launched_rank, launched_world_size
 from hftrain.strategies.watch import is_broken_exchange
@@ -82,11 +82,9 @@ def launch(
         except ChildFailedError as error:
             rank, told = _first_failure(notes) or _reported(error)
             raise StrategyError(
-                explain(
-                    f"launch({getattr(function, '__name__', function)!s}, num_processes={num_processes}) was called.",
-                    f"The process of rank {rank} failed: {told}",
-                    "Mend what its traceback names.",
-                )
+                f"launch({getattr(function, '__name__', function)!s}, num_processes={num_processes}) was called.",
+                f"The process of rank {rank} failed: {told}",
+                "Mend what its traceback names.",
             ) from error
     return [found[rank] for rank in range(num_processes)]
 
@@ -131,34 +129,28 @@ def _start_method(asked: str | None) -> str:
 def _check(num_processes: int, *, method: str) -> None:
     asked = f"launch(num_processes={num_processes!r}, start_method={method!r}) was called."
     if type(num_processes) is not int or num_processes < 1:
-        raise ConfigError(explain(asked, "It is no number of processes.", "Pass a whole number above 0."))
+        raise ConfigError(asked, "It is no number of processes.", "Pass a whole number above 0.")
     if method not in multiprocessing.get_all_start_methods():
         methods = ", ".join(multiprocessing.get_all_start_methods())
-        raise ConfigError(explain(asked, "This system cannot start processes so.", f"Use one of {methods}."))
+        raise ConfigError(asked, "This system cannot start processes so.", f"Use one of {methods}.")
     if launched_world_size() > 1:
         raise ConfigError(
-            explain(
-                asked,
-                f"This process is one of {launched_world_size()} already, that a launcher started.",
-                "Start the script with plain python, or leave launch() out.",
-            )
+            asked,
+            f"This process is one of {launched_world_size()} already, that a launcher started.",
+            "Start the script with plain python, or leave launch() out.",
         )
     if method == "fork" and dist.is_available() and dist.is_initialized():
         raise ConfigError(
-            explain(
-                asked,
-                "This process is in a process group, which forked ones would take for their own: each would train "
-                "alone, or wait for ever.",
-                "Close what made it first (trainer.strategy.close()), or use start_method='spawn'.",
-            )
+            asked,
+            "This process is in a process group, which forked ones would take for their own: each would train "
+            "alone, or wait for ever.",
+            "Close what made it first (trainer.strategy.close()), or use start_method='spawn'.",
         )
     if method == "fork" and _has_used_gpu():
         raise ConfigError(
-            explain(
-                asked,
-                "This process has used a GPU, which a forked one cannot use any more.",
-                "Touch no GPU before launch(), or put the function into a file and use start_method='spawn'.",
-            )
+            asked,
+            "This process has used a GPU, which a forked one cannot use any more.",
+            "Touch no GPU before launch(), or put the function into a file and use start_method='spawn'.",
         )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hftrain.core.errors import StrategyError, explain
+from hftrain.core.errors import StrategyError
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.distributed import DistributedStrategy
 
@@ -144,11 +144,9 @@ def _describe(tree: Any, tensors: list[torch.Tensor]) -> Any:
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return {"value": tree}
     raise StrategyError(
-        explain(
-            "A split model was to be evaluated on fewer batches than there are processes.",
-            f"The others must run the model too, and its arguments hold a {type(tree).__name__}, which cannot be sent.",
-            "Evaluate on more samples, or pass the model tensors, numbers and text.",
-        )
+        "A split model was to be evaluated on fewer batches than there are processes.",
+        f"The others must run the model too, and its arguments hold a {type(tree).__name__}, which cannot be sent.",
+        "Evaluate on more samples, or pass the model tensors, numbers and text.",
     )
 
 

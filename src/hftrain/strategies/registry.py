@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.registry import Registry
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.environment import launched_world_size
@@ -101,12 +101,10 @@ def create_strategy(name: str = "auto", **options: Any) -> Strategy:
     unknown = {option: value for option, value in options.items() if accepted is not None and option not in accepted}
     if unknown:
         raise ConfigError(
-            explain(
-                f"strategy={name!r} was given options it does not take.",
-                f"It takes {sorted(accepted or ())}.",
-                "Remove the others, or choose another strategy.",
-                **unknown,
-            )
+            f"strategy={name!r} was given options it does not take.",
+            f"It takes {sorted(accepted or ())}.",
+            "Remove the others, or choose another strategy.",
+            **unknown,
         )
     return strategies.create(name, **options)
 

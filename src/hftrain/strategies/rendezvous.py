@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from hftrain.core.errors import StrategyError, explain
+from hftrain.core.errors import StrategyError
 from hftrain.strategies.board import Board
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
@@ -55,9 +55,7 @@ def fresh_place(store: Store, *, rank: int, world_size: int, timeout: timedelta)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     raise StrategyError(
-        explain(
-            f"Rank {rank} of {world_size} waited for the other processes to start.",
-            f"They did not all come within {timeout.total_seconds():g} s.",
-            "Look into the logs of the others, or raise ddp_timeout.",
-        )
+        f"Rank {rank} of {world_size} waited for the other processes to start.",
+        f"They did not all come within {timeout.total_seconds():g} s.",
+        "Look into the logs of the others, or raise ddp_timeout.",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.environment import find_device_type, launched_world_size
@@ -33,19 +33,15 @@ class SingleDeviceStrategy(Strategy):
     ) -> None:
         if launched_world_size() > 1:
             raise ConfigError(
-                explain(
-                    "strategy='single' was asked for.",
-                    "A launcher started several processes, which would train separate copies.",
-                    "Use strategy='ddp' or 'auto', or start one process.",
-                    world_size=launched_world_size(),
-                )
+                "strategy='single' was asked for.",
+                "A launcher started several processes, which would train separate copies.",
+                "Use strategy='ddp' or 'auto', or start one process.",
+                world_size=launched_world_size(),
             )
         planned = torch.device(device if device is not None else find_device_type(use_cpu=use_cpu))
         reason = "use_cpu=True forbids it." if use_cpu and planned.type != "cpu" else _absence(planned)
         if reason:
-            raise ConfigError(
-                explain(f"device={str(device)!r} was asked for.", reason, "Choose another.", use_cpu=use_cpu)
-            )
+            raise ConfigError(f"device={str(device)!r} was asked for.", reason, "Choose another.", use_cpu=use_cpu)
         super().__init__(planned, place_model=place_model)
 
 

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from hftrain.core.errors import StrategyError, explain
+from hftrain.core.errors import StrategyError
 
 if TYPE_CHECKING:
     from hftrain.strategies.distributed import DistributedStrategy
@@ -68,12 +68,10 @@ class FixedParameters:
         if found != self._flags:
             names = [name for name, now, before in zip(self._names, found, self._flags, strict=True) if now != before]
             raise StrategyError(
-                explain(
-                    f"Cannot freeze or unfreeze {names[0]!r} while the training runs.",
-                    f"{self._engine} decides when a run starts which parameters it trains.",
-                    "Do it before train(), or end the run and resume it with the others frozen.",
-                    changed=names,
-                )
+                f"Cannot freeze or unfreeze {names[0]!r} while the training runs.",
+                f"{self._engine} decides when a run starts which parameters it trains.",
+                "Do it before train(), or end the run and resume it with the others frozen.",
+                changed=names,
             )
         if self._is_stale[0]:
             self._is_stale[0] = False
@@ -121,11 +119,9 @@ class _Agreement:
             time.sleep(_POLL_S)
         others = "; ".join(f"rank {rank}: {_listed(names)}" for rank, names in told.items() if names != change)
         raise StrategyError(
-            explain(
-                "Cannot change which parameters are trained on some ranks only.",
-                f"Rank {self._rank}: {_listed(change)}; {others}.",
-                "Freeze, unfreeze or add the same parameters on every rank, in the same step.",
-            )
+            "Cannot change which parameters are trained on some ranks only.",
+            f"Rank {self._rank}: {_listed(change)}; {others}.",
+            "Freeze, unfreeze or add the same parameters on every rank, in the same step.",
         )
 
     def _told(self, rank: int, at: int) -> list[str] | None:
@@ -251,12 +247,10 @@ def refuse_added(names: list[str]) -> None:
     """Raise `StrategyError` if there are names of parameters that were added and are to be trained."""
     if names:
         raise StrategyError(
-            explain(
-                f"Cannot add {names[0]!r} to a model that is split while the training runs.",
-                "Parameters are split, and their gradients averaged, as the model was when the run began.",
-                "Add them before train(), or end the run, add them and start a new one; strategy='ddp' can follow.",
-                added=names,
-            )
+            f"Cannot add {names[0]!r} to a model that is split while the training runs.",
+            "Parameters are split, and their gradients averaged, as the model was when the run began.",
+            "Add them before train(), or end the run, add them and start a new one; strategy='ddp' can follow.",
+            added=names,
         )
 
 

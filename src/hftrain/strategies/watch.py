@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hftrain.core.errors import StrategyError, explain
+from hftrain.core.errors import StrategyError
 from hftrain.strategies.board import Board
 
 _POLL_S = 1.0
@@ -82,11 +82,9 @@ class RankWatch:
         places = "; ".join(f"rank {rank} {_told(answers.get(rank))}" for rank in sorted({*missing, *answers}))
         late = f"Rank {', '.join(map(str, missing))} did not come" if missing else "The ranks wait for each other"
         return StrategyError(
-            explain(
-                f"Rank {self.rank} waited in {self.where()!r} for the other ranks.",
-                f"{late} within {timeout_s:g} s: {places}.",
-                "Mend what holds them up, or raise ddp_timeout.",
-            )
+            f"Rank {self.rank} waited in {self.where()!r} for the other ranks.",
+            f"{late} within {timeout_s:g} s: {places}.",
+            "Mend what holds them up, or raise ddp_timeout.",
         )
 
     def failure_elsewhere(self, *, wait_s: float = 0.0) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 
 def check_whole(model: nn.Module, *, name: str, world_size: int) -> None:
@@ -23,9 +23,7 @@ def check_whole(model: nn.Module, *, name: str, world_size: int) -> None:
     by_zero = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
     if by_fsdp or by_zero:
         raise ConfigError(
-            explain(
-                f"strategy={name!r} was given a {type(model).__name__}.",
-                f"{'FSDP' if by_fsdp else 'ZeRO-3'} has split it among processes already, for another strategy.",
-                "Go on with that one (strategy=trainer.strategy), or build the model anew and load what was saved.",
-            )
+            f"strategy={name!r} was given a {type(model).__name__}.",
+            f"{'FSDP' if by_fsdp else 'ZeRO-3'} has split it among processes already, for another strategy.",
+            "Go on with that one (strategy=trainer.strategy), or build the model anew and load what was saved.",
         )

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import get_logger
 from hftrain.core.optional import require
 from hftrain.core.seed import add_generator
@@ -77,12 +77,10 @@ class XLAStrategy(Strategy):
         require("torch_xla", feature="strategy='xla'", extra="xla")
         if launched_world_size() > 1:
             raise ConfigError(
-                explain(
-                    "strategy='xla' was asked for.",
-                    "A launcher started several processes, and one process drives all devices of a machine.",
-                    "Start one process; tpu_num_cores says how many devices it uses.",
-                    world_size=launched_world_size(),
-                )
+                "strategy='xla' was asked for.",
+                "A launcher started several processes, and one process drives all devices of a machine.",
+                "Start one process; tpu_num_cores says how many devices it uses.",
+                world_size=launched_world_size(),
             )
         super().__init__(torch.device("xla"), place_model=place_model)
         self.num_cores, self.shards, self.wraps, self.settings = num_devices, shards, wraps, dict(settings or {})
@@ -111,11 +109,9 @@ class XLAStrategy(Strategy):
         """
         if self.recomputes and not self._units(model):
             raise ConfigError(
-                explain(
-                    "fsdp_config={'xla_fsdp_grad_ckpt': True} was given.",
-                    f"It recomputes {type(model).__name__} layer by layer, and no layers were named.",
-                    "Name the repeated layers in transformer_layer_cls_to_wrap, or set min_num_params.",
-                )
+                "fsdp_config={'xla_fsdp_grad_ckpt': True} was given.",
+                f"It recomputes {type(model).__name__} layer by layer, and no layers were named.",
+                "Name the repeated layers in transformer_layer_cls_to_wrap, or set min_num_params.",
             )
 
     def launch(self) -> None:
@@ -177,11 +173,9 @@ class XLAStrategy(Strategy):
         """Place a model, split it on wish, and make its optimizer, whose `step` ends XLA's. Mutates the model."""
         if make_optimizer is not None and self._is_wrapped(model):
             raise StrategyError(
-                explain(
-                    f"{type(self.unwrap(model)).__name__} was to be trained once more with torch_xla's FSDP wrapper.",
-                    "The wrapper keeps its parameters, and another optimizer could not be made for them.",
-                    "Build the model and the Trainer anew, or use strategy='xla_fsdp_v2'.",
-                )
+                f"{type(self.unwrap(model)).__name__} was to be trained once more with torch_xla's FSDP wrapper.",
+                "The wrapper keeps its parameters, and another optimizer could not be made for them.",
+                "Build the model and the Trainer anew, or use strategy='xla_fsdp_v2'.",
             )
         if make_optimizer is not None and self.recomputes:
             self._recompute(self.unwrap(model))
@@ -298,12 +292,10 @@ class XLAStrategy(Strategy):
 
         if self.num_cores not in (None, num_found):
             raise StrategyError(
-                explain(
-                    f"tpu_num_cores={self.num_cores} was asked for.",
-                    f"XLA sees {num_found} devices, and uses all it sees.",
-                    f"Set tpu_num_cores to {num_found}, or show XLA fewer (TPU_VISIBLE_CHIPS; CPU_NUM_DEVICES).",
-                    PJRT_DEVICE=os.environ.get("PJRT_DEVICE"),
-                )
+                f"tpu_num_cores={self.num_cores} was asked for.",
+                f"XLA sees {num_found} devices, and uses all it sees.",
+                f"Set tpu_num_cores to {num_found}, or show XLA fewer (TPU_VISIBLE_CHIPS; CPU_NUM_DEVICES).",
+                PJRT_DEVICE=os.environ.get("PJRT_DEVICE"),
             )
         self._num_parts = num_found
         self._mesh = spmd.Mesh(numpy.arange(num_found), (num_found,), (_AXIS,))
@@ -354,12 +346,10 @@ class XLAStrategy(Strategy):
 def _check_alone(count: int, what: str) -> None:
     if count > 1:
         raise StrategyError(
-            explain(
-                "strategy='xla' was launched.",
-                f"There are {count} {what}, and it drives the devices of one machine from one process.",
-                "Start the script once with plain `python`, and tpu_num_cores=N to use N devices.",
-                **{what.split()[0]: count},
-            )
+            "strategy='xla' was launched.",
+            f"There are {count} {what}, and it drives the devices of one machine from one process.",
+            "Start the script once with plain `python`, and tpu_num_cores=N to use N devices.",
+            **{what.split()[0]: count},
         )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.tree import map_tensors
 
 
@@ -38,11 +38,9 @@ class WrappedModel:
         dtypes = {str(parameter.dtype) for parameter in model.parameters()} - {"torch.float32"}
         if dtypes:
             raise ConfigError(
-                explain(
-                    f"strategy='xla_fsdp' was to train {type(model).__name__}.",
-                    f"torch_xla's wrapper takes float32 parameters only, and there are {', '.join(sorted(dtypes))}.",
-                    "Use precision='bf16', which computes in bfloat16, or strategy='xla_fsdp_v2'.",
-                )
+                f"strategy='xla_fsdp' was to train {type(model).__name__}.",
+                f"torch_xla's wrapper takes float32 parameters only, and there are {', '.join(sorted(dtypes))}.",
+                "Use precision='bf16', which computes in bfloat16, or strategy='xla_fsdp_v2'.",
             )
         self.bare = model
         self._names = list(model.state_dict(keep_vars=True))

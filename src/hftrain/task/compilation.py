@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.tree import batch_size_of
 
 # Back-ends of the documentation that torch has dropped since, and what does their work today.
@@ -133,11 +133,9 @@ def _check_backend(config: CompileConfig) -> None:
             f"torch has dropped it; its successor is {successor}." if successor else "torch knows no such back-end."
         )
         raise ConfigError(
-            explain(
-                f"torch_compile_backend={config.backend!r} was asked for.",
-                reason,
-                f"Known here: {known}; other packages register more.",
-            )
+            f"torch_compile_backend={config.backend!r} was asked for.",
+            reason,
+            f"Known here: {known}; other packages register more.",
         ) from error
     if config.mode is None or config.backend != "inductor":
         return
@@ -146,9 +144,7 @@ def _check_backend(config: CompileConfig) -> None:
     modes = list_mode_options()
     if config.mode not in modes:
         raise ConfigError(
-            explain(
-                f"torch_compile_mode={config.mode!r} was asked for.",
-                "inductor has no such mode.",
-                f"Use one of: {', '.join(modes)}.",
-            )
+            f"torch_compile_mode={config.mode!r} was asked for.",
+            "inductor has no such mode.",
+            f"Use one of: {', '.join(modes)}.",
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import warn_once
 from hftrain.core.optional import require
 from hftrain.task.introspect import base_model, is_transformers_like
@@ -38,20 +38,16 @@ def apply_liger_kernels(model: nn.Module, options: Mapping[str, bool] | None) ->
     kind = getattr(base.config, "model_type", None)
     if kind not in KERNELS:
         raise ConfigError(
-            explain(
-                f"use_liger_kernel=True was asked for with {type(base).__name__}.",
-                f"Liger has no kernels for model_type={kind!r}.",
-                f"Leave it out. Liger knows: {', '.join(sorted(KERNELS))}.",
-            )
+            f"use_liger_kernel=True was asked for with {type(base).__name__}.",
+            f"Liger has no kernels for model_type={kind!r}.",
+            f"Leave it out. Liger knows: {', '.join(sorted(KERNELS))}.",
         )
     known = [name for name in inspect.signature(KERNELS[kind]).parameters if name != "model"]
     for name in options or {}:
         if name not in known:
             raise ConfigError(
-                explain(
-                    f"liger_kernel_config={{{name!r}: ...}} was given.",
-                    f"Liger has no such kernel for model_type={kind!r}.",
-                    suggest(name, known),
-                )
+                f"liger_kernel_config={{{name!r}: ...}} was given.",
+                f"Liger has no such kernel for model_type={kind!r}.",
+                suggest(name, known),
             )
     KERNELS[kind](model=base, **dict(options or {}))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 
 IGNORED_LABEL = -100
 
@@ -34,12 +34,10 @@ def read_loss(outputs: Any, *, model_name: str) -> torch.Tensor:
         loss = outputs
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise TaskError(
-            explain(
-                f"{model_name} was asked for its loss.",
-                f"It returned {_describe(outputs)}, with no scalar loss under 'loss' or in first place.",
-                "Return the loss there when labels are given, pass compute_loss_func, override compute_loss, "
-                "or write a TaskModule.",
-            )
+            f"{model_name} was asked for its loss.",
+            f"It returned {_describe(outputs)}, with no scalar loss under 'loss' or in first place.",
+            "Return the loss there when labels are given, pass compute_loss_func, override compute_loss, "
+            "or write a TaskModule.",
         )
     return loss
 
@@ -81,11 +79,9 @@ def smoothed_loss(
     """
     if labels_Bx.is_floating_point():
         raise TaskError(
-            explain(
-                "Label smoothing was asked for.",
-                f"The labels are no class numbers but {labels_Bx.dtype}, of shape {tuple(labels_Bx.shape)}.",
-                "Set label_smoothing_factor=0, or smooth them in a compute_loss_func.",
-            )
+            "Label smoothing was asked for.",
+            f"The labels are no class numbers but {labels_Bx.dtype}, of shape {tuple(labels_Bx.shape)}.",
+            "Set label_smoothing_factor=0, or smooth them in a compute_loss_func.",
         )
     if shift:
         logits_BxC, labels_Bx = logits_BxC[..., :-1, :], labels_Bx[..., 1:]

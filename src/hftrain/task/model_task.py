@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.core.errors import ConfigError, TaskError, explain, suggest
+from hftrain.core.errors import ConfigError, TaskError, suggest
 from hftrain.core.tree import batch_size_of, detach
 from hftrain.core.types import StepOutput
 from hftrain.task.introspect import (
@@ -62,11 +62,9 @@ class ModelTask(TaskModule):
         super().__init__(model)
         if isinstance(count_items, str) and count_items not in KINDS:
             raise ConfigError(
-                explain(
-                    f"count_items={count_items!r} was given.",
-                    f"It is none of {', '.join(KINDS)}.",
-                    f"{suggest(count_items, KINDS)} A function that counts a batch's items will do as well.",
-                )
+                f"count_items={count_items!r} was given.",
+                f"It is none of {', '.join(KINDS)}.",
+                f"{suggest(count_items, KINDS)} A function that counts a batch's items will do as well.",
             )
         found = find_label_names(model) if label_names is None else label_names
         self.has_label_names = bool(found)
@@ -115,11 +113,9 @@ class ModelTask(TaskModule):
             return read_loss(outputs, model_name=type(self.model).__name__), outputs
         if labels is None and self.compute_loss_func is None:
             raise TaskError(
-                explain(
-                    f"label_smoothing_factor={self.label_smoothing} was asked for.",
-                    f"The batch holds no labels to smooth (looked for: labels, {', '.join(self.label_names)}).",
-                    "Name the one column of labels in label_names, or leave the smoothing out.",
-                )
+                f"label_smoothing_factor={self.label_smoothing} was asked for.",
+                f"The batch holds no labels to smooth (looked for: labels, {', '.join(self.label_names)}).",
+                "Name the one column of labels in label_names, or leave the smoothing out.",
             )
         # Models that make their decoder inputs of the labels keep them.
         takes_labels = labels is None or self._builds_decoder_inputs(inputs)

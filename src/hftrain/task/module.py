@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import StepOutput
 
@@ -51,11 +51,9 @@ class TaskModule(nn.Module):
             TaskError: The subclass does not define it.
         """
         raise TaskError(
-            explain(
-                f"{type(self).__name__} was asked for a training step.",
-                "It does not define training_step(batch).",
-                "Define it and return the loss, or a StepOutput with the loss in it.",
-            )
+            f"{type(self).__name__} was asked for a training step.",
+            "It does not define training_step(batch).",
+            "Define it and return the loss, or a StepOutput with the loss in it.",
         )
 
     def evaluation_step(self, batch: Any) -> StepOutput | torch.Tensor:
@@ -76,11 +74,9 @@ class TaskModule(nn.Module):
         outputs = as_step_output(self.evaluation_step(batch)).outputs
         if outputs is None:
             raise TaskError(
-                explain(
-                    f"{type(self).__name__} was asked for predictions.",
-                    "It defines no prediction_step, and its evaluation_step returns no outputs.",
-                    "Define prediction_step(batch), or return StepOutput(outputs=...) from evaluation_step.",
-                )
+                f"{type(self).__name__} was asked for predictions.",
+                "It defines no prediction_step, and its evaluation_step returns no outputs.",
+                "Define prediction_step(batch), or return StepOutput(outputs=...) from evaluation_step.",
             )
         return outputs
 
@@ -103,11 +99,9 @@ class TaskModule(nn.Module):
         size = batch_size_of(batch)
         if size is None:
             raise TaskError(
-                explain(
-                    f"{type(self).__name__} was asked how many items a batch of type {type(batch).__name__} holds.",
-                    "The batch holds no tensor with a batch dimension.",
-                    "Override count_items(batch) in the task.",
-                )
+                f"{type(self).__name__} was asked how many items a batch of type {type(batch).__name__} holds.",
+                "The batch holds no tensor with a batch dimension.",
+                "Override count_items(batch) in the task.",
             )
         return size
 
@@ -148,11 +142,9 @@ def as_step_output(result: Any) -> StepOutput:
     if isinstance(result, torch.Tensor):
         return StepOutput(loss=result)
     raise TaskError(
-        explain(
-            "A step of the task was run.",
-            f"It returned {_describe(result)}, which holds no loss hftrain knows of.",
-            "Return the loss tensor or StepOutput(loss=...).",
-        )
+        "A step of the task was run.",
+        f"It returned {_describe(result)}, which holds no loss hftrain knows of.",
+        "Return the loss tensor or StepOutput(loss=...).",
     )
 
 

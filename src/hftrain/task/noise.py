@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.task.introspect import base_model
 
 
@@ -24,11 +24,9 @@ def find_embeddings(model: nn.Module) -> nn.Module:
     embeddings = getter() if callable(getter) else None
     if not isinstance(embeddings, nn.Module):
         raise ConfigError(
-            explain(
-                "neftune_noise_alpha was given.",
-                f"{type(base).__name__} has no get_input_embeddings() that returns its embedding layer.",
-                "Define that method, or leave neftune_noise_alpha out.",
-            )
+            "neftune_noise_alpha was given.",
+            f"{type(base).__name__} has no get_input_embeddings() that returns its embedding layer.",
+            "Define that method, or leave neftune_noise_alpha out.",
         )
     return embeddings
 

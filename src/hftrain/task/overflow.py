@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger
 
 logger = get_logger(__name__)
@@ -46,7 +46,7 @@ class DebugUnderflowOverflow:
     ) -> None:
         if max_frames_to_save < 1:
             asked, reason = f"max_frames_to_save={max_frames_to_save!r} was asked for.", "A report needs a frame."
-            raise ConfigError(explain(asked, reason, "Use 1 or more."))
+            raise ConfigError(asked, reason, "Use 1 or more.")
         self.model = model
         self.trace_batch_nums = frozenset(trace_batch_nums)
         self.abort_after_batch_num = abort_after_batch_num
@@ -76,7 +76,7 @@ class DebugUnderflowOverflow:
             self.batch_number += 1
             if self.abort_after_batch_num is not None and self.batch_number > self.abort_after_batch_num:
                 asked = f"abort_after_batch_num={self.abort_after_batch_num} was asked for."
-                raise TaskError(explain(asked, "That batch is done.", "Leave abort_after_batch_num out to go on."))
+                raise TaskError(asked, "That batch is done.", "Leave abort_after_batch_num out to go on.")
 
     def _add_frame(self, module: nn.Module, inputs: Any, options: Any, output: Any) -> list[str]:
         """Record a frame; return the names of inputs and outputs that are not finite."""
@@ -100,11 +100,9 @@ class DebugUnderflowOverflow:
         logger.error("The last %d frames before the fault:\n%s\n%s", len(self._frames), _HEAD, frames)
         name = f"{self._names[module]} ({type(module).__name__})"
         raise TaskError(
-            explain(
-                f"A watched forward pass reached {name}.",
-                f"In batch {self.batch_number} its {' and '.join(faults)} held an infinity or NaN.",
-                "The log above this error shows the frames that led to it; look for the first large number.",
-            )
+            f"A watched forward pass reached {name}.",
+            f"In batch {self.batch_number} its {' and '.join(faults)} held an infinity or NaN.",
+            "The log above this error shows the frames that led to it; look for the first large number.",
         )
 
 

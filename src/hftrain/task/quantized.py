@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.task.introspect import base_model
 
 _FLAGS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
@@ -47,4 +47,4 @@ def check_quantized(model: nn.Module, *, compiles: bool) -> None:
         reason, remedy = "Its quantization method passes no gradients on.", "Quantize it with bitsandbytes or GPTQ."
     else:
         return
-    raise ConfigError(explain(f"Training {name}, a quantized model, was asked for.", reason, remedy))
+    raise ConfigError(f"Training {name}, a quantized model, was asked for.", reason, remedy)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 
 Undo = Callable[[], None]
@@ -44,11 +44,9 @@ def recompute_activations(model: nn.Module, options: Mapping[str, Any] | None) -
     enable = getattr(model, f"{kind}_checkpointing_enable", None)
     if enable is None:
         raise ConfigError(
-            explain(
-                "gradient_checkpointing=True was asked for.",
-                f"{type(model).__name__} has no gradient_checkpointing_enable method.",
-                'Name the layers to recompute: gradient_checkpointing_kwargs={"layer_classes": ["Block"]}.',
-            )
+            "gradient_checkpointing=True was asked for.",
+            f"{type(model).__name__} has no gradient_checkpointing_enable method.",
+            'Name the layers to recompute: gradient_checkpointing_kwargs={"layer_classes": ["Block"]}.',
         )
     keyword = f"{kind}_checkpointing_kwargs"
     is_partly_frozen = not all(parameter.requires_grad for parameter in model.parameters())
@@ -87,11 +85,9 @@ def _recompute_layers(model: nn.Module, classes: Sequence[Any] | str | type, opt
     absent = set(names) - {type(layer).__name__ for layer in layers}
     if absent or not layers:
         raise ConfigError(
-            explain(
-                f"gradient_checkpointing_kwargs named the layer classes {', '.join(names) or 'of no layer'}.",
-                f"{type(model).__name__} has no layer of {', '.join(sorted(absent)) or 'them'}.",
-                f"It has: {', '.join(sorted({type(module).__name__ for module in model.modules()}))}.",
-            )
+            f"gradient_checkpointing_kwargs named the layer classes {', '.join(names) or 'of no layer'}.",
+            f"{type(model).__name__} has no layer of {', '.join(sorted(absent)) or 'them'}.",
+            f"It has: {', '.join(sorted({type(module).__name__ for module in model.modules()}))}.",
         )
     for layer in layers:
         # On the instance and not by a wrapping module, so that parameters keep their names.

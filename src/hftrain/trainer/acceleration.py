@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrain.adapter.acceleration import accelerator_settings
-from hftrain.core.errors import ConfigError, StrategyError, TaskError, explain
+from hftrain.core.errors import ConfigError, StrategyError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns
@@ -82,9 +82,7 @@ def adopt_accelerator(trainer: Trainer, accelerator: Any) -> Any:
     elif _has_engine(vars(accelerator.state)) and not any(has_engine(strategy, name) for name in ("deepspeed", "fsdp")):
         reason = f"It has an engine of its own, and strategy={strategy.name!r} runs the training."
     if reason is not None:
-        raise ConfigError(
-            explain("trainer.accelerator was assigned.", reason, "Pass strategy= and precision= to the Trainer.")
-        )
+        raise ConfigError("trainer.accelerator was assigned.", reason, "Pass strategy= and precision= to the Trainer.")
     _check(accelerator, strategy)
     mixed, _ = accelerator_settings(trainer.args, trainer.precision.policy, device_type=strategy.device_type)
     if accelerator.mixed_precision != mixed:
@@ -144,11 +142,9 @@ def _unscale(trainer: Trainer, accelerator: Any, optimizer: Any = None) -> None:
     elif trainer.precision.policy.loss_scaling and Owns.SCALING not in trainer.strategy.owns:
         if not trainer._syncs:
             raise TaskError(
-                explain(
-                    "Cannot unscale or clip gradients before the last micro-batch of an update.",
-                    f"precision={trainer.precision.policy.name!r} adds scaled gradients to them.",
-                    "Do it where trainer.accelerator.sync_gradients is True, or in on_pre_optimizer_step.",
-                )
+                "Cannot unscale or clip gradients before the last micro-batch of an update.",
+                f"precision={trainer.precision.policy.name!r} adds scaled gradients to them.",
+                "Do it where trainer.accelerator.sync_gradients is True, or in on_pre_optimizer_step.",
             )
         given: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer or trainer.optimizer]
         for each in given:
@@ -199,9 +195,7 @@ def _check(accelerator: Any, strategy: Strategy) -> None:
     wanted = (strategy.rank, strategy.world_size, strategy.device_type)
     if found != wanted:
         raise StrategyError(
-            explain(
-                f"Cannot use or assign trainer.accelerator with strategy={strategy.name!r}.",
-                f"accelerate says (rank, processes, device) = {found}, the strategy {wanted}.",
-                "Make no Accelerator or PartialState before the Trainer, or let it describe the same processes.",
-            )
+            f"Cannot use or assign trainer.accelerator with strategy={strategy.name!r}.",
+            f"accelerate says (rank, processes, device) = {found}, the strategy {wanted}.",
+            "Make no Accelerator or PartialState before the Trainer, or let it describe the same processes.",
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.state import TrainerState
 from hftrain.trainer.checks import best_metric_key
 
@@ -39,21 +39,17 @@ def read_metric(metrics: Mapping[str, Any], wanted: str) -> float:
     key = best_metric_key(wanted)
     if key not in metrics:
         raise ConfigError(
-            explain(
-                f"metric_for_best_model={wanted!r} was asked for.",
-                f"An evaluation reported no {key!r}.",
-                f"Available: {', '.join(sorted(metrics))}. {suggest(key, metrics)}",
-                metric_for_best_model=wanted,
-            )
+            f"metric_for_best_model={wanted!r} was asked for.",
+            f"An evaluation reported no {key!r}.",
+            f"Available: {', '.join(sorted(metrics))}. {suggest(key, metrics)}",
+            metric_for_best_model=wanted,
         )
     try:
         return float(metrics[key])
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            explain(
-                f"metric_for_best_model={wanted!r} was asked for.",
-                f"An evaluation reported {key!r} as a {type(metrics[key]).__name__}, which is no single number.",
-                "Let compute_metrics return a number under that name, or choose another metric.",
-                **{key: metrics[key]},
-            )
+            f"metric_for_best_model={wanted!r} was asked for.",
+            f"An evaluation reported {key!r} as a {type(metrics[key]).__name__}, which is no single number.",
+            "Let compute_metrics return a number under that name, or choose another metric.",
+            **{key: metrics[key]},
         ) from error

@@ -12,7 +12,7 @@ from torch import nn
 from hftrain.adapter.plan import require_max_steps
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.core.errors import ConfigError, TaskError, explain, suggest
+from hftrain.core.errors import ConfigError, TaskError, suggest
 from hftrain.core.log import warn_once
 from hftrain.data.sizes import has_length
 from hftrain.strategies.base import Strategy
@@ -30,11 +30,9 @@ def check_arguments(args: Any) -> None:
     if not isinstance(args, TrainingArguments):
         kind = type(args)
         raise ConfigError(
-            explain(
-                f"{kind.__module__}.{kind.__qualname__} was given as args.",
-                "Only hftrain's own TrainingArguments are read.",
-                "Import TrainingArguments from hftrain, and call Trainer(model, TrainingArguments(output_dir), ...).",
-            )
+            f"{kind.__module__}.{kind.__qualname__} was given as args.",
+            "Only hftrain's own TrainingArguments are read.",
+            "Import TrainingArguments from hftrain, and call Trainer(model, TrainingArguments(output_dir), ...).",
         )
 
 
@@ -42,13 +40,11 @@ def check_strategy(args: Any, strategy: Strategy) -> None:
     """Raise where a strategy that was given as an object contradicts the device the arguments ask for."""
     if args.use_cpu and strategy.device_type != "cpu":
         raise ConfigError(
-            explain(
-                f"use_cpu=True was asked for together with strategy={type(strategy).__name__}(...).",
-                f"The strategy takes the device {str(strategy.planned_device)!r}.",
-                "Make the strategy with use_cpu=True, or leave use_cpu out of the arguments.",
-                use_cpu=True,
-                strategy=strategy.name,
-            )
+            f"use_cpu=True was asked for together with strategy={type(strategy).__name__}(...).",
+            f"The strategy takes the device {str(strategy.planned_device)!r}.",
+            "Make the strategy with use_cpu=True, or leave use_cpu out of the arguments.",
+            use_cpu=True,
+            strategy=strategy.name,
         )
 
 
@@ -56,12 +52,10 @@ def check_tensor_parallel(size: int, strategy: Strategy, *, is_handled: bool) ->
     """Raise where a model's layers are split over processes that would each read other data."""
     if size > 1 and not is_handled:
         raise ConfigError(
-            explain(
-                f"A model whose layers are split over {size} processes was given.",
-                f"With strategy={strategy.name!r} every process reads its own share of the data.",
-                "Load the model without a tensor-parallel plan, or use DeepSpeed's tensor_parallel.",
-                tp_size=size,
-            )
+            f"A model whose layers are split over {size} processes was given.",
+            f"With strategy={strategy.name!r} every process reads its own share of the data.",
+            "Load the model without a tensor-parallel plan, or use DeepSpeed's tensor_parallel.",
+            tp_size=size,
         )
 
 
@@ -69,38 +63,30 @@ def check_model(model: Any, model_init: Any) -> None:
     """Raise unless there is a way to get a model; warn if there are two."""
     if model is None and model_init is None:
         raise NoModelError(
-            explain(
-                "Cannot make a Trainer without model and without model_init:",
-                "`Trainer` requires either a `model` or `model_init` argument.",
-                "Pass a TaskModule or an nn.Module as model, or a function that builds one as model_init.",
-            )
+            "Cannot make a Trainer without model and without model_init:",
+            "`Trainer` requires either a `model` or `model_init` argument.",
+            "Pass a TaskModule or an nn.Module as model, or a function that builds one as model_init.",
         )
     if model_init is not None and not callable(model_init):
         raise ConfigError(
-            explain(
-                "model_init was given.",
-                "It cannot be called.",
-                "Pass a function that returns the model.",
-                model_init=model_init,
-            )
+            "model_init was given.",
+            "It cannot be called.",
+            "Pass a function that returns the model.",
+            model_init=model_init,
         )
     check_not_lightning(model)
     if isinstance(model, nn.Module) and "_modules" not in vars(model):
         raise TaskError(
-            explain(
-                f"Cannot use {type(model).__name__}:",
-                "its __init__ does not call that of its base class.",
-                "Call super().__init__() in its first line.",
-            )
+            f"Cannot use {type(model).__name__}:",
+            "its __init__ does not call that of its base class.",
+            "Call super().__init__() in its first line.",
         )
     if model is not None and not isinstance(model, nn.Module):
         name = model.__name__ if isinstance(model, type) else None
         raise TaskError(
-            explain(
-                f"{f'The class {name}' if name else f'A {type(model).__name__}'} was given as model.",
-                "It is no nn.Module.",
-                f"Pass {name}(...)." if name else "Pass a TaskModule or an nn.Module.",
-            )
+            f"{f'The class {name}' if name else f'A {type(model).__name__}'} was given as model.",
+            "It is no nn.Module.",
+            f"Pass {name}(...)." if name else "Pass a TaskModule or an nn.Module.",
         )
     if model is not None and model_init is not None:
         warn_once("model and model_init were given: train() replaces model by what model_init makes.")
@@ -112,46 +98,36 @@ def check_parts(
     """Raise where constructor arguments contradict each other."""
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
         raise ConfigError(
-            explain(
-                "optimizers was given.",
-                "It is no pair of an optimizer and a schedule.",
-                "Pass (optimizer, schedule); either may be None.",
-                optimizers=optimizers,
-            )
+            "optimizers was given.",
+            "It is no pair of an optimizer and a schedule.",
+            "Pass (optimizer, schedule); either may be None.",
+            optimizers=optimizers,
         )
     has_optimizers = any(part is not None for part in optimizers)
     if model_init is not None and has_optimizers:
         raise ConfigError(
-            explain(
-                "optimizers=(...) was given together with model_init.",
-                "model_init makes a new model, whose parameters the given optimizer does not hold.",
-                "Override create_optimizer_and_scheduler, or pass optimizer_cls_and_kwargs.",
-            )
+            "optimizers=(...) was given together with model_init.",
+            "model_init makes a new model, whose parameters the given optimizer does not hold.",
+            "Override create_optimizer_and_scheduler, or pass optimizer_cls_and_kwargs.",
         )
     if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
         raise ConfigError(
-            explain(
-                "optimizers=(...) was given together with optimizer_cls_and_kwargs.",
-                "Both choose the optimizer.",
-                "Keep one of the two.",
-            )
+            "optimizers=(...) was given together with optimizer_cls_and_kwargs.",
+            "Both choose the optimizer.",
+            "Keep one of the two.",
         )
     if collator is not None and not callable(collator):
         raise ConfigError(
-            explain(
-                f"Cannot use a {type(collator).__name__} as data_collator:",
-                "it cannot be called.",
-                "Pass a function of a list of samples; datasets go by name (train_dataset=..., eval_dataset=...).",
-            )
+            f"Cannot use a {type(collator).__name__} as data_collator:",
+            "it cannot be called.",
+            "Pass a function of a list of samples; datasets go by name (train_dataset=..., eval_dataset=...).",
         )
     if args.label_smoothing_factor and not 0 <= args.label_smoothing_factor <= 1:
         raise ConfigError(
-            explain(
-                "Label smoothing was asked for.",
-                "The share of the target that is spread must lie in [0, 1].",
-                "Use a value such as 0.1.",
-                label_smoothing_factor=args.label_smoothing_factor,
-            )
+            "Label smoothing was asked for.",
+            "The share of the target that is spread must lie in [0, 1].",
+            "Use a value such as 0.1.",
+            label_smoothing_factor=args.label_smoothing_factor,
         )
 
 
@@ -162,30 +138,24 @@ def check_sharding(args: Any, strategy: Strategy, *, optimizers: tuple[Any, Any]
     name = strategy.name
     if optimizers[0] is not None:
         raise ConfigError(
-            explain(
-                f"optimizers=({type(optimizers[0]).__name__}(...), ...) was given with strategy={name!r}.",
-                "The strategy splits the parameters, and the given optimizer holds the whole ones.",
-                "Pass optimizer_cls_and_kwargs, or override create_optimizer.",
-            )
+            f"optimizers=({type(optimizers[0]).__name__}(...), ...) was given with strategy={name!r}.",
+            "The strategy splits the parameters, and the given optimizer holds the whole ones.",
+            "Pass optimizer_cls_and_kwargs, or override create_optimizer.",
         )
     for setting in ("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "jit_mode_eval"):
         if getattr(args, setting):
             raise ConfigError(
-                explain(
-                    f"{setting}=True was asked for with strategy={name!r}.",
-                    "Each forward pass brings the processes' parts of the parameters together as they are, in step.",
-                    "Drop it, or use strategy='ddp'.",
-                )
+                f"{setting}=True was asked for with strategy={name!r}.",
+                "Each forward pass brings the processes' parts of the parameters together as they are, in step.",
+                "Drop it, or use strategy='ddp'.",
             )
     if args.save_only_model and args.load_best_model_at_end:
         raise ConfigError(
-            explain(
-                f"save_only_model=True was asked for with load_best_model_at_end=True and strategy={name!r}.",
-                "The best model is loaded into parts that are split among processes, from a complete checkpoint.",
-                "Drop one of the two.",
-                save_only_model=True,
-                load_best_model_at_end=True,
-            )
+            f"save_only_model=True was asked for with load_best_model_at_end=True and strategy={name!r}.",
+            "The best model is loaded into parts that are split among processes, from a complete checkpoint.",
+            "Drop one of the two.",
+            save_only_model=True,
+            load_best_model_at_end=True,
         )
 
 
@@ -194,11 +164,9 @@ def check_evaluation(args: Any, *, eval_dataset: Any, has_own_loader: bool) -> N
     has_none = eval_dataset is None or (isinstance(eval_dataset, Mapping) and not eval_dataset)
     if args.eval_strategy != "no" and has_none and not has_own_loader:
         raise ConfigError(
-            explain(
-                f"eval_strategy={str(args.eval_strategy)!r} was asked for.",
-                "There is no eval_dataset to evaluate on.",
-                "Pass eval_dataset, override get_eval_dataloader, or set eval_strategy='no'.",
-            )
+            f"eval_strategy={str(args.eval_strategy)!r} was asked for.",
+            "There is no eval_dataset to evaluate on.",
+            "Pass eval_dataset, override get_eval_dataloader, or set eval_strategy='no'.",
         )
 
 
@@ -210,11 +178,9 @@ def check_eval_data(args: Any, eval_dataset: Any) -> None:
     for name, dataset in sets.items():
         if has_length(dataset) and len(dataset) == 0:
             raise ConfigError(
-                explain(
-                    f"eval_strategy={str(args.eval_strategy)!r} was asked for.",
-                    f"{name} is empty.",
-                    "Pass a dataset with at least one sample.",
-                )
+                f"eval_strategy={str(args.eval_strategy)!r} was asked for.",
+                f"{name} is empty.",
+                "Pass a dataset with at least one sample.",
             )
 
 
@@ -222,18 +188,14 @@ def check_train_data(args: Any, dataset: Any) -> None:
     """Raise unless there is something to train on and a way to tell how long."""
     if dataset is None:
         raise ConfigError(
-            explain(
-                "train() was called.",
-                "There is no train_dataset.",
-                "Pass train_dataset to the Trainer or override get_train_dataloader.",
-            )
+            "train() was called.",
+            "There is no train_dataset.",
+            "Pass train_dataset to the Trainer or override get_train_dataloader.",
         )
     if not has_length(dataset):
         require_max_steps(args)
     elif len(dataset) == 0:
-        raise ConfigError(
-            explain("train() was called.", "train_dataset is empty.", "Pass a dataset with at least one sample.")
-        )
+        raise ConfigError("train() was called.", "train_dataset is empty.", "Pass a dataset with at least one sample.")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.Module) -> None:
@@ -241,22 +203,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.M
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in held for parameter in model.parameters()):
         raise ConfigError(
-            explain(
-                f"{type(model).__name__} was to be trained with a {type(optimizer).__name__}.",
-                "The optimizer holds none of the model's parameters, so nothing would change.",
-                "Make it from the parameters of the model that is trained; after replacing the model, set "
-                "trainer.optimizer and trainer.lr_scheduler to None.",
-            )
+            f"{type(model).__name__} was to be trained with a {type(optimizer).__name__}.",
+            "The optimizer holds none of the model's parameters, so nothing would change.",
+            "Make it from the parameters of the model that is trained; after replacing the model, set "
+            "trainer.optimizer and trainer.lr_scheduler to None.",
         )
     check_step(type(optimizer))
     driven = getattr(schedule, "optimizer", optimizer)
     if driven is not optimizer:
         raise ConfigError(
-            explain(
-                f"A {type(schedule).__name__} was to drive the learning rate.",
-                "It was made for another optimizer than the one that trains.",
-                "Make it from the same optimizer.",
-            )
+            f"A {type(schedule).__name__} was to drive the learning rate.",
+            "It was made for another optimizer than the one that trains.",
+            "Make it from the same optimizer.",
         )
 
 
@@ -265,12 +223,10 @@ def check_step(kind: type[torch.optim.Optimizer]) -> None:
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
-            explain(
-                f"A {kind.__name__} was to train.",
-                "Its step needs a closure that runs the model again, and a step here runs it once: clipping, "
-                "accumulation and the scaling of the loss would not reach what the closure computes.",
-                "Use another optimizer, or run it yourself in an override of training_step.",
-            )
+            f"A {kind.__name__} was to train.",
+            "Its step needs a closure that runs the model again, and a step here runs it once: clipping, "
+            "accumulation and the scaling of the loss would not reach what the closure computes.",
+            "Use another optimizer, or run it yourself in an override of training_step.",
         )
 
 
@@ -286,11 +242,9 @@ def read_optimizers(made: Any, *, maker: str) -> tuple[Any, Any]:
         return optimizer, schedule
     shown = ", ".join(type(part).__name__ for part in made) if isinstance(made, (tuple, list)) else ""
     raise TaskError(
-        explain(
-            f"{maker}.configure_optimizers was called.",
-            f"It returned a {type(made).__name__}{f' of ({shown})' if shown else ''}.",
-            "Return one optimizer, or one (optimizer, schedule) pair, or None to take them from the arguments.",
-        )
+        f"{maker}.configure_optimizers was called.",
+        f"It returned a {type(made).__name__}{f' of ({shown})' if shown else ''}.",
+        "Return one optimizer, or one (optimizer, schedule) pair, or None to take them from the arguments.",
     )
 
 
@@ -307,12 +261,10 @@ def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any,
     given = {name: value for name, value in given.items() if value is not None}
     if given:
         raise ConfigError(
-            explain(
-                f"{', '.join(given)} was given together with {type(task).__name__}.",
-                "A task computes its own loss and knows its own labels.",
-                "Do it in the task's training_step, evaluation_step and count_items.",
-                **given,
-            )
+            f"{', '.join(given)} was given together with {type(task).__name__}.",
+            "A task computes its own loss and knows its own labels.",
+            "Do it in the task's training_step, evaluation_step and count_items.",
+            **given,
         )
 
 
@@ -332,12 +284,10 @@ def check_best_metric(
     sets = [f"eval_{name}_loss" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else ["eval_loss"]
     if wanted not in sets:
         raise ConfigError(
-            explain(
-                f"metric_for_best_model={args.metric_for_best_model!r} was asked for.",
-                "Without compute_metrics an evaluation reports the loss alone.",
-                f"Pass compute_metrics, or choose one of these: {suggest(wanted, sets)}",
-                metric_for_best_model=args.metric_for_best_model,
-            )
+            f"metric_for_best_model={args.metric_for_best_model!r} was asked for.",
+            "Without compute_metrics an evaluation reports the loss alone.",
+            f"Pass compute_metrics, or choose one of these: {suggest(wanted, sets)}",
+            metric_for_best_model=args.metric_for_best_model,
         )
 
 
@@ -354,19 +304,15 @@ def check_save_policy(args: Any, policy: SavePolicy) -> None:
     """
     if policy.keep_best is not None and (args.metric_for_best_model is None or args.eval_strategy == "no"):
         raise ConfigError(
-            explain(
-                f"SavePolicy(keep_best={policy.keep_best}) was asked for.",
-                "No evaluation says which checkpoints are the best.",
-                "Set metric_for_best_model, and eval_strategy to 'steps' or 'epoch'.",
-                metric_for_best_model=args.metric_for_best_model,
-                eval_strategy=str(args.eval_strategy),
-            )
+            f"SavePolicy(keep_best={policy.keep_best}) was asked for.",
+            "No evaluation says which checkpoints are the best.",
+            "Set metric_for_best_model, and eval_strategy to 'steps' or 'epoch'.",
+            metric_for_best_model=args.metric_for_best_model,
+            eval_strategy=str(args.eval_strategy),
         )
     if policy.on_exception and args.auto_find_batch_size == "smaller_batch":
         raise ConfigError(
-            explain(
-                "SavePolicy(on_exception=True) was asked for with auto_find_batch_size='smaller_batch'.",
-                "That starts the run again after an error, while a checkpoint is for going on.",
-                "Use auto_find_batch_size=True, which cuts the batches of the step instead.",
-            )
+            "SavePolicy(on_exception=True) was asked for with auto_find_batch_size='smaller_batch'.",
+            "That starts the run again after an error, while a checkpoint is for going on.",
+            "Use auto_find_batch_size=True, which cuts the batches of the step instead.",
         )

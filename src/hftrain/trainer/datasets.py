@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.lightning import lightning_base
 from hftrain.trainer.eval_sets import EvalSet
 
@@ -31,18 +31,16 @@ def check_kind(dataset: Any, role: str) -> None:
     found = _find_problem(dataset, role)
     if found is not None:
         reason, remedy = found
-        raise ConfigError(explain(f"Cannot use a {type(dataset).__name__} as {role}:", reason, remedy))
+        raise ConfigError(f"Cannot use a {type(dataset).__name__} as {role}:", reason, remedy)
 
 
 def check_one_set(dataset: Any) -> None:
     """Raise where a dict of datasets, such as what load_dataset returns, stands where one of them belongs."""
     if isinstance(dataset, Mapping) and len(dataset) and 0 not in dataset:
         raise ConfigError(
-            explain(
-                f"A {type(dataset).__name__} was given as one dataset.",
-                f"It has no sample 0, but the keys {', '.join(map(repr, dataset))}.",
-                "Pass one of its values; eval_dataset and evaluate() alone take several sets.",
-            )
+            f"A {type(dataset).__name__} was given as one dataset.",
+            f"It has no sample 0, but the keys {', '.join(map(repr, dataset))}.",
+            "Pass one of its values; eval_dataset and evaluate() alone take several sets.",
         )
 
 
@@ -51,12 +49,10 @@ def check_loader(loader: Any) -> None:
     members = list(loader.values()) if isinstance(loader, Mapping) else loader
     if isinstance(members, (list, tuple)) and any(isinstance(member, DataLoader) for member in members):
         raise ConfigError(
-            explain(
-                f"Cannot read batches from a {type(loader).__name__} of loaders:",
-                "batches come from one loader.",
-                "Return one object with __len__ whose __iter__ yields the batches, such as zip(*loaders) or one loader "
-                "after the other; or join the datasets.",
-            )
+            f"Cannot read batches from a {type(loader).__name__} of loaders:",
+            "batches come from one loader.",
+            "Return one object with __len__ whose __iter__ yields the batches, such as zip(*loaders) or one loader "
+            "after the other; or join the datasets.",
         )
 
 

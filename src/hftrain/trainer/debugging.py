@@ -8,7 +8,7 @@ from hftrain.arguments.enums import DebugOption
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import TrainerCallback
 from hftrain.callbacks.xla_metrics import XLAMetricsCallback
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.strategies.base import Strategy
 from hftrain.task.overflow import DebugUnderflowOverflow
 
@@ -25,12 +25,10 @@ def debug_callbacks(args: TrainingArguments, strategy: Strategy) -> list[Trainer
     callback = XLAMetricsCallback()
     if strategy.name != "xla":
         raise ConfigError(
-            explain(
-                "debug='tpu_metrics_debug' was asked for.",
-                f"It prints XLA's metrics, and strategy {strategy.name!r} does not run on XLA.",
-                "Use strategy='xla', or leave it out.",
-                debug=[str(option) for option in args.debug],
-            )
+            "debug='tpu_metrics_debug' was asked for.",
+            f"It prints XLA's metrics, and strategy {strategy.name!r} does not run on XLA.",
+            "Use strategy='xla', or leave it out.",
+            debug=[str(option) for option in args.debug],
         )
     return [callback]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.types import Owns
 from hftrain.strategies.base import Strategy
@@ -53,11 +53,9 @@ def check_made(
         others = [name for name, value in given[part].items() if value is not None]
         if others:
             raise ConfigError(
-                explain(
-                    f"The config of strategy={strategy.name!r} has {'an' if part[0] == 'o' else 'a'} {part}.",
-                    f"{', '.join(others)} would make one too, or drive another.",
-                    "Keep one of the two.",
-                )
+                f"The config of strategy={strategy.name!r} has {'an' if part[0] == 'o' else 'a'} {part}.",
+                f"{', '.join(others)} would make one too, or drive another.",
+                "Keep one of the two.",
             )
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from hftrain.callbacks import TrainerCallback
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -67,11 +67,9 @@ def estimate_memory(trainer: Trainer) -> MemoryEstimate:
         kind == "cpu" or hasattr(_memory_of(kind), "max_memory_allocated")
     ):
         raise ConfigError(
-            explain(
-                f"estimate_memory() was called with strategy={strategy.name!r} on {kind!r}.",
-                "torch does not tell the peak of its memory.",
-                "Use the engine's own estimate, such as DeepSpeed's estimate_zero3_model_states_mem_needs_all_live.",
-            )
+            f"estimate_memory() was called with strategy={strategy.name!r} on {kind!r}.",
+            "torch does not tell the peak of its memory.",
+            "Use the engine's own estimate, such as DeepSpeed's estimate_zero3_model_states_mem_needs_all_live.",
         )
     found: list[MemoryEstimate] = []
     watch, asked = _StepWatch(trainer, found), trainer.fast_dev_run
@@ -84,11 +82,9 @@ def estimate_memory(trainer: Trainer) -> MemoryEstimate:
         trainer.remove_callback(watch)
     if not found:
         raise ConfigError(
-            explain(
-                f"estimate_memory() was called with precision={trainer.precision.policy.name!r}.",
-                "The gradients of every step it took overflowed, so the optimizer never made its state.",
-                "See that the loss is finite, or ask with precision='bf16', which takes as much.",
-            )
+            f"estimate_memory() was called with precision={trainer.precision.policy.name!r}.",
+            "The gradients of every step it took overflowed, so the optimizer never made its state.",
+            "See that the loss is finite, or ask with precision='bf16', which takes as much.",
         )
     return found[-1]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.state import TrainerState
 
 
@@ -37,17 +37,13 @@ class EvalSet:
 
     def __post_init__(self) -> None:
         if self.dataset is None:
-            raise ConfigError(
-                explain("An EvalSet was made.", "It has no dataset.", "Pass the data as its first argument.")
-            )
+            raise ConfigError("An EvalSet was made.", "It has no dataset.", "Pass the data as its first argument.")
         if self.every is not None and (type(self.every) is not int or self.every < 1):
             raise ConfigError(
-                explain(
-                    "An EvalSet was made with a cadence of its own.",
-                    "Steps or passes are counted in positive whole numbers.",
-                    "Give a multiple of eval_steps, or a number of passes.",
-                    every=self.every,
-                )
+                "An EvalSet was made with a cadence of its own.",
+                "Steps or passes are counted in positive whole numbers.",
+                "Give a multiple of eval_steps, or a number of passes.",
+                every=self.every,
             )
 
 
@@ -59,11 +55,9 @@ def split_eval_sets(eval_dataset: Any) -> tuple[Any, dict[str, EvalSet]]:
     """
     if isinstance(eval_dataset, EvalSet):
         raise ConfigError(
-            explain(
-                "An EvalSet was given as eval_dataset.",
-                "It has no name for its metrics.",
-                "Pass a dict: eval_dataset={'name': EvalSet(...)}.",
-            )
+            "An EvalSet was given as eval_dataset.",
+            "It has no name for its metrics.",
+            "Pass a dict: eval_dataset={'name': EvalSet(...)}.",
         )
     if not isinstance(eval_dataset, Mapping):
         return eval_dataset, {}
@@ -89,13 +83,11 @@ def check_cadences(args: Any, sets: Mapping[str, EvalSet], *, eval_steps: float 
     for name, entry in sets.items():
         if entry.every is not None and entry.every % eval_steps:
             raise ConfigError(
-                explain(
-                    f"The evaluation set {name!r} asks to be evaluated every {entry.every} steps.",
-                    f"The run evaluates every {int(eval_steps)} steps only.",
-                    "Make it a multiple of eval_steps.",
-                    every=entry.every,
-                    eval_steps=eval_steps,
-                )
+                f"The evaluation set {name!r} asks to be evaluated every {entry.every} steps.",
+                f"The run evaluates every {int(eval_steps)} steps only.",
+                "Make it a multiple of eval_steps.",
+                every=entry.every,
+                eval_steps=eval_steps,
             )
 
 

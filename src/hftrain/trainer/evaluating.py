@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger
 from hftrain.core.tree import detach, map_tensors
 from hftrain.core.types import Owns
@@ -34,50 +34,40 @@ def check_evaluating(args: Any, *, strategy: Strategy, task: TaskModule, spill_d
     """
     if (args.bf16_full_eval or args.fp16_full_eval) and strategy.owns & Owns.CASTING:
         raise ConfigError(
-            explain(
-                f"strategy={strategy.name!r} was to evaluate entirely in half precision.",
-                "Its own engine holds the weights and decides their dtype.",
-                "Use bf16=True or fp16=True, and leave the full evaluation out.",
-                bf16_full_eval=args.bf16_full_eval,
-                fp16_full_eval=args.fp16_full_eval,
-            )
+            f"strategy={strategy.name!r} was to evaluate entirely in half precision.",
+            "Its own engine holds the weights and decides their dtype.",
+            "Use bf16=True or fp16=True, and leave the full evaluation out.",
+            bf16_full_eval=args.bf16_full_eval,
+            fp16_full_eval=args.fp16_full_eval,
         )
     plain_only = {"past_index": args.past_index >= 0, "jit_mode_eval": args.jit_mode_eval}
     if any(plain_only.values()) and not isinstance(task, ModelTask):
         name = next(name for name, is_on in plain_only.items() if is_on)
         raise ConfigError(
-            explain(
-                f"{name}={getattr(args, name)!r} was given together with {type(task).__name__}.",
-                "A task calls its model in its own way.",
-                "Do it in the task, or pass a plain model.",
-            )
+            f"{name}={getattr(args, name)!r} was given together with {type(task).__name__}.",
+            "A task calls its model in its own way.",
+            "Do it in the task, or pass a plain model.",
         )
     parameters = forward_parameters(task.model)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if args.past_index >= 0 and "mems" not in parameters and not takes_any:
         raise ConfigError(
-            explain(
-                f"past_index={args.past_index} was asked for.",
-                f"{type(task.model).__name__}.forward takes no argument called mems, in which that output comes back.",
-                "Add it, or leave past_index out.",
-            )
+            f"past_index={args.past_index} was asked for.",
+            f"{type(task.model).__name__}.forward takes no argument called mems, in which that output comes back.",
+            "Add it, or leave past_index out.",
         )
     if args.past_index >= 0 and args.jit_mode_eval:
         raise ConfigError(
-            explain(
-                f"past_index={args.past_index} was given together with jit_mode_eval=True.",
-                "A trace has the inputs of the first batch, which has no memory yet.",
-                "Leave jit_mode_eval out.",
-            )
+            f"past_index={args.past_index} was given together with jit_mode_eval=True.",
+            "A trace has the inputs of the first batch, which has no memory yet.",
+            "Leave jit_mode_eval out.",
         )
     if spill_dir is not None and not args.eval_do_concat_batches:
         raise ConfigError(
-            explain(
-                "spill_dir was given together with eval_do_concat_batches=False.",
-                "Only whole arrays are mapped to files, not a list of batches.",
-                "Leave one of the two out.",
-                spill_dir=spill_dir,
-            )
+            "spill_dir was given together with eval_do_concat_batches=False.",
+            "Only whole arrays are mapped to files, not a list of batches.",
+            "Leave one of the two out.",
+            spill_dir=spill_dir,
         )
 
 
@@ -92,11 +82,9 @@ def with_memory(inputs: Any, past: Any) -> Any:
     """
     if not isinstance(inputs, Mapping):
         raise TaskError(
-            explain(
-                "past_index was given.",
-                f"The batch is a {type(inputs).__name__}, to which no 'mems' can be added.",
-                "Let the collator return a dict.",
-            )
+            "past_index was given.",
+            f"The batch is a {type(inputs).__name__}, to which no 'mems' can be added.",
+            "Let the collator return a dict.",
         )
     return {**inputs, "mems": past}
 
@@ -118,11 +106,9 @@ def read_memory(outputs: Any, index: int, *, has_loss: bool) -> Any:
     if not isinstance(values, (list, tuple)) or not 0 <= index < len(values):
         count = len(values) if isinstance(values, (list, tuple)) else 1
         raise TaskError(
-            explain(
-                "past_index was given.",
-                f"The model returned {count} outputs, and none at place {index}.",
-                "Let it be the place of the memory among the outputs, the loss counted as 0.",
-            )
+            "past_index was given.",
+            f"The model returned {count} outputs, and none at place {index}.",
+            "Let it be the place of the memory among the outputs, the loss counted as 0.",
         )
     return detach(values[index])
 

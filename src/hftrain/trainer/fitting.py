@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hftrain.checkpoint.parts import load_trainer_state
-from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger
 from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import batch_size_of, is_samples, map_tensors
@@ -39,11 +39,9 @@ def check_fitting(args: Any, strategy: Strategy) -> None:
     """Raise where a strategy's engine has fixed the micro-batch before the run."""
     if args.auto_find_batch_size and Owns.ACCUMULATION in strategy.owns:
         raise ConfigError(
-            explain(
-                f"auto_find_batch_size={args.auto_find_batch_size!r} was asked for with strategy={strategy.name!r}.",
-                "Its engine counts the micro-batches itself and is told their size when it starts.",
-                "Set per_device_train_batch_size and gradient_accumulation_steps.",
-            )
+            f"auto_find_batch_size={args.auto_find_batch_size!r} was asked for with strategy={strategy.name!r}.",
+            "Its engine counts the micro-batches itself and is told their size when it starts.",
+            "Set per_device_train_batch_size and gradient_accumulation_steps.",
         )
 
 
@@ -120,11 +118,9 @@ class MicroBatches:
         assert self.size is not None
         if self.size <= 1:
             raise ConfigError(
-                explain(
-                    "auto_find_batch_size=True was asked for.",
-                    f"Memory ran out in {when} with a single sample per micro-batch.",
-                    "Use a smaller model, shorter samples, gradient_checkpointing=True or a precision of 16 bits.",
-                )
+                "auto_find_batch_size=True was asked for.",
+                f"Memory ran out in {when} with a single sample per micro-batch.",
+                "Use a smaller model, shorter samples, gradient_checkpointing=True or a precision of 16 bits.",
             )
         before, self.size = self.size, math.ceil(self.size / 2)
         self.trainer.state.train_batch_size = self.size
@@ -141,12 +137,10 @@ class MicroBatches:
         losses.append(step(model, parts[-1], num_items))
         if not self.trainer._shares.is_weighed(num_items):
             raise ConfigError(
-                explain(
-                    "auto_find_batch_size=True was asked for, and memory ran out.",
-                    "The batch is cut into parts, whose losses Trainer.training_step weighs; the training_step of "
-                    f"{type(self.trainer).__name__} does not call it, so the gradients would be added up unweighed.",
-                    "Call super().training_step, or set auto_find_batch_size='smaller_batch'.",
-                )
+                "auto_find_batch_size=True was asked for, and memory ran out.",
+                "The batch is cut into parts, whose losses Trainer.training_step weighs; the training_step of "
+                f"{type(self.trainer).__name__} does not call it, so the gradients would be added up unweighed.",
+                "Call super().training_step, or set auto_find_batch_size='smaller_batch'.",
             )
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
@@ -174,11 +168,9 @@ def split_batch(batch: Any, size: int) -> list[Any]:
     total = batch_size_of(batch)
     if total is None:
         raise TaskError(
-            explain(
-                "auto_find_batch_size=True was asked for.",
-                f"A {type(batch).__name__} without tensors cannot be cut into micro-batches.",
-                "Give batches of nested tensors, or use auto_find_batch_size='smaller_batch'.",
-            )
+            "auto_find_batch_size=True was asked for.",
+            f"A {type(batch).__name__} without tensors cannot be cut into micro-batches.",
+            "Give batches of nested tensors, or use auto_find_batch_size='smaller_batch'.",
         )
     if total <= size:
         return [batch]

@@ -17,7 +17,7 @@ from hftrain.checkpoint.fitting import group_settings
 from hftrain.checkpoint.layout import OPTIMIZER, WEIGHTS
 from hftrain.checkpoint.parts import check_complete
 from hftrain.checkpoint.weights import check_saveable
-from hftrain.core.errors import CheckpointError, ConfigError, TaskError, explain
+from hftrain.core.errors import CheckpointError, ConfigError, TaskError
 from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import map_tensors
 from hftrain.data.collators import default_data_collator
@@ -61,11 +61,9 @@ def check_ahead(trainer: Trainer) -> None:
         _check_saves(trainer)
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()) and _makes_optimizer(trainer):
         raise ConfigError(
-            explain(
-                f"{type(trainer.model).__name__} was to be trained.",
-                "None of its parameters requires a gradient.",
-                "Unfreeze some.",
-            )
+            f"{type(trainer.model).__name__} was to be trained.",
+            "None of its parameters requires a gradient.",
+            "Unfreeze some.",
         )
 
 
@@ -98,11 +96,9 @@ def check_fits(trainer: Trainer, folder: Path | None) -> None:
     others = [f"{name} is {found[name]}, not {own[name]}" for name in own if found.get(name, own[name]) != own[name]]
     if others and trainer.get_tp_size() == 1:
         raise CheckpointError(
-            explain(
-                f"Resuming from {folder} was asked for.",
-                f"It holds another model than this {type(trainer.model).__name__}: {'; '.join(others[:3])}.",
-                "Build the model as it was, or name another checkpoint.",
-            )
+            f"Resuming from {folder} was asked for.",
+            f"It holds another model than this {type(trainer.model).__name__}: {'; '.join(others[:3])}.",
+            "Build the model as it was, or name another checkpoint.",
         )
 
 
@@ -118,23 +114,19 @@ def _check_functions(trainer: Trainer) -> None:
         is_mark = name == "compute_loss_func" and trainer._is_overridden("compute_loss")
         if function is not None and not callable(function) and not is_mark:
             raise ConfigError(
-                explain(
-                    f"Cannot use {name}={function!r}:",
-                    "it cannot be called.",
-                    "Pass a function."
-                    if name != "compute_loss_func"
-                    else "Pass a function, or override compute_loss to return a loss that is divided already.",
-                )
+                f"Cannot use {name}={function!r}:",
+                "it cannot be called.",
+                "Pass a function."
+                if name != "compute_loss_func"
+                else "Pass a function, or override compute_loss to return a loss that is divided already.",
             )
         is_by_batch = trainer.args.batch_eval_metrics and "metrics" in name and not name.startswith("preprocess")
         if function is not None and is_by_batch and not accepts(function, "compute_result"):
             raise ConfigError(
-                explain(
-                    "batch_eval_metrics=True was asked for.",
-                    f"{name} is called with each batch, and takes no compute_result, which tells it the last one.",
-                    "Give it the argument compute_result, or leave batch_eval_metrics out.",
-                    batch_eval_metrics=True,
-                )
+                "batch_eval_metrics=True was asked for.",
+                f"{name} is called with each batch, and takes no compute_result, which tells it the last one.",
+                "Give it the argument compute_result, or leave batch_eval_metrics out.",
+                batch_eval_metrics=True,
             )
 
 
@@ -181,12 +173,10 @@ def _check_inputs(trainer: Trainer) -> None:
     missing = [name for name in needed if name not in columns]
     if missing:
         raise TaskError(
-            explain(
-                "A dataset was given.",
-                f"{type(trainer.model).__name__}.forward needs {', '.join(missing)}, and the columns that make a batch "
-                f"are {', '.join(sorted(columns))}.",
-                "Add the column, rename one, or pass a data_collator that makes it.",
-            )
+            "A dataset was given.",
+            f"{type(trainer.model).__name__}.forward needs {', '.join(missing)}, and the columns that make a batch "
+            f"are {', '.join(sorted(columns))}.",
+            "Add the column, rename one, or pass a data_collator that makes it.",
         )
 
 
@@ -212,13 +202,11 @@ def _check_evaluations(trainer: Trainer) -> None:
             )
             if not any(map(len, loaders)):
                 raise ConfigError(
-                    explain(
-                        f"eval_strategy={str(trainer.args.eval_strategy)!r} was asked for.",
-                        f"The evaluation set {name!r} gives no full batch, and incomplete ones are left out.",
-                        "Make per_device_eval_batch_size smaller, or set dataloader_drop_last=False.",
-                        dataloader_drop_last=True,
-                        per_device_eval_batch_size=config.batch_size,
-                    )
+                    f"eval_strategy={str(trainer.args.eval_strategy)!r} was asked for.",
+                    f"The evaluation set {name!r} gives no full batch, and incomplete ones are left out.",
+                    "Make per_device_eval_batch_size smaller, or set dataloader_drop_last=False.",
+                    dataloader_drop_last=True,
+                    per_device_eval_batch_size=config.batch_size,
                 )
         own = ("evaluate", "evaluation_loop", "prediction_loop", "prediction_step", "_prepare_inputs", "_prepare_input")
         columns = None if _overrides(trainer, *own) else _columns(trainer, dataset)
@@ -227,11 +215,9 @@ def _check_evaluations(trainer: Trainer) -> None:
         if columns is not None and has_metrics:
             for what, remedy in _needed_by_metrics(trainer, columns):
                 raise TaskError(
-                    explain(
-                        "compute_metrics was given.",
-                        f"The evaluation set {name!r} has no {what} for it, only {', '.join(sorted(columns))}.",
-                        remedy,
-                    )
+                    "compute_metrics was given.",
+                    f"The evaluation set {name!r} has no {what} for it, only {', '.join(sorted(columns))}.",
+                    remedy,
                 )
 
 
@@ -330,11 +316,9 @@ def _check_states(trainer: Trainer, optimizer: torch.optim.Optimizer, *, own: Ca
             plain_containers(map_tensors(state, lambda _: None))
         except CheckpointError as error:
             raise ConfigError(
-                explain(
-                    f"{name} should be saved in each checkpoint.",
-                    str(error),
-                    "Or set save_only_model=True, with which no run can be resumed.",
-                )
+                f"{name} should be saved in each checkpoint.",
+                str(error),
+                "Or set save_only_model=True, with which no run can be resumed.",
             ) from error
 
 
@@ -346,11 +330,9 @@ def _check_saves(trainer: Trainer) -> None:
     foreign = [name for name, value in task_state(trainer.task).items() if not isinstance(value, torch.Tensor)]
     if foreign and not is_own:
         raise CheckpointError(
-            explain(
-                f"Cannot save what {type(trainer.task).__name__} holds next to its model:",
-                f"{', '.join(foreign)} is not a tensor.",
-                "Return a tensor from get_extra_state(), or keep the state in buffers that are written in place.",
-            )
+            f"Cannot save what {type(trainer.task).__name__} holds next to its model:",
+            f"{', '.join(foreign)} is not a tensor.",
+            "Return a tensor from get_extra_state(), or keep the state in buffers that are written in place.",
         )
     for callback in trainer.callback_handler.callbacks:
         if callable(getattr(callback, "state", None)) and callable(getattr(callback, "from_state", None)):
@@ -358,11 +340,9 @@ def _check_saves(trainer: Trainer) -> None:
                 json.dumps(callback.state())
             except (TypeError, ValueError) as error:
                 raise ConfigError(
-                    explain(
-                        f"The callback {type(callback).__name__} exports its state, to be saved in each checkpoint.",
-                        f"It cannot be written as JSON: {error}.",
-                        "Let state() return numbers, text, lists and dictionaries.",
-                    )
+                    f"The callback {type(callback).__name__} exports its state, to be saved in each checkpoint.",
+                    f"It cannot be written as JSON: {error}.",
+                    "Let state() return numbers, text, lists and dictionaries.",
                 ) from error
             except Exception:
                 # Some have no state before the run begins.

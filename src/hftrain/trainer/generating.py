@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import nn
 
-from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.optional import require
 from hftrain.strategies.base import Strategy
@@ -85,11 +85,9 @@ def prepare_generation(args: Any, strategy: Strategy, task: TaskModule, model: A
     _check_evaluates_plainly(args, task)
     if not callable(getattr(model, "generate", None)):
         raise TaskError(
-            explain(
-                "predict_with_generate=True was asked for.",
-                f"{type(model).__name__} has no method generate.",
-                "Add generate(input_ids, ...), which returns token ids, or leave predict_with_generate out.",
-            )
+            "predict_with_generate=True was asked for.",
+            f"{type(model).__name__} has no method generate.",
+            "Add generate(input_ids, ...), which returns token ids, or leave predict_with_generate out.",
         )
     check_taken(model, [option for name, option in _SETTINGS.items() if getattr(args, name) is not None])
     if strategy.shards_model:
@@ -101,36 +99,30 @@ def check_taken(model: Any, options: Iterable[str]) -> None:
     unknown = [name for name in options if not accepts(model.generate, name)]
     if unknown:
         raise ConfigError(
-            explain(
-                f"Generation with {', '.join(unknown)} was asked for.",
-                f"{type(model).__name__}.generate takes no such argument.",
-                "Add it there, or leave the setting out.",
-            )
+            f"Generation with {', '.join(unknown)} was asked for.",
+            f"{type(model).__name__}.generate takes no such argument.",
+            "Add it there, or leave the setting out.",
         )
 
 
 def _check_evaluates_plainly(args: Any, task: TaskModule) -> None:
     if not isinstance(task, ModelTask):
         raise ConfigError(
-            explain(
-                f"predict_with_generate=True was given together with {type(task).__name__}.",
-                "A task evaluates and predicts in its own way.",
-                "Call self.model.generate in its evaluation_step and prediction_step, or pass a plain model.",
-            )
+            f"predict_with_generate=True was given together with {type(task).__name__}.",
+            "A task evaluates and predicts in its own way.",
+            "Call self.model.generate in its evaluation_step and prediction_step, or pass a plain model.",
         )
     if args.past_index >= 0:
         raise ConfigError(
-            explain(
-                f"past_index={args.past_index} was given together with predict_with_generate=True.",
-                "generate hands a model's memory from token to token itself.",
-                "Leave one of the two out.",
-            )
+            f"past_index={args.past_index} was given together with predict_with_generate=True.",
+            "generate hands a model's memory from token to token itself.",
+            "Leave one of the two out.",
         )
 
 
 def _no_config(given: Any, reason: str, remedy: str | None = None) -> ConfigError:
     remedy = remedy or "Pass a GenerationConfig, a folder with generation_config.json, or the name of a model."
-    return ConfigError(explain("generation_config was given.", reason, remedy, generation_config=given))
+    return ConfigError("generation_config was given.", reason, remedy, generation_config=given)
 
 
 # -- one batch -------------------------------------------------------------------------------------------------------
@@ -156,22 +148,18 @@ def run_generate(
     """
     if not isinstance(inputs, Mapping):
         raise TaskError(
-            explain(
-                "predict_with_generate=True was asked for.",
-                f"The batch is a {type(inputs).__name__}: nothing says which of its parts are labels.",
-                "Let the collator return a dict.",
-            )
+            "predict_with_generate=True was asked for.",
+            f"The batch is a {type(inputs).__name__}: nothing says which of its parts are labels.",
+            "Let the collator return a dict.",
         )
     generate: Any = getattr(model, "generate", bare.generate)
     found = generate(**_prompts(inputs, generate, label_names=label_names), **options)
     tokens = getattr(found, "sequences", found)
     if not isinstance(tokens, torch.Tensor):
         raise TaskError(
-            explain(
-                f"{type(bare).__name__}.generate was called.",
-                f"It returned a {type(found).__name__}.",
-                "Return token ids, a tensor of shape [batch, length].",
-            )
+            f"{type(bare).__name__}.generate was called.",
+            f"It returned a {type(found).__name__}.",
+            "Return token ids, a tensor of shape [batch, length].",
         )
     return tokens
 

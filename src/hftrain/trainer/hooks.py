@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.lightning import TRAINER_ATTRIBUTES
 from hftrain.core.uncalled import check_uncalled, is_meant, word_uncalled
 
@@ -130,11 +130,9 @@ def check_hooks(trainer: Any, base: type, *, given: Mapping[str, Any]) -> None:
             taken.add(name)
     if taken:
         raise ConfigError(
-            explain(
-                f"{kind.__name__} defines {', '.join(sorted(taken))}.",
-                "Trainer uses the name for something of its own, and the two would get in each other's way.",
-                "Choose another name.",
-            )
+            f"{kind.__name__} defines {', '.join(sorted(taken))}.",
+            "Trainer uses the name for something of its own, and the two would get in each other's way.",
+            "Choose another name.",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 
 class InStep:
@@ -54,11 +54,9 @@ class InStep:
     def _require(self, has_batch: bool) -> None:
         if not self._all_true(has_batch):
             raise ConfigError(
-                explain(
-                    "An evaluation was asked for: with an accelerator in use, or of a split model that generates.",
-                    "Its steps may talk to other processes, and one of them has no batch to take part with.",
-                    "Evaluate on at least one sample per process.",
-                )
+                "An evaluation was asked for: with an accelerator in use, or of a split model that generates.",
+                "Its steps may talk to other processes, and one of them has no batch to take part with.",
+                "Evaluate on at least one sample per process.",
             )
 
 
@@ -74,11 +72,9 @@ def check_turns(kind: type, *, is_overridden: bool) -> None:
     """
     if is_overridden:
         raise ConfigError(
-            explain(
-                "batch_eval_metrics=True was asked for on several processes, with trainer.accelerator in use.",
-                f"{kind.__name__} overrides the evaluation step, which may gather with it, and the "
-                "metrics are gathered after each batch too: processes with fewer batches would be waited for.",
-                "Leave batch_eval_metrics out, or gather with trainer.strategy in compute_metrics alone.",
-                batch_eval_metrics=True,
-            )
+            "batch_eval_metrics=True was asked for on several processes, with trainer.accelerator in use.",
+            f"{kind.__name__} overrides the evaluation step, which may gather with it, and the "
+            "metrics are gathered after each batch too: processes with fewer batches would be waited for.",
+            "Leave batch_eval_metrics out, or gather with trainer.strategy in compute_metrics alone.",
+            batch_eval_metrics=True,
         )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from hftrain.arguments.renames import COMMON_NAMES
 from hftrain.arguments.seq2seq import Seq2SeqTrainingArguments
-from hftrain.core.errors import UnknownArgumentError, explain, suggest
+from hftrain.core.errors import UnknownArgumentError, suggest
 from hftrain.core.lightning import TRAINER_KEYWORDS
 
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -29,7 +29,7 @@ def refusing_unknown(init: Init) -> Init:
             if name not in known:
                 kind = type(self).__name__
                 asked = f"Cannot pass {name}= to {kind}."
-                raise UnknownArgumentError(explain(asked, f"{kind} has no such argument.", _remedy(name, known)))
+                raise UnknownArgumentError(asked, f"{kind} has no such argument.", _remedy(name, known))
         init(self, *args, **kwargs)
 
     return cast(Init, checked)

@@ -7,7 +7,7 @@ from pathlib import Path
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.foreign import check_whole
 from hftrain.checkpoint.layout import TRAINER_STATE
-from hftrain.core.errors import CheckpointError, ConfigError, explain
+from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.strategies.base import Strategy
 
 
@@ -15,13 +15,11 @@ def check_nodes(args: TrainingArguments, strategy: Strategy) -> None:
     """Raise where each machine should keep a whole checkpoint, and no machine has a whole model."""
     if args.save_on_each_node and strategy.shards_model:
         raise ConfigError(
-            explain(
-                f"save_on_each_node=True was asked for with strategy={strategy.name!r}.",
-                "Each process holds a part of the model, so no machine has all that a checkpoint needs.",
-                "Put output_dir on storage that all machines share, and leave save_on_each_node out.",
-                save_on_each_node=True,
-                strategy=strategy.name,
-            )
+            f"save_on_each_node=True was asked for with strategy={strategy.name!r}.",
+            "Each process holds a part of the model, so no machine has all that a checkpoint needs.",
+            "Put output_dir on storage that all machines share, and leave save_on_each_node out.",
+            save_on_each_node=True,
+            strategy=strategy.name,
         )
 
 
@@ -44,10 +42,8 @@ def own_checkpoint(args: TrainingArguments, strategy: Strategy, output_dir: Path
     if not strategy.all_true(cause is None):
         reason = "Another machine lacks it, and says why." if cause is None else f"This machine lacks it: {cause}"
         raise CheckpointError(
-            explain(
-                f"Resuming from {folder.name} was asked for, with save_on_each_node=True.",
-                reason,
-                "Name a checkpoint that all machines hold, or copy it to each of them.",
-            )
+            f"Resuming from {folder.name} was asked for, with save_on_each_node=True.",
+            reason,
+            "Name a checkpoint that all machines hold, or copy it to each of them.",
         ) from cause
     return own

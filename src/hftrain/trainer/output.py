@@ -11,7 +11,7 @@ from typing import Any
 from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.remote import RemoteCheckpoints
-from hftrain.core.errors import CheckpointError, ConfigError, explain
+from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.log import get_logger
 from hftrain.storage.files import check_writable, write_text
 from hftrain.storage.mirrors import Mirror, local_folder, mirror_of
@@ -28,12 +28,10 @@ def check_output(args: Any) -> None:
     check_url(args.output_dir)
     if is_url(args.output_dir) and args.save_on_each_node:
         raise ConfigError(
-            explain(
-                f"save_on_each_node=True was asked for with output_dir={args.output_dir!r}.",
-                "All machines would write the same files of the same store.",
-                "Leave save_on_each_node out: a remote folder is one that all machines share.",
-                save_on_each_node=True,
-            )
+            f"save_on_each_node=True was asked for with output_dir={args.output_dir!r}.",
+            "All machines would write the same files of the same store.",
+            "Leave save_on_each_node out: a remote folder is one that all machines share.",
+            save_on_each_node=True,
         )
 
 
@@ -130,11 +128,9 @@ class Output:
             mirror.publish()
         except OSError as error:
             raise CheckpointError(
-                explain(
-                    f"Files should be uploaded to {url}.",
-                    f"{str(error).rstrip('.')}.",
-                    f"They are whole in {mirror.folder}: mend the cause and write them again, or copy them.",
-                )
+                f"Files should be uploaded to {url}.",
+                f"{str(error).rstrip('.')}.",
+                f"They are whole in {mirror.folder}: mend the cause and write them again, or copy them.",
             ) from error
 
     def publish_together(self, folder: str | None = None) -> None:
@@ -171,7 +167,7 @@ class Output:
         check_url(text)
         if not is_url(text.rstrip("/").rpartition("/")[0]):
             raise ConfigError(
-                explain(f"Resuming from {text!r} was asked for.", "It names no folder.", "Name a checkpoint's folder.")
+                f"Resuming from {text!r} was asked for.", "It names no folder.", "Name a checkpoint's folder."
             )
         path = _fetch(text)
         self._origins[path] = text

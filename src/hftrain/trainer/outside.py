@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrain.checkpoint.layout import OUTSIDE_WEIGHTS
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError
 from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
 from hftrain.storage.tensors import load_tensors, save_tensors
@@ -107,13 +107,11 @@ class OutsideWeights:
         shapes = {name: tuple(value.shape) for name, value in self._by_place.items()}
         if {name: tuple(value.shape) for name, value in saved.items()} != shapes:
             raise CheckpointError(
-                explain(
-                    f"Cannot restore {path}:",
-                    "the optimizer trains other parameters besides the model's than it did when this was saved.",
-                    "Use the same loss and optimizer, or start a new run.",
-                    saved=sorted(saved),
-                    optimizer=sorted(shapes),
-                )
+                f"Cannot restore {path}:",
+                "the optimizer trains other parameters besides the model's than it did when this was saved.",
+                "Use the same loss and optimizer, or start a new run.",
+                saved=sorted(saved),
+                optimizer=sorted(shapes),
             )
         for name, parameter in self._by_place.items():
             parameter.copy_(saved[name])

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 _NO_ACCELERATOR = ("cpu", "disk", "meta")
 
@@ -29,11 +29,9 @@ def check_not_sharded(model: nn.Module) -> None:
     """
     if getattr(model, "is_distributed_loading_by_transformers", False):
         raise ConfigError(
-            explain(
-                f"Cannot train {type(model).__name__} as it was loaded with distributed_config=DistributedConfig(...):",
-                "the processes' parts of it would be wrapped and exchanged a second time by the strategy.",
-                "Load it without distributed_config, and let strategy='fsdp' shard it.",
-            )
+            f"Cannot train {type(model).__name__} as it was loaded with distributed_config=DistributedConfig(...):",
+            "the processes' parts of it would be wrapped and exchanged a second time by the strategy.",
+            "Load it without distributed_config, and let strategy='fsdp' shard it.",
         )
 
 

@@ -21,7 +21,7 @@ import torch
 from hftrain.callbacks import TrainerCallback
 from hftrain.callbacks.trackers import TrackerCallback
 from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.core.errors import ConfigError, TaskError, explain
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import TrainOutput
 
@@ -42,12 +42,10 @@ def number_of_batches(fast_dev_run: bool | int | None) -> int:
     if fast_dev_run is None or isinstance(fast_dev_run, bool) or (type(fast_dev_run) is int and fast_dev_run >= 0):
         return int(fast_dev_run or 0)
     raise ConfigError(
-        explain(
-            f"Trainer(fast_dev_run={fast_dev_run!r}) was asked for.",
-            "It says how many batches of every stage to rehearse.",
-            "Pass a whole number such as 2, or None for a real run.",
-            fast_dev_run=fast_dev_run,
-        )
+        f"Trainer(fast_dev_run={fast_dev_run!r}) was asked for.",
+        "It says how many batches of every stage to rehearse.",
+        "Pass a whole number such as 2, or None for a real run.",
+        fast_dev_run=fast_dev_run,
     )
 
 
@@ -209,11 +207,9 @@ def _copy_parts(trainer: Trainer) -> None:
         task, outermost, optimizer, schedule = copy.deepcopy(parts)
     except Exception as error:
         raise TaskError(
-            explain(
-                f"fast_dev_run={trainer.fast_dev_run} was asked for.",
-                f"It trains a copy, and {type(trainer.model).__name__} or its optimizer cannot be copied: {error!r}.",
-                "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
-            )
+            f"fast_dev_run={trainer.fast_dev_run} was asked for.",
+            f"It trains a copy, and {type(trainer.model).__name__} or its optimizer cannot be copied: {error!r}.",
+            "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
         ) from error
     trainer.task, trainer.model = task, task.model
     trainer._outermost = trainer.model_wrapped = outermost

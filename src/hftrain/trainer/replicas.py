@@ -8,7 +8,7 @@ from torch import nn
 
 from hftrain.arguments.enums import DebugOption
 from hftrain.arguments.training import TrainingArguments
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.strategies.base import Strategy
 from hftrain.task.quantized import is_quantized
 from hftrain.trainer.placement import is_spread
@@ -49,11 +49,9 @@ def check_copies(args: TrainingArguments, strategy: Strategy, model: nn.Module, 
         reason = "gradient_checkpointing_kwargs' layer_classes would run the layers of the first GPU in every copy."
     if reason:
         raise ConfigError(
-            explain(
-                f"strategy='data_parallel' was to train {type(model).__name__}.",
-                reason,
-                "Start one process per GPU with torchrun, or use strategy='single' (CUDA_VISIBLE_DEVICES=0).",
-            )
+            f"strategy='data_parallel' was to train {type(model).__name__}.",
+            reason,
+            "Start one process per GPU with torchrun, or use strategy='single' (CUDA_VISIBLE_DEVICES=0).",
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 
 
 def speed_metrics(
@@ -104,10 +104,8 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TaskError(
-        explain(
-            "A number was reported.",
-            f"It is a {type(value).__name__}, which no log or checkpoint can hold.",
-            "Report numbers, text, or lists and dicts of them.",
-            value=value,
-        )
+        "A number was reported.",
+        f"It is a {type(value).__name__}, which no log or checkpoint can hold.",
+        "Report numbers, text, or lists and dicts of them.",
+        value=value,
     )

@@ -15,7 +15,7 @@ from hftrain.checkpoint.foreign import is_foreign, read_foreign
 from hftrain.checkpoint.manifest import Manifest, read_manifest
 from hftrain.checkpoint.parts import load_arguments
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
-from hftrain.core.errors import CheckpointError, ConfigError, explain
+from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.types import Owns, PrecisionPolicy
@@ -113,11 +113,9 @@ def _check_rounds(
     if max_steps > min(rounds) // (accumulation if by_batch else 1):
         counts = ", ".join(f"{batches} on rank {rank}" for rank, (batches, _) in enumerate(told))
         raise ConfigError(
-            explain(
-                f"Cannot train on unequal numbers of batches: {counts}.",
-                "A rank that has run out would leave the others waiting for its gradients.",
-                "Give every rank as many: even_batches=True (accelerate's default) or drop_last=True.",
-            )
+            f"Cannot train on unequal numbers of batches: {counts}.",
+            "A rank that has run out would leave the others waiting for its gradients.",
+            "Give every rank as many: even_batches=True (accelerate's default) or drop_last=True.",
         )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.tree import map_tensors
 from hftrain.storage.space import free_bytes, readable_bytes
@@ -123,7 +123,7 @@ def check_room(manager: CheckpointManager, needed: Callable[[], int], *, may_wai
             who += ", or another machine of this one,"
             remedy += " On storage that machines share leave save_on_each_node out."
         reason = f"{who} is saving there; each would delete what the other is writing."
-        raise ConfigError(explain(f"Checkpoints should be saved to {manager.config.output_dir}.", reason, remedy))
+        raise ConfigError(f"Checkpoints should be saved to {manager.config.output_dir}.", reason, remedy)
     num_bytes = needed()
     is_enough, free = True, 0
     if manager.is_committer:
@@ -134,11 +134,9 @@ def check_room(manager: CheckpointManager, needed: Callable[[], int], *, may_wai
     if not manager.group.all_true(is_enough):
         found = f"{readable_bytes(free)} are free there" if manager.is_committer else "there is less room"
         raise ConfigError(
-            explain(
-                f"Checkpoints should be saved to {manager.config.output_dir}.",
-                f"One takes about {readable_bytes(num_bytes)}, and {found}.",
-                "Give an output_dir with more room, or save less: save_only_model=True, or save_strategy='no'.",
-            )
+            f"Checkpoints should be saved to {manager.config.output_dir}.",
+            f"One takes about {readable_bytes(num_bytes)}, and {found}.",
+            "Give an output_dir with more room, or save less: save_only_model=True, or save_strategy='no'.",
         )
 
 

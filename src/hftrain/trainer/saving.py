@@ -25,7 +25,7 @@ from hftrain.checkpoint.parts import (
     save_trainer_state,
 )
 from hftrain.checkpoint.weights import load_task_state, load_weights
-from hftrain.core.errors import CheckpointError, ConfigError, explain
+from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, preserved_rng, restore_rng
@@ -336,12 +336,10 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
     """
     if not isinstance(resume, (str, Path, bool, type(None))):
         raise ConfigError(
-            explain(
-                "train(resume_from_checkpoint=...) was called.",
-                f"A {type(resume).__name__} names no checkpoint.",
-                "Pass a folder, True for the newest one in output_dir, or 'auto' for that if there is one.",
-                resume_from_checkpoint=resume,
-            )
+            "train(resume_from_checkpoint=...) was called.",
+            f"A {type(resume).__name__} names no checkpoint.",
+            "Pass a folder, True for the newest one in output_dir, or 'auto' for that if there is one.",
+            resume_from_checkpoint=resume,
         )
     if resume is None and trainer.args.resume_from_checkpoint == AUTO:
         resume = AUTO
@@ -360,11 +358,9 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
             logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, trainer.args.output_dir)
         elif latest is None:
             raise CheckpointError(
-                explain(
-                    "resume_from_checkpoint=True was asked for.",
-                    f"There is no valid checkpoint with a manifest in {trainer.args.output_dir!r}.",
-                    "Leave resume_from_checkpoint out to start a new run, or name a checkpoint's folder.",
-                )
+                "resume_from_checkpoint=True was asked for.",
+                f"There is no valid checkpoint with a manifest in {trainer.args.output_dir!r}.",
+                "Leave resume_from_checkpoint out to start a new run, or name a checkpoint's folder.",
             )
         return latest
     folder = trainer._output.fetch_named(resume) or trainer._output.find(resume)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrain.adapter.search import apply_hyperparameters
 from hftrain.callbacks import NotebookProgressCallback, ProgressCallback
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.state import TrainerState
 from hftrain.search.config import BestRun, HPSearchBackend, Report, SearchConfig, check_directions, choose_backend
@@ -113,11 +113,9 @@ def trying(
     is_dict = isinstance(trial, Mapping)
     if not is_dict and not hasattr(trial, "suggest_float"):
         raise ConfigError(
-            explain(
-                "train(trial=...) was called.",
-                f"A {type(trial).__name__} is no trial.",
-                "Pass an Optuna trial, or a dict of hyper-parameters.",
-            )
+            "train(trial=...) was called.",
+            f"A {type(trial).__name__} is no trial.",
+            "Pass an Optuna trial, or a dict of hyper-parameters.",
         )
     if not is_dict:
         run_id = str(trial.number)
@@ -165,12 +163,10 @@ def search(
     check_model_init(trainer, asked="hyperparameter_search()")
     if trainer.fast_dev_run:
         raise ConfigError(
-            explain(
-                "hyperparameter_search() was called.",
-                "With fast_dev_run nothing is trained that an objective could be computed of.",
-                "Rehearse with train(trial={...}), and search without fast_dev_run.",
-                fast_dev_run=trainer.fast_dev_run,
-            )
+            "hyperparameter_search() was called.",
+            "With fast_dev_run nothing is trained that an objective could be computed of.",
+            "Rehearse with train(trial={...}), and search without fast_dev_run.",
+            fast_dev_run=trainer.fast_dev_run,
         )
     _check_data(trainer)
     chosen = choose_backend(backend)
@@ -231,11 +227,9 @@ def check_model_init(trainer: Trainer, *, asked: str) -> Callable[..., Any]:
     """Return what makes new models; raises without."""
     if trainer.model_init is None:
         raise ConfigError(
-            explain(
-                f"{asked} was called.",
-                "Each trial trains a new model, and there is no model_init to make one.",
-                "Pass model_init=, a function that returns the model, instead of model=.",
-            )
+            f"{asked} was called.",
+            "Each trial trains a new model, and there is no model_init to make one.",
+            "Pass model_init=, a function that returns the model, instead of model=.",
         )
     return trainer.model_init
 
@@ -244,22 +238,18 @@ def _check_data(trainer: Trainer) -> None:
     has_own = any(map(trainer._is_overridden, ("get_eval_dataloader", "evaluate")))
     if trainer.eval_dataset is None and not has_own:
         raise ConfigError(
-            explain(
-                "hyperparameter_search() was called.",
-                "A trial's objective comes from an evaluation, and there is no eval_dataset.",
-                "Pass eval_dataset= to the Trainer.",
-            )
+            "hyperparameter_search() was called.",
+            "A trial's objective comes from an evaluation, and there is no eval_dataset.",
+            "Pass eval_dataset= to the Trainer.",
         )
 
 
 def _check_one_process(trainer: Trainer, backend: HPSearchBackend) -> None:
     if trainer.strategy.world_size > 1:
         raise ConfigError(
-            explain(
-                f"backend={backend.value!r} was asked for on {trainer.strategy.world_size} processes.",
-                "It runs trials in processes of its own choice.",
-                "Launch one process, or use backend='optuna', whose trials run on all processes together.",
-            )
+            f"backend={backend.value!r} was asked for on {trainer.strategy.world_size} processes.",
+            "It runs trials in processes of its own choice.",
+            "Launch one process, or use backend='optuna', whose trials run on all processes together.",
         )
 
 
@@ -271,11 +261,9 @@ def _values(trial: Any, space: Callable[[Any], Any] | None) -> dict[str, Any]:
     values = space(trial)
     if not isinstance(values, Mapping):
         raise ConfigError(
-            explain(
-                "hp_space(trial) was called.",
-                f"It returned a {type(values).__name__}.",
-                "Return a dict: the names of settings, and what trial.suggest_* gave for each.",
-            )
+            "hp_space(trial) was called.",
+            f"It returned a {type(values).__name__}.",
+            "Return a dict: the names of settings, and what trial.suggest_* gave for each.",
         )
     return dict(values)
 
@@ -284,11 +272,9 @@ def _name(trial: Any, run_id: str | None, hp_name: Callable[[Any], str] | None) 
     name = hp_name(trial) if hp_name is not None else f"run-{run_id}" if run_id is not None else None
     if name is not None and (Path(str(name)).name != name or name == ".."):
         raise ConfigError(
-            explain(
-                "hp_name(trial) was called.",
-                f"It returned {name!r}, which cannot name the trial's folder.",
-                "Return text without slashes.",
-            )
+            "hp_name(trial) was called.",
+            f"It returned {name!r}, which cannot name the trial's folder.",
+            "Return text without slashes.",
         )
     return name
 
@@ -297,12 +283,10 @@ def _objectives(values: Any, number: int) -> Any:
     found = list(values) if isinstance(values, (list, tuple)) else [values]
     if len(found) != number:
         raise ConfigError(
-            explain(
-                "compute_objective(metrics) was called.",
-                f"It returned {len(found)} values for {number} directions.",
-                "Return as many numbers as direction= has entries.",
-                values=values,
-            )
+            "compute_objective(metrics) was called.",
+            f"It returned {len(found)} values for {number} directions.",
+            "Return as many numbers as direction= has entries.",
+            values=values,
         )
     numbers = [float(each) for each in found]
     return numbers if number > 1 else numbers[0]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.state import TrainerState
 from hftrain.loops.window import LossWindow
 from hftrain.step.assemble import assemble_stepper
@@ -124,11 +124,9 @@ def _wrap(session: TrainSession, make_optimizer: MakeOptimizer) -> tuple[nn.Modu
         wrapped = wrap(wrapped)
     if strategy.unwrap(wrapped) is not trainer.model:
         raise ConfigError(
-            explain(
-                f"{type(trainer).__name__}._wrap_model returned a {type(wrapped).__name__}.",
-                f"strategy={strategy.name!r} cannot look through it to the model.",
-                "Wrap the model before it is given to the Trainer, or return what super()._wrap_model returned.",
-            )
+            f"{type(trainer).__name__}._wrap_model returned a {type(wrapped).__name__}.",
+            f"strategy={strategy.name!r} cannot look through it to the model.",
+            "Wrap the model before it is given to the Trainer, or return what super()._wrap_model returned.",
         )
     return wrapped, made[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.lightning import MODULE_METHODS, MODULE_MISNOMERS, lightning_base
 from hftrain.core.uncalled import check_uncalled
@@ -24,12 +24,10 @@ def check_not_lightning(model: Any) -> None:
     if lightning_base(model) == "LightningModule" and not isinstance(model, TaskModule):
         name = type(model).__name__
         raise TaskError(
-            explain(
-                f"Cannot train {name}, a LightningModule:",
-                "its hooks are not called here.",
-                "Derive it from hftrain.TaskModule, with the network in self.model, validation_step as "
-                "evaluation_step(self, batch), and steps that return what they logged; see docs/from_lightning.md.",
-            )
+            f"Cannot train {name}, a LightningModule:",
+            "its hooks are not called here.",
+            "Derive it from hftrain.TaskModule, with the network in self.model, validation_step as "
+            "evaluation_step(self, batch), and steps that return what they logged; see docs/from_lightning.md.",
         )
 
 
@@ -39,38 +37,30 @@ def check_task(task: TaskModule) -> None:
     hidden = [name for name, _ in task.named_children() if callable(getattr(TaskModule, name, None))]
     if hidden:
         raise TaskError(
-            explain(
-                f"Cannot use {kind}.{hidden[0]}:",
-                f"{hidden[0]}() is a method of each TaskModule, which the name stands for.",
-                "Give the child another name.",
-            )
+            f"Cannot use {kind}.{hidden[0]}:",
+            f"{hidden[0]}() is a method of each TaskModule, which the name stands for.",
+            "Give the child another name.",
         )
     if getattr(task, "automatic_optimization", True) is not True and lightning_base(type(task)) is None:
         raise TaskError(
-            explain(
-                f"Cannot use automatic_optimization=False in {kind}:",
-                "the Trainer runs backward() and steps its optimizer for the loss that training_step returns.",
-                "Return one network's loss, and step the optimizers of the others, kept as attributes, in "
-                "training_step; see docs/from_lightning.md.",
-            )
+            f"Cannot use automatic_optimization=False in {kind}:",
+            "the Trainer runs backward() and steps its optimizer for the loss that training_step returns.",
+            "Return one network's loss, and step the optimizers of the others, kept as attributes, in "
+            "training_step; see docs/from_lightning.md.",
         )
     if "model" not in dict(task.named_children()):
         raise TaskError(
-            explain(
-                f"{type(task).__name__} was given as the task.",
-                "It has no child called 'model', which is what a strategy places and wraps.",
-                "Assign the network to self.model in __init__ (after super().__init__()).",
-            )
+            f"{type(task).__name__} was given as the task.",
+            "It has no child called 'model', which is what a strategy places and wraps.",
+            "Assign the network to self.model in __init__ (after super().__init__()).",
         )
     outside = [name for name, p in task.named_parameters() if p.requires_grad and name.partition(".")[0] != "model"]
     if outside:
         raise TaskError(
-            explain(
-                f"{type(task).__name__} was given as the task.",
-                f"It has trainable parameters outside its model ({', '.join(outside[:5])}), "
-                "which no strategy would synchronise or shard.",
-                "Move them into the module assigned to self.model.",
-            )
+            f"{type(task).__name__} was given as the task.",
+            f"It has trainable parameters outside its model ({', '.join(outside[:5])}), "
+            "which no strategy would synchronise or shard.",
+            "Move them into the module assigned to self.model.",
         )
     _check_names(type(task))
     _check_signatures(task)
@@ -97,9 +87,7 @@ def _check_signatures(task: TaskModule) -> None:
             signature.bind(None)
         except TypeError as error:
             raise TaskError(
-                explain(
-                    f"Cannot call {type(task).__name__}.{name}{signature}:",
-                    f"it is called with the batch alone ({error}).",
-                    f"Define {name}(self, batch).",
-                )
+                f"Cannot call {type(task).__name__}.{name}{signature}:",
+                f"it is called with the batch alone ({error}).",
+                f"Define {name}(self, batch).",
             ) from None

@@ -32,7 +32,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback, progress_callback
 from hftrain.callbacks.checks import as_list
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.core.errors import ConfigError, TaskError, explain, suggest
+from hftrain.core.errors import ConfigError, TaskError, suggest
 from hftrain.core.log import get_logger, get_verbosity, set_verbosity, sharing_verbosity, warn_once
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.seed import enable_full_determinism, preserved_rng, set_seed
@@ -514,11 +514,9 @@ class Trainer:
     def callback_handler(self, handler: CallbackHandler) -> None:
         if not isinstance(handler, CallbackHandler):
             raise ConfigError(
-                explain(
-                    f"Cannot use a {type(handler).__name__} as callback_handler:",
-                    "The loops call the callbacks through hftrain's CallbackHandler.",
-                    "Derive it from hftrain.CallbackHandler.",
-                )
+                f"Cannot use a {type(handler).__name__} as callback_handler:",
+                "The loops call the callbacks through hftrain's CallbackHandler.",
+                "Derive it from hftrain.CallbackHandler.",
             )
         handler.args, handler.state, handler.control = self.args, self.state, self.control
         self._callback_handler = handler
@@ -532,11 +530,9 @@ class Trainer:
     def deepspeed(self, value: Any) -> None:
         if value is not None and value is not self.model_wrapped:
             raise ConfigError(
-                explain(
-                    "Cannot take an assigned trainer.deepspeed:",
-                    "The strategy makes the engine and trains with it.",
-                    "Pass strategy=DeepSpeedStrategy(...), or set args.deepspeed.",
-                )
+                "Cannot take an assigned trainer.deepspeed:",
+                "The strategy makes the engine and trains with it.",
+                "Pass strategy=DeepSpeedStrategy(...), or set args.deepspeed.",
             )
 
     @property
@@ -609,13 +605,11 @@ class Trainer:
     def gather_function(self, value: Any) -> None:
         if value not in (self.accelerator.gather, self.accelerator.gather_for_metrics):
             raise ConfigError(
-                explain(
-                    "trainer.gather_function was assigned.",
-                    "Predictions are collected once, at the end of an evaluation; there is no gathering per batch.",
-                    "Set trainer.accelerator.gather or gather_for_metrics (both give each sample once), or override "
-                    "evaluation_loop.",
-                    gather_function=value,
-                )
+                "trainer.gather_function was assigned.",
+                "Predictions are collected once, at the end of an evaluation; there is no gathering per batch.",
+                "Set trainer.accelerator.gather or gather_for_metrics (both give each sample once), or override "
+                "evaluation_loop.",
+                gather_function=value,
             )
 
     # -- verbs ---------------------------------------------------------------------------------------------------
@@ -654,11 +648,9 @@ class Trainer:
             resume_from_checkpoint = kwargs.pop("model_path")
         if self._session is not None:
             raise ConfigError(
-                explain(
-                    "train() was called while this Trainer trains.",
-                    "One Trainer runs one training at a time.",
-                    "Call it after the run, or use a second Trainer.",
-                )
+                "train() was called while this Trainer trains.",
+                "One Trainer runs one training at a time.",
+                "Call it after the run, or use a second Trainer.",
             )
         if kwargs:
             raise TypeError(f"train() got unexpected keyword arguments: {', '.join(sorted(kwargs))}.")
@@ -1157,9 +1149,7 @@ class Trainer:
 
     def _running_session(self, asker: str) -> TrainSession:
         if self._session is None:
-            raise ConfigError(
-                explain(f"{asker}() was called.", "It acts on a running training.", "Call it while train() runs.")
-            )
+            raise ConfigError(f"{asker}() was called.", "It acts on a running training.", "Call it while train() runs.")
         return self._session
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
@@ -1350,11 +1340,9 @@ class Trainer:
             output = as_step_output(result)
             if output.loss is None:
                 raise TaskError(
-                    explain(
-                        f"{type(self.task).__name__}.training_step was run.",
-                        "Its StepOutput holds no loss.",
-                        "Return StepOutput(loss=...).",
-                    )
+                    f"{type(self.task).__name__}.training_step was run.",
+                    "Its StepOutput holds no loss.",
+                    "Return StepOutput(loss=...).",
                 )
             if output.logs and self._session is not None:
                 self._session.logs.add(output.logs)
@@ -1447,12 +1435,10 @@ class Trainer:
         """Move a batch to the device."""
         if isinstance(inputs, (dict, Mapping)) and not inputs:
             raise TaskError(
-                explain(
-                    "A batch was made ready for the model.",
-                    f"It is empty: no column of the data is one that {type(self.model).__name__}.forward takes"
-                    + (f" ({', '.join(self._signature_columns)})." if self._signature_columns else "."),
-                    "Rename the columns, or set remove_unused_columns=False.",
-                )
+                "A batch was made ready for the model.",
+                f"It is empty: no column of the data is one that {type(self.model).__name__}.forward takes"
+                + (f" ({', '.join(self._signature_columns)})." if self._signature_columns else "."),
+                "Rename the columns, or set remove_unused_columns=False.",
             )
         inputs = self._prepare_input(inputs) if self._walks_inputs else self.strategy.to_device(inputs)
         if self._past is not None:
@@ -1532,18 +1518,14 @@ class Trainer:
             known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
             if eval_dataset not in known:
                 raise ConfigError(
-                    explain(
-                        f"The evaluation set {eval_dataset!r} was asked for.",
-                        "eval_dataset has no set of that name.",
-                        suggest(eval_dataset, known) if known else "Pass a dict of datasets as eval_dataset.",
-                    )
+                    f"The evaluation set {eval_dataset!r} was asked for.",
+                    "eval_dataset has no set of that name.",
+                    suggest(eval_dataset, known) if known else "Pass a dict of datasets as eval_dataset.",
                 )
             eval_dataset = known[eval_dataset]
         if eval_dataset is None:
             raise ConfigError(
-                explain(
-                    "An evaluation was asked for.", "There is no eval_dataset.", "Pass one to evaluate() or Trainer."
-                )
+                "An evaluation was asked for.", "There is no eval_dataset.", "Pass one to evaluate() or Trainer."
             )
         return self._eval_loader(eval_dataset, "evaluation", dataloader_key=name)
 
@@ -1690,12 +1672,10 @@ class Trainer:
         inputs = [name for name in keep if name not in (*self.label_names, "label", "label_ids")]
         if not set(names) & set(inputs):
             raise TaskError(
-                explain(
-                    "A dataset was given.",
-                    f"Its columns ({', '.join(map(str, names))}) include none that "
-                    f"{type(self.model).__name__}.forward takes ({', '.join(inputs)}).",
-                    "Rename the columns, or set remove_unused_columns=False if your collator makes the inputs.",
-                )
+                "A dataset was given.",
+                f"Its columns ({', '.join(map(str, names))}) include none that "
+                f"{type(self.model).__name__}.forward takes ({', '.join(inputs)}).",
+                "Rename the columns, or set remove_unused_columns=False if your collator makes the inputs.",
             )
 
     def _check_lengths(self, dataset: Any, *, is_training: bool) -> None:
@@ -1825,7 +1805,7 @@ class Trainer:
     def _require_optimizer(self, asker: str) -> torch.optim.Optimizer:
         if self.optimizer is None:
             raise ConfigError(
-                explain(f"{asker}() was called.", "There is no optimizer yet.", "Call train() or create_optimizer().")
+                f"{asker}() was called.", "There is no optimizer yet.", "Call train() or create_optimizer()."
             )
         return self.optimizer
 
@@ -1911,11 +1891,9 @@ class Trainer:
         propagate = getattr(self.strategy, "propagate_args", None)
         if not self.is_deepspeed_enabled or propagate is None:
             raise ConfigError(
-                explain(
-                    "propagate_args_to_deepspeed() was called.",
-                    f"strategy={self.strategy.name!r} has no DeepSpeed config.",
-                    "Pass deepspeed= in the arguments, or leave the call out.",
-                )
+                "propagate_args_to_deepspeed() was called.",
+                f"strategy={self.strategy.name!r} has no DeepSpeed config.",
+                "Pass deepspeed= in the arguments, or leave the call out.",
             )
         propagate(self.args, auto_find_batch_size=auto_find_batch_size)
 
@@ -2002,15 +1980,11 @@ class Trainer:
         parameters = inspect.signature(self.model_init).parameters.values()
         if sum(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters) > 1:
             raise ConfigError(
-                explain(
-                    "model_init was given.", "It takes more than the trial.", "Let it take no argument, or the trial."
-                )
+                "model_init was given.", "It takes more than the trial.", "Let it take no argument, or the trial."
             )
         model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
         if model is None:
-            raise ConfigError(
-                explain("model_init() was called.", "It returned None.", "Return the model from model_init.")
-            )
+            raise ConfigError("model_init() was called.", "It returned None.", "Return the model from model_init.")
         return model
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -2118,6 +2092,6 @@ def _one_of(value: Any, older: Any, *, new: str, old: str) -> Any:
     if older is None:
         return value
     if value is not None:
-        raise ConfigError(explain(f"{new} and {old} were given.", "They are the same thing.", f"Keep {new}."))
+        raise ConfigError(f"{new} and {old} were given.", "They are the same thing.", f"Keep {new}.")
     warn_once(f"{old} is deprecated; use {new}.", FutureWarning)
     return older

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError
 from hftrain.core.types import Owns
 from hftrain.optim.added_groups import admit_group
 from hftrain.trainer.outside import OutsideWeights
@@ -73,11 +73,9 @@ class Unfreezing:
             missing = [str(name) for name in names if name not in parameters]
             if missing:
                 raise CheckpointError(
-                    explain(
-                        "A run was resumed that had added a group of parameters to its optimizer.",
-                        f"Some are not in the model under the name they had ({', '.join(missing[:3])}).",
-                        "Add the group before the run begins: override create_optimizer, or pass optimizers=(...).",
-                    )
+                    "A run was resumed that had added a group of parameters to its optimizer.",
+                    f"Some are not in the model under the name they had ({', '.join(missing[:3])}).",
+                    "Add the group before the run begins: override create_optimizer, or pass optimizers=(...).",
                 )
             self.optimizer.add_param_group({"params": [parameters[name] for name in names]})
 

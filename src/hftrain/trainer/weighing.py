@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrain.core.errors import TaskError, explain
+from hftrain.core.errors import TaskError
 from hftrain.core.log import get_logger
 from hftrain.core.tree import batch_size_of
 from hftrain.task.introspect import takes_item_count
@@ -89,11 +89,9 @@ class LossShares:
         taken = self.trainer._slot_get_batch_samples(epoch_iterator, num_batches, device)
         if not isinstance(taken, (tuple, list)) or len(taken) != 2 or not isinstance(taken[0], (list, tuple)):
             raise TaskError(
-                explain(
-                    "get_batch_samples was called.",
-                    f"It returned a {type(taken).__name__} that is no pair of a list of batches and their item count.",
-                    "Return (batches, num_items_in_batch); the count may be None, and no batches end the epoch.",
-                )
+                "get_batch_samples was called.",
+                f"It returned a {type(taken).__name__} that is no pair of a list of batches and their item count.",
+                "Return (batches, num_items_in_batch); the count may be None, and no batches end the epoch.",
             )
         batches, num_items = taken
         self.trainer.current_gradient_accumulation_steps = len(batches)

@@ -19,7 +19,7 @@ from hftrain.checkpoint.agreement import BoardGroup
 from hftrain.checkpoint.background import BackgroundWrite
 from hftrain.checkpoint.manager import CheckpointManager, Group, NoSpaceError, Writer
 from hftrain.checkpoint.snapshot import HostCopies
-from hftrain.core.errors import StrategyError, explain
+from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
@@ -156,7 +156,7 @@ class CheckpointWrites:
             else "Another machine has no room for it."
         )
         asked = f"The checkpoint of step {step} should be written to {manager.config.output_dir}."
-        error = NoSpaceError(explain(asked, reason, "Make room, then resume from the newest checkpoint."))
+        error = NoSpaceError(asked, reason, "Make room, then resume from the newest checkpoint.")
         if policy == "stop":
             raise error
         self._skip(step, error)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_options
 
 
@@ -61,10 +61,10 @@ class Adafactor(Optimizer):
     ) -> None:
         if lr is not None and relative_step:
             reason, remedy = "relative_step=True chooses the size of each step.", "Set relative_step=False, or lr=None."
-            raise ConfigError(explain("Cannot use Adafactor's lr:", reason, remedy, lr=lr))
+            raise ConfigError("Cannot use Adafactor's lr:", reason, remedy, lr=lr)
         if warmup_init and not relative_step:
             reason = "it is how relative_step=True begins."
-            raise ConfigError(explain("Cannot use Adafactor's warmup_init=True:", reason, "Leave it out."))
+            raise ConfigError("Cannot use Adafactor's warmup_init=True:", reason, "Leave it out.")
         super().__init__(
             params,
             {
@@ -150,7 +150,7 @@ class _Constant:
 def _update(parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     if parameter.grad is None or parameter.grad.is_sparse:
         reason = "it keeps means of rows and columns."
-        raise ConfigError(explain("Cannot use Adafactor with sparse gradients:", reason, "Use optim='sgd'."))
+        raise ConfigError("Cannot use Adafactor with sparse gradients:", reason, "Use optim='sgd'.")
     is_half = parameter.dtype in (torch.float16, torch.bfloat16)
     gradient = parameter.grad.float() if parameter.grad.dtype in (torch.float16, torch.bfloat16) else parameter.grad
     weights = parameter.float() if is_half else parameter

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_options
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -111,12 +111,10 @@ def adamw_anyprecision(config: OptimizerConfig, model: nn.Module | None) -> Opti
         if key.endswith("_dtype"):
             if value.removeprefix("torch.") not in _DTYPES:
                 raise ConfigError(
-                    explain(
-                        f"optim={config.name!r} was asked for with optim_args {key}={value}.",
-                        "That names no dtype of floating point.",
-                        f"Use one of {', '.join(_DTYPES)}.",
-                        **{key: value},
-                    )
+                    f"optim={config.name!r} was asked for with optim_args {key}={value}.",
+                    "That names no dtype of floating point.",
+                    f"Use one of {', '.join(_DTYPES)}.",
+                    **{key: value},
                 )
             options[key] = _DTYPES[value.removeprefix("torch.")]
     return AnyPrecisionAdamW, {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, **options}

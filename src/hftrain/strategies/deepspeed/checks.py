@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.strategies.deepspeed.config import find, refused
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
@@ -121,7 +121,7 @@ def check_nvme(config: Mapping[str, Any]) -> None:
             remedy = "Install libaio (Debian: libaio-dev), or offload to the CPU."
     if reason:
         asked = f"A DeepSpeed config with device='nvme' in {' and '.join(parts)} was given."
-        raise ConfigError(explain(asked, reason, remedy))
+        raise ConfigError(asked, reason, remedy)
 
 
 def check_buffers(config: Mapping[str, Any], model: nn.Module, *, world_size: int) -> None:

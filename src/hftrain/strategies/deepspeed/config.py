@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
@@ -52,11 +52,9 @@ def read_config(given: Mapping[str, Any] | str | Path) -> dict[str, Any]:
             given = json.loads(Path(given).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                explain(
-                    f"The DeepSpeed config {str(given)!r} was given.",
-                    f"It cannot be read as a JSON file: {error}.",
-                    "Give the path of a JSON file, or a dict.",
-                )
+                f"The DeepSpeed config {str(given)!r} was given.",
+                f"It cannot be read as a JSON file: {error}.",
+                "Give the path of a JSON file, or a dict.",
             ) from error
     if not isinstance(given, Mapping):
         raise refused(f"It is a {type(given).__name__} and holds no settings.", "Give a JSON object, or a dict.")
@@ -129,11 +127,9 @@ def fill(config: dict[str, Any], values: Iterable[Fill]) -> None:
             mismatches.append(f"{each.key}={present!r} ({each.name} means {each.value!r})")
     if mismatches:
         raise ConfigError(
-            explain(
-                f"A DeepSpeed config was given with {len(mismatches)} values that contradict the arguments.",
-                f"{'; '.join(mismatches)}.",
-                'Write "auto" for each in the config, which takes the argument\'s value, or make them agree.',
-            )
+            f"A DeepSpeed config was given with {len(mismatches)} values that contradict the arguments.",
+            f"{'; '.join(mismatches)}.",
+            'Write "auto" for each in the config, which takes the argument\'s value, or make them agree.',
         )
 
 
@@ -206,4 +202,4 @@ def _same(present: Any, value: Any) -> bool:
 
 def refused(reason: str, remedy: str, **received: Any) -> ConfigError:
     """Return the error that refuses a config."""
-    return ConfigError(explain("A DeepSpeed config was given.", reason, remedy, **received))
+    return ConfigError("A DeepSpeed config was given.", reason, remedy, **received)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hftrain.core.errors import StrategyError, explain
+from hftrain.core.errors import StrategyError
 
 
 def join_processes(*, device_type: str, backend: str | None) -> None:
@@ -20,11 +20,9 @@ def join_processes(*, device_type: str, backend: str | None) -> None:
     found = get_accelerator().device_name()
     if found != device_type:
         raise StrategyError(
-            explain(
-                f"strategy='deepspeed' was to run on {device_type!r}.",
-                f"DeepSpeed chose {found!r} when it was imported.",
-                f"Set the environment variable DS_ACCELERATOR={device_type} before the start.",
-            )
+            f"strategy='deepspeed' was to run on {device_type!r}.",
+            f"DeepSpeed chose {found!r} when it was imported.",
+            f"Set the environment variable DS_ACCELERATOR={device_type} before the start.",
         )
     if found == "cpu":
         # Or DeepSpeed compiles an exchange through shared memory, for minutes, at the first start. Gloo does it.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hftrain.core.errors import CheckpointError, StrategyError, explain
+from hftrain.core.errors import CheckpointError, StrategyError
 from hftrain.core.types import Shard
 
 # Where DeepSpeed's optimizers keep the float32 tensors they update: of ZeRO-3, ZeRO-1/2, and those for 16-bit models.
@@ -140,11 +140,9 @@ def _masters(engine: Any) -> list[torch.Tensor]:
         if found:
             return [each for group in found for each in (group if isinstance(group, (list, tuple)) else [group])]
     raise StrategyError(
-        explain(
-            f"The state of DeepSpeed's {type(engine.optimizer).__name__} should be saved or restored.",
-            "This version does not know where it keeps its float32 parameters.",
-            "Use ZeRO stage 1, 2 or 3, or save_only_model=True.",
-        )
+        f"The state of DeepSpeed's {type(engine.optimizer).__name__} should be saved or restored.",
+        "This version does not know where it keeps its float32 parameters.",
+        "Use ZeRO stage 1, 2 or 3, or save_only_model=True.",
     )
 
 
@@ -165,9 +163,7 @@ def _own(value: Any, master: torch.Tensor, *, rank: int, world_size: int) -> Any
 
 def _unfit(reason: str) -> CheckpointError:
     return CheckpointError(
-        explain(
-            "The optimizer's state of a checkpoint should be restored with strategy='deepspeed'.",
-            reason,
-            "Resume as the run was started, or start a new run from the checkpoint's weights.",
-        )
+        "The optimizer's state of a checkpoint should be restored with strategy='deepspeed'.",
+        reason,
+        "Resume as the run was started, or start a new run from the checkpoint's weights.",
     )

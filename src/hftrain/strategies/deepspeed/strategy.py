@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, StrategyError, explain
+from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import warn_once
 from hftrain.core.optional import require
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
@@ -157,11 +157,9 @@ class DeepSpeedStrategy(SplittingStrategy):
         check_for_training(config, model, world_size=self.world_size)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError(
-                explain(
-                    f"strategy={self.name!r} was to train {type(model).__name__}.",
-                    "None of its parameters requires a gradient.",
-                    "Unfreeze some, or use strategy='single'.",
-                )
+                f"strategy={self.name!r} was to train {type(model).__name__}.",
+                "None of its parameters requires a gradient.",
+                "Unfreeze some, or use strategy='single'.",
             )
 
     # -- processes -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import get_logger
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.fsdp.changes import SplitParameters
@@ -141,7 +141,7 @@ class FSDPStrategy(SplittingStrategy):
             reason = "activation_checkpointing recomputes unit by unit, and the whole model is one unit."
             remedy = "Name the repeated layers in transformer_layer_cls_to_wrap, or set min_num_params."
         if reason:
-            raise ConfigError(explain(f"strategy={self.name!r} was to train {type(model).__name__}.", reason, remedy))
+            raise ConfigError(f"strategy={self.name!r} was to train {type(model).__name__}.", reason, remedy)
 
     def setup(
         self,
@@ -305,7 +305,7 @@ class FSDPStrategy(SplittingStrategy):
             remedy = "Set reshard_after_forward to true, false, or to a divisor of their number."
             received = {"reshard_after_forward": again}
         if reason:
-            raise ConfigError(explain(f"strategy={self.name!r} was asked for.", reason, remedy, **received))
+            raise ConfigError(f"strategy={self.name!r} was asked for.", reason, remedy, **received)
         self._group_size = group_size
 
     def _units(self, model: nn.Module) -> list[nn.Module]:

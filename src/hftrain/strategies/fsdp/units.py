@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 
 
 def find_units(model: nn.Module, *, layer_classes: Sequence[str] | None, min_num_params: int) -> list[nn.Module]:
@@ -52,11 +52,9 @@ def _by_class(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     for name in names or ():
         if name not in present:
             raise ConfigError(
-                explain(
-                    f"transformer_layer_cls_to_wrap={name!r} was asked for.",
-                    f"{type(model).__name__} has no part of that class (upper and lower case count).",
-                    suggest(name, present),
-                )
+                f"transformer_layer_cls_to_wrap={name!r} was asked for.",
+                f"{type(model).__name__} has no part of that class (upper and lower case count).",
+                suggest(name, present),
             )
     wanted = set(getattr(model, "_no_split_modules", None) or ()) if names is None else set(names)
     return [module for module in reversed(list(model.modules())) if type(module).__name__ in wanted]

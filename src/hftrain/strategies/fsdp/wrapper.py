@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, explain, suggest
+from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 
@@ -82,12 +82,10 @@ class FSDP1Strategy(FSDPStrategy):
             dtypes = {str(parameter.dtype) for part in _parts(unit, units) for parameter in part.parameters(False)}
             if len(dtypes) > 1:
                 raise ConfigError(
-                    explain(
-                        f"strategy={self.name!r} was to train {type(model).__name__}.",
-                        f"Its unit {type(unit).__name__} has parameters of {' and '.join(sorted(dtypes))}, which the "
-                        "older wrapper cannot lay into one flat tensor.",
-                        "Use strategy='fsdp', or make units of the parts (transformer_layer_cls_to_wrap).",
-                    )
+                    f"strategy={self.name!r} was to train {type(model).__name__}.",
+                    f"Its unit {type(unit).__name__} has parameters of {' and '.join(sorted(dtypes))}, which the "
+                    "older wrapper cannot lay into one flat tensor.",
+                    "Use strategy='fsdp', or make units of the parts (transformer_layer_cls_to_wrap).",
                 )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -160,7 +158,7 @@ class FSDP1Strategy(FSDPStrategy):
             remedy = "Leave it out, or use strategy='fsdp'."
         if reason:
             asked = f"strategy='fsdp1' was asked for with backward_prefetch={self.backward_prefetch!r}."
-            raise ConfigError(explain(asked, reason, remedy))
+            raise ConfigError(asked, reason, remedy)
         super()._check_options()
 
     def _split_root(self, model: nn.Module) -> nn.Module | None:
