@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from hftrain.core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from hftrain import loggers, strategies
+    from hftrain import loggers, loops, strategies
     from hftrain.adapter.zero3 import HfDeepSpeedConfig
     from hftrain.arguments import (
         AcceleratorConfig,
@@ -97,6 +97,10 @@ if TYPE_CHECKING:
     )
     from hftrain.data.sizes import has_length
     from hftrain.loggers.base import Logger
+    from hftrain.loops.contract import Loop
+    from hftrain.loops.evaluate import EvaluateLoop, EvaluateParts
+    from hftrain.loops.fit import FitLoop, FitParts
+    from hftrain.loops.predict import PredictLoop
     from hftrain.optim.extras.adafactor import Adafactor, AdafactorSchedule, get_adafactor_schedule
     from hftrain.optim.functions import (
         get_constant_schedule,
@@ -184,6 +188,10 @@ _HOMES = {
     ),
     "hftrain.data.sizes": "has_length",
     "hftrain.loggers.base": "Logger",
+    "hftrain.loops.contract": "Loop",
+    "hftrain.loops.evaluate": "EvaluateLoop EvaluateParts",
+    "hftrain.loops.fit": "FitLoop FitParts",
+    "hftrain.loops.predict": "PredictLoop",
     "hftrain.optim.extras.adafactor": "Adafactor AdafactorSchedule get_adafactor_schedule",
     "hftrain.optim.functions": (
         "get_constant_schedule get_constant_schedule_with_warmup get_cosine_schedule_with_warmup "
@@ -247,8 +255,12 @@ __all__ = [
     "EvalLoopOutput",
     "EvalPrediction",
     "EvalSet",
+    "EvaluateLoop",
+    "EvaluateParts",
     "ExportableState",
     "FSDPOption",
+    "FitLoop",
+    "FitParts",
     "FlyteCallback",
     "GreedyLR",
     "HFTrainError",
@@ -263,6 +275,7 @@ __all__ = [
     "LabelSmoother",
     "LengthGroupedSampler",
     "Logger",
+    "Loop",
     "MLflowCallback",
     "MissingDependencyError",
     "ModelTask",
@@ -270,6 +283,7 @@ __all__ = [
     "OptimizerNames",
     "ParallelMode",
     "Precision",
+    "PredictLoop",
     "PredictionOutput",
     "PredictionWriter",
     "PrinterCallback",
@@ -329,6 +343,7 @@ __all__ = [
     "is_main_process",
     "launch",
     "loggers",
+    "loops",
     "metrics_format",
     "neftune_post_forward_hook",
     "nested_concat",
@@ -346,8 +361,9 @@ __all__ = [
     "total_processes_number",
 ]
 
-# `loggers` and `strategies` are packages, and their functions are those of the registries: a name that hid its package
-# would make `import hftrain.strategies.ddp as ddp` fail.
+# `loggers`, `loops` and `strategies` are packages, and their functions are those of the registries: a name that hid its
+# package would make `import hftrain.strategies.ddp as ddp` fail.
+_SUBPACKAGES = ("loggers", "loops", "strategies")
 __getattr__, __dir__ = lazy_names(
-    __name__, {module: names.split() for module, names in _HOMES.items()}, subpackages=("loggers", "strategies")
+    __name__, {module: names.split() for module, names in _HOMES.items()}, subpackages=_SUBPACKAGES
 )

@@ -51,7 +51,7 @@ def test_module_is_imported_by_its_dotted_name(name: str) -> None:
     assert found["found"] is sys.modules[name]
 
 
-@pytest.mark.parametrize("name", ["loggers", "strategies"])
+@pytest.mark.parametrize("name", ["loggers", "loops", "strategies"])
 def test_package_that_is_a_public_name_holds_what_its_registry_does(name: str) -> None:
     package, registry = getattr(hftrain, name), getattr(sys.modules[f"hftrain.{name}.registry"], name)
     methods = ("register", "names", "summary", "resolve", "create")

@@ -89,6 +89,10 @@ class TrainFeed:
             raise ValueError("The state of the training data is none that was saved.")
         self._state = state
 
+    def take_over(self, feed: TrainFeed) -> None:
+        """Go on, at the next `open`, with the state that another feed was given and has not put to use."""
+        self._state, feed._state = feed._state, None
+
     def close(self) -> None:
         """Put a dataset of this process back to where it was before a state was loaded, for a run that starts anew."""
         if self._before is not None:

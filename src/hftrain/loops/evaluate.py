@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,6 +14,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
 from hftrain.loops.batch_metrics import BatchMetrics, checked_metrics
+from hftrain.loops.contract import Loop, Stage
 from hftrain.loops.fit import Events
 from hftrain.loops.gather import Group, Kept, KeptBatches, put_back
 from hftrain.loops.window import LogWindow, merge_reports
@@ -78,10 +79,9 @@ class EvaluateHooks:
     finish_outputs: Callable[[Any], Any] | None = None
 
 
-class EvaluateLoop:
-    """Run every batch of a loader once and reduce what the steps returned.
-
-    The loss is the mean over items, not over batches: it depends neither on the batch size nor on the number of ranks.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateParts:
+    """What an evaluation's loop works with; made by the Trainer, once per evaluation.
 
     Args:
         config: What is kept.
@@ -90,23 +90,47 @@ class EvaluateLoop:
         events: Tells the callbacks (`on_prediction_step`).
     """
 
-    def __init__(self, config: EvaluateConfig, *, hooks: EvaluateHooks, group: Group, events: Events) -> None:
-        self.config = config
-        self.hooks = hooks
-        self.group = group
-        self.events = events
+    config: EvaluateConfig
+    hooks: EvaluateHooks
+    group: Group
+    events: Events
+
+
+class EvaluateLoop(Loop[EvaluateParts]):
+    """Run every batch of a loader once and reduce what the steps returned.
+
+    The loss is the mean over items, not over batches: it depends neither on the batch size nor on the number of ranks.
+    The methods without an underscore are the points that a subclass may change.
+    """
+
+    stage: ClassVar[Stage] = "evaluate"
+
+    def attach(self, parts: EvaluateParts) -> None:
+        """Take the parts of an evaluation that is about to begin."""
+        super().attach(parts)
         self._kept: dict[str, Kept | KeptBatches] = {}
-        self._logs = LogWindow(gather_object=group.gather_object)
-        self._sum_dtype = torch.float32 if group.device.type == "mps" else torch.float64
+        self._logs = LogWindow(gather_object=parts.group.gather_object)
+        self._sum_dtype = torch.float32 if parts.group.device.type == "mps" else torch.float64
         # For each kind: the sum of the losses, and the items.
-        self._loss_sums: dict[str, tuple[Any, Any]] = dict.fromkeys(hooks.kinds, (0.0, 0.0))
+        self._loss_sums: dict[str, tuple[Any, Any]] = dict.fromkeys(parts.hooks.kinds, (0.0, 0.0))
         self._num_samples = 0
         self._order: Any = None
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether a subclass decides after each batch whether that was enough."""
+        return type(self).should_stop is not EvaluateLoop.should_stop
+
+    def limits(self) -> Mapping[str, str]:
+        """Return what is not supported, with the reasons; what takes turns of its own goes with no early stop."""
+        turns = "it may stop after any batch, and these keep the processes in step in another way"
+        own = {"accelerator": turns, "batch_eval_metrics": turns} if self.stops_early else {}
+        return {**own, **self.unsupported}
 
     def run(
         self, loader: Any, *, is_interleaved: bool = False, order: Any = None, num_expected: int | None = None
     ) -> EvalLoopOutput:
-        """Evaluate every batch; collective at the end only, unless metrics are computed batch by batch.
+        """Evaluate the batches; collective at the end only, unless it may stop early or metrics are per batch.
 
         Args:
             loader: Gives this rank's batches.
@@ -117,39 +141,32 @@ class EvaluateLoop:
         Returns:
             Predictions and labels in the data's order (None where not kept), metrics without prefix, sample count.
         """
+        config, hooks = self.parts.config, self.parts.hooks
         self._order = order
         self._open(num_expected)
-        compute = self.hooks.compute_metrics
+        compute = hooks.compute_metrics
         batch_metrics: BatchMetrics | None = None
-        if self.config.computes_per_batch and compute is not None:
+        if config.computes_per_batch and compute is not None:
             batch_metrics = BatchMetrics(
                 compute,
-                group=self.group,
-                takes_objects=self.config.takes_objects,
-                finish_outputs=self.hooks.finish_outputs,
+                group=self.parts.group,
+                takes_objects=config.takes_objects,
+                finish_outputs=hooks.finish_outputs,
             )
-        batches = iter(loader)
-        batch = next(batches, _END)
-        while batch is not _END:
-            upcoming = next(batches, _END)
-            output = self._run_batch(batch)
-            if batch_metrics is not None:
-                batch_metrics.add(self._parts(batch, output), is_last=upcoming is _END)
-            self._tell(output)
-            batch = upcoming
-        if self.hooks.finish is not None:
-            self.hooks.finish()
+        self._run_batches(iter(loader), batch_metrics)
+        if hooks.finish is not None:
+            hooks.finish()
         # First, because ranks with more batches exchange theirs until all are through.
         per_batch = {} if batch_metrics is None else batch_metrics.finish()
         reports: list[Mapping[str, Any]] = [self._mean_loss(), self._logs.read(), per_batch]
-        if self.hooks.read_metrics is not None:
-            reports.append(self.hooks.read_metrics())
+        if hooks.read_metrics is not None:
+            reports.append(hooks.read_metrics())
         predictions, labels = self._collect("outputs", is_interleaved), self._collect("labels", is_interleaved)
-        if compute is not None and not self.config.computes_per_batch and predictions is not None:
+        if compute is not None and not config.computes_per_batch and predictions is not None:
             extras = {name: self._collect(name, is_interleaved) for name in ("inputs", "losses")}
             if labels is not None:
                 reports.append(checked_metrics(compute(EvalPrediction(predictions, labels, **extras))))
-        if not self.config.returns_predictions:
+        if not config.returns_predictions:
             predictions = labels = None
         num_samples, metrics = self._total_samples(), merge_reports(*reports)
         if not num_samples and not metrics:
@@ -159,9 +176,37 @@ class EvaluateLoop:
             )
         return EvalLoopOutput(predictions, labels, metrics, num_samples)
 
+    def _run_batches(self, batches: Iterator[Any], batch_metrics: BatchMetrics | None) -> None:
+        stops_early, batch = self.stops_early, next(batches, _END)
+        while batch is not _END or stops_early:
+            output = None
+            if batch is not _END:
+                upcoming = next(batches, _END)
+                output = self.run_batch(batch)
+                if batch_metrics is not None:
+                    batch_metrics.add(self._batch_parts(batch, output), is_last=upcoming is _END)
+                self._tell(output)
+                batch = upcoming
+            # Asked in every process as often, so that it may be collective.
+            if stops_early and self._all_true(self.should_stop(output) or batch is _END):
+                if self._order is not None and not self._all_true(batch is _END):
+                    # Of samples that were not all read, there is no order but that of reading.
+                    self._order = None
+                return
+
+    def should_stop(self, output: StepOutput | None) -> bool:
+        """Tell after each batch whether the evaluation may end; it ends once every process says so.
+
+        A process whose batches are used up is asked too, so an override may exchange numbers with the others.
+
+        Args:
+            output: What `run_batch` returned; None where this process had no batch left.
+        """
+        return False
+
     def _open(self, num_expected: int | None) -> None:
-        config = self.config
-        is_needed = self.hooks.compute_metrics is not None and not config.computes_per_batch
+        config = self.parts.config
+        is_needed = self.parts.hooks.compute_metrics is not None and not config.computes_per_batch
         if not config.keeps_predictions or not (config.returns_predictions or is_needed):
             return
         options: dict[str, Any] = {"moves_every": config.moves_every, "takes_objects": config.takes_objects}
@@ -174,34 +219,35 @@ class EvaluateLoop:
 
     def _tell(self, output: StepOutput) -> None:
         """Tell callbacks that a batch is done."""
-        self.events.fire("on_prediction_step")
+        self.parts.events.fire("on_prediction_step")
 
-    def _run_batch(self, batch: Any) -> StepOutput:
-        output = self.hooks.evaluate_batch(batch)
+    def run_batch(self, batch: Any) -> StepOutput:
+        """Evaluate one batch; add up its loss and keep what is to be kept."""
+        output = self.parts.hooks.evaluate_batch(batch)
         size = batch_size_of(batch) or 0
         self._num_samples += size
         if output.loss is not None:
             if output.loss.numel() != 1:
                 raise _no_number(output.loss)
-            self._add_loss(output.loss.detach(), self.hooks.count_items(batch))
-        if self.hooks.compute_metrics is not None and self.hooks.needs_labels:
+            self._add_loss(output.loss.detach(), self.parts.hooks.count_items(batch))
+        if self.parts.hooks.compute_metrics is not None and self.parts.hooks.needs_labels:
             _check_complete(output, batch)
         self._logs.add(output.logs, weight=size or 1)
-        if self.hooks.preprocess_logits is not None and output.outputs is not None:
-            output.outputs = self.hooks.preprocess_logits(output.outputs, output.labels)
-            if self.hooks.compute_metrics is not None and output.outputs is None:
+        if self.parts.hooks.preprocess_logits is not None and output.outputs is not None:
+            output.outputs = self.parts.hooks.preprocess_logits(output.outputs, output.labels)
+            if self.parts.hooks.compute_metrics is not None and output.outputs is None:
                 raise _no_logits()
         if self._kept:
-            for name, part in self._parts(batch, output).items():
+            for name, part in self._batch_parts(batch, output).items():
                 self._kept[name].add(part)
         return output
 
-    def _parts(self, batch: Any, output: StepOutput) -> dict[str, Any]:
+    def _batch_parts(self, batch: Any, output: StepOutput) -> dict[str, Any]:
         """Return what of a batch is handed to `compute_metrics`; its loss once per sample."""
         parts = {"outputs": output.outputs, "labels": output.labels}
-        if "inputs" in self.config.includes and self.hooks.compute_metrics is not None:
-            parts["inputs"] = _main_input(batch, self.config.input_name)
-        if "loss" in self.config.includes and output.loss is not None:
+        if "inputs" in self.parts.config.includes and self.parts.hooks.compute_metrics is not None:
+            parts["inputs"] = _main_input(batch, self.parts.config.input_name)
+        if "loss" in self.parts.config.includes and output.loss is not None:
             parts["losses"] = output.loss.detach().repeat(batch_size_of(batch) or 0)
         return parts
 
@@ -209,12 +255,12 @@ class EvaluateLoop:
         kept = self._kept.pop(name, None)
         if kept is None:
             return None
-        joined = kept.joined(self.group, is_interleaved=is_interleaved)
-        if name == "outputs" and self.hooks.finish_outputs is not None:
-            joined = self.hooks.finish_outputs(joined)
-        if self._order is None or not self.config.joins_batches:
+        joined = kept.joined(self.parts.group, is_interleaved=is_interleaved)
+        if name == "outputs" and self.parts.hooks.finish_outputs is not None:
+            joined = self.parts.hooks.finish_outputs(joined)
+        if self._order is None or not self.parts.config.joins_batches:
             return joined
-        return put_back(joined, self._order, folder=self.config.spill_dir)
+        return put_back(joined, self._order, folder=self.parts.config.spill_dir)
 
     def _add_loss(self, loss: torch.Tensor, counts: Any) -> None:
         # Double precision, where the device has it: the sum must not depend on how the set is cut into batches.
@@ -227,19 +273,22 @@ class EvaluateLoop:
             self._loss_sums[kind] = total + torch.where(count > 0, loss * factor, 0.0), num_items + count
 
     def _mean_loss(self) -> dict[str, float]:
-        sums = torch.zeros(len(self._loss_sums), 2, dtype=self._sum_dtype, device=self.group.device)
+        sums = torch.zeros(len(self._loss_sums), 2, dtype=self._sum_dtype, device=self.parts.group.device)
         for row, (total, num_items) in zip(sums, self._loss_sums.values(), strict=True):
             row[0], row[1] = total, num_items
         means = dict(zip(self._loss_sums, self._sum_over_ranks(sums).tolist(), strict=True))
-        chosen = self.hooks.choose_kind() if self.hooks.choose_kind is not None else next(iter(means))
+        chosen = self.parts.hooks.choose_kind() if self.parts.hooks.choose_kind is not None else next(iter(means))
         total, count = means[chosen]
         return {"loss": total / count} if count else {}
 
     def _total_samples(self) -> int:
-        return int(self._sum_over_ranks(torch.tensor(self._num_samples, device=self.group.device)))
+        return int(self._sum_over_ranks(torch.tensor(self._num_samples, device=self.parts.group.device)))
+
+    def _all_true(self, flag: bool) -> bool:
+        return not self._sum_over_ranks(torch.tensor(int(not flag), device=self.parts.group.device))
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.group.reduce(tensor, op="sum") if self.group.world_size > 1 else tensor
+        return self.parts.group.reduce(tensor, op="sum") if self.parts.group.world_size > 1 else tensor
 
 
 def _main_input(batch: Any, name: str) -> Any:

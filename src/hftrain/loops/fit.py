@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -15,7 +15,9 @@ from hftrain.core.errors import TaskError
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import batch_size_of
+from hftrain.loops.contract import Loop
 from hftrain.loops.window import LossWindow, as_number
+from hftrain.step.stepper import Stepper
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,9 @@ class FitHooks:
         restore_rng: Called once it is open; returns whether the pass is over already.
         log, evaluate, save: Act on what callbacks asked for.
         empty_cache: Gives cached device memory back.
+        make_feed: A dataset -> what gives this rank's batches of it, as the Trainer's loader does; the run reads that
+            one from then on. Collective.
+        evaluate_on: (dataset, prefix) -> the metrics of an evaluation on it, which are logged too. Collective.
         act: (the loop's own `act`, last gradient norm, last learning rate); called in place of `FitLoop.act` where
             something must see the end of every step, and calls what it is given. None costs nothing.
         mark_sync: Told before each micro-step that begins or ends a step whether it is the last one before the update.
@@ -64,6 +69,8 @@ class FitHooks:
     evaluate: Callable[[], Any]
     save: Callable[[], None]
     empty_cache: Callable[[], None]
+    make_feed: Callable[[Any], Feed]
+    evaluate_on: Callable[[Any, str], Mapping[str, float]]
     act: Callable[[Callable[[], None], Any, Any], None] | None = None
     mark_sync: Callable[[bool], None] | None = None
 
@@ -73,19 +80,6 @@ class Feed(Protocol):
 
     def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
         """Return the epoch's batches, cut from sample `offset` on, the first `skip` left out."""
-
-
-class Steps(Protocol):
-    """What turns gradients into an update."""
-
-    def clip(self) -> torch.Tensor | None:
-        """Clip the gradients; return their norm before."""
-
-    def step(self) -> bool:
-        """Update the parameters; False if the update was skipped."""
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
 
 
 class Events(Protocol):
@@ -105,7 +99,8 @@ class FitParts:
         config: How long, and how a step is cut.
         hooks: The functions to call.
         feed: Gives each epoch's batches.
-        stepper: Clips and updates.
+        dataset: What the Trainer was given to train on, or None.
+        stepper: Runs backward, clips and updates.
         model: What `training_step` receives, as the strategy wrapped it.
         optimizer: The loop itself only reads its current learning rate.
         schedule: Stepped after each update that was not skipped; None if something else drives it.
@@ -121,7 +116,8 @@ class FitParts:
     config: FitConfig
     hooks: FitHooks
     feed: Feed
-    stepper: Steps
+    dataset: Any
+    stepper: Stepper
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: Any
@@ -135,13 +131,13 @@ class FitParts:
     pending: list[Callable[[], None]] = field(default_factory=list)
 
 
-class FitLoop:
+class FitLoop(Loop[FitParts]):
     """Run training steps until `max_steps`, acting between steps on what callbacks asked for.
 
     The methods without an underscore are the points that a subclass may change.
     """
 
-    parts: FitParts
+    stage = "fit"
     # From an epoch's begin until what comes at its end begins.
     is_within_epoch = False
     # Does what callbacks asked for at the end of a step or an epoch: `act`, or what sees every step's end before it.
@@ -149,7 +145,7 @@ class FitLoop:
 
     def attach(self, parts: FitParts) -> None:
         """Take the parts of a run that is about to begin."""
-        self.parts = parts
+        super().attach(parts)
         self.is_within_epoch = False
         self._batches_per_epoch = 1
         self._is_resumed = parts.progress.step > 0

@@ -61,6 +61,7 @@ class OwnOptimizers:
         holders = [("trainer", trainer), *modules, *callbacks]
         # Each is looked through under its own name.
         own = {id(holder) for _, holder in holders}
+        own |= {id(loop) for loop in trainer._loops.values() if loop.keeps_state}
         seen = {id(each) for each in run}
         found = {}
         for owner, holder in holders:

@@ -180,6 +180,8 @@ def _copies(trainer: Trainer, folder: Path, director: _Director) -> Iterator[Non
     try:
         if trainer.model_init is None:
             _copy_parts(trainer)
+        else:
+            trainer._loops = copy.deepcopy(trainer._loops)
         trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
         # The constructor left the trackers out of a run that was to be a rehearsal; an estimate comes later.
         handler.callbacks[:] = [*without_trackers(callbacks), director]
@@ -202,13 +204,14 @@ def _copies(trainer: Trainer, folder: Path, director: _Director) -> Iterator[Non
 
 def _copy_parts(trainer: Trainer) -> None:
     """Put copies of model, optimizer and schedule into their places; together, for they refer to each other."""
-    parts = trainer.task, trainer._outermost, trainer.optimizer, trainer.lr_scheduler
+    parts = trainer.task, trainer._outermost, trainer.optimizer, trainer.lr_scheduler, trainer._loops
     try:
-        task, outermost, optimizer, schedule = copy.deepcopy(parts)
+        task, outermost, optimizer, schedule, trainer._loops = copy.deepcopy(parts)
     except Exception as error:
+        parts_held = ", its optimizer or its loop" if trainer._loops else " or its optimizer"
         raise TaskError(
             f"fast_dev_run={trainer.fast_dev_run} was asked for.",
-            f"It trains a copy, and {type(trainer.model).__name__} or its optimizer cannot be copied: {error!r}.",
+            f"It trains a copy, and {type(trainer.model).__name__}{parts_held} cannot be copied: {error!r}.",
             "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
         ) from error
     trainer.task, trainer.model = task, task.model

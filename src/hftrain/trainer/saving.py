@@ -36,6 +36,7 @@ from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, saved_tool, without_model
 from hftrain.trainer.leftovers import to_do
+from hftrain.trainer.loop_parts import LoopStates
 from hftrain.trainer.outside import OutsideWeights
 from hftrain.trainer.own_optimizers import OwnOptimizers
 from hftrain.trainer.resuming import RunPlan, report_changed_arguments
@@ -84,6 +85,7 @@ class RunCheckpoints:
             trainer, self.manager, progress=progress, pending=pending, best=lambda: best_checkpoint(trainer)
         )
         self.own = OwnOptimizers(trainer)
+        self.loops = LoopStates(trainer._loops)
         self.outside = OutsideWeights(trainer)
         self.saved_step: int | None = None
         self.tried_step: int | None = None
@@ -206,7 +208,9 @@ class RunCheckpoints:
 
     def own_state(self) -> dict[str, Any]:
         """Return what differs by rank: random numbers, and this rank's part of the logging window."""
+        loops = self.loops.state_dict()
         return {
+            **({"loops": loops} if loops else {}),
             **capture_rng(),
             "epoch_rng": self.epoch_rng,
             "data": self.feed.state_dict(),
@@ -274,6 +278,7 @@ class RunCheckpoints:
                 "The checkpoint does not tell what these metrics had gathered since the last log: %s.",
                 ", ".join(unknown),
             )
+        self.loops.load_state_dict(own.pop("loops", {}))
         past = own.pop("past", None)
         if self.progress.micro_steps_in_epoch and not self.plan.is_reshaped and trainer.args.past_index >= 0:
             trainer._past = strategy.to_device(past)

@@ -15,7 +15,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.tree import detach
 from hftrain.core.types import PredictionOutput
-from hftrain.loops.evaluate import EvaluateLoop
+from hftrain.loops.evaluate import EvaluateParts
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 from hftrain.trainer.generating import (
@@ -199,10 +199,11 @@ class Seq2SeqTrainer(Trainer):
         finally:
             self._gen_kwargs = before
 
-    def _evaluate_loop(self, **options: Any) -> EvaluateLoop:
-        loop = super()._evaluate_loop(**options)
+    def _evaluate_parts(self, **options: Any) -> EvaluateParts:
+        parts = super()._evaluate_parts(**options)
         token = padding_token(self.processing_class, self.model)
         # What a user's function made of the tokens is no token any more.
         if generates(self.args) and token is not None and self.preprocess_logits_for_metrics is None:
-            loop.hooks = dataclasses.replace(loop.hooks, finish_outputs=fill_with(token))
-        return loop
+            hooks = dataclasses.replace(parts.hooks, finish_outputs=fill_with(token))
+            return dataclasses.replace(parts, hooks=hooks)
+        return parts

@@ -6,18 +6,16 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from hftrain.adapter.data import data_seed
 from hftrain.adapter.plan import fit_config
-from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.log import get_logger
@@ -27,25 +25,25 @@ from hftrain.core.types import TrainOutput
 from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
 from hftrain.data.states import resumable_loader
-from hftrain.loops.fit import FitConfig, FitHooks, FitLoop, FitParts
+from hftrain.loops.contract import check_features
+from hftrain.loops.fit import FitLoop
 from hftrain.loops.window import LogWindow, merge_reports
 from hftrain.optim.weight_modes import evaluation_weights, training_weights
 from hftrain.task.overflow import DebugUnderflowOverflow
-from hftrain.trainer.acceleration import note_sync
 from hftrain.trainer.announce import announce_training
 from hftrain.trainer.best import is_left_out, note_best, read_metric
 from hftrain.trainer.counting import RunCounts, samples_since
 from hftrain.trainer.debugging import watch_overflow
 from hftrain.trainer.eval_sets import check_cadences
-from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.interrupts import Interrupts
 from hftrain.trainer.leftovers import END_EPOCH, END_RUN, EVALUATE, SAVE, left_in
+from hftrain.trainer.loop_parts import fit_parts
 from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.salvage import Salvage
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
-from hftrain.trainer.setup import empty_cache, loss_window, restart, set_up, tear_down
+from hftrain.trainer.setup import loss_window, restart, set_up, tear_down
 from hftrain.trainer.step_end import StepEnd
 
 if TYPE_CHECKING:
@@ -85,7 +83,7 @@ class TrainSession:
         self.step_end = StepEnd(self)
         self.used_rate: float | None = None
         self.counts: RunCounts
-        self.loop = FitLoop()
+        self.loop = cast(FitLoop, trainer._loops.get("fit") or FitLoop())
         self.interrupts: Interrupts
         self.salvage: Salvage
         self.is_evaluating = False
@@ -106,9 +104,7 @@ class TrainSession:
             with trainer.strategy.building():
                 trainer._adopt_model(trainer.call_model_init(trainer._trial))
             trainer.optimizer = trainer.lr_scheduler = None
-        loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
-        loader = resumable_loader(loader, seed=data_seed(args), rank=trainer.strategy.rank)
-        self._loader, self.checkpoints.feed = loader, TrainFeed(loader, seed=data_seed(args))
+        loader = self.open_data().loader
         batch_size = trainer.get_total_train_batch_size(args)
         plan = trainer.set_initial_training_values(args, loader, batch_size)
         goal = self.checkpoints.plan = trainer._plan_run(self.resume, loader, plan, self.progress)
@@ -144,9 +140,10 @@ class TrainSession:
             world_size=trainer.strategy.world_size,
         )
         self.phase = None
-        with Interrupts(self, save=self._save) as self.interrupts:
-            with training_weights(self.optimizer), Salvage(self, save=self._save) as self.salvage:
-                self._attach(config, self.salvage.watch(stepper))
+        with Interrupts(self, save=self.save_now) as self.interrupts:
+            with training_weights(self.optimizer), Salvage(self, save=self.save_now) as self.salvage:
+                self.loop.attach(fit_parts(self, config, self.salvage.watch(stepper)))
+                self.checkpoints.loops.hand_over(self.loop)
                 self.loop.run(has_left=bool(self._left), ends_epoch=END_RUN in self._left)
             self.checkpoints.settle()
             self._save_end(first)
@@ -167,6 +164,7 @@ class TrainSession:
             self._watch.remove()
         self.changes.undo()
         self.checkpoints.let_go()
+        self.loop.detach()
         tear_down(trainer)
         trainer.is_in_train = False
         # Workers that persist live as long as their loader, which torch's optimizers keep the frame of.
@@ -193,6 +191,8 @@ class TrainSession:
             setattr(trainer.control, flag, False)
         if self.resume is not None:
             self.checkpoints.take_over(self.resume, self.checkpoints.plan)
+        if self.checkpoints.plan.is_reshaped:
+            check_features(self.loop, {"reshaping": "a checkpoint of another number of processes or batch size"})
 
     def _load_rest(self, folder: Path) -> None:
         """Load what a checkpoint holds beside the model."""
@@ -206,50 +206,27 @@ class TrainSession:
             self._rng, self.progress.micro_steps_in_epoch, self.progress.offset_in_epoch = None, 0, 0
             self.checkpoints.feed.load_state_dict(None)
 
-    def _attach(self, config: FitConfig, stepper: Any) -> None:
-        trainer, strategy = self.trainer, self.trainer.strategy
-        take, step = trainer._shares.take, trainer._slot_training_step
-        if trainer.args.auto_find_batch_size is True:
-            fitting = MicroBatches(trainer, logs=self.logs, found=found_size(trainer.args, self.resume))
-            take, step = fitting.take, fitting.step
-        hooks = FitHooks(
-            get_batch_samples=self.salvage.watching(self.counts.watching(take)),
-            training_step=step,
-            before_epoch=self._before_epoch,
-            restore_rng=self._restore_rng,
-            log=self._log,
-            evaluate=self._evaluate,
-            save=self._save,
-            empty_cache=empty_cache,
-            act=self.step_end.run if trainer._is_overridden("_maybe_log_save_evaluate") else None,
-            mark_sync=partial(note_sync, trainer) if config.accumulation > 1 else None,
-        )
-        parts = FitParts(
-            config=config,
-            hooks=hooks,
-            feed=self.checkpoints.feed,
-            stepper=stepper,
-            model=trainer.model_wrapped,
-            optimizer=self.optimizer,
-            schedule=None if self._follows_metric else trainer.lr_scheduler,
-            no_sync=nullcontext if syncs_each_batch(trainer.args) else strategy.no_sync,
-            device=strategy.device,
-            progress=self.progress,
-            state=trainer.state,
-            control=trainer.control,
-            events=trainer.callback_handler,
-            losses=self.losses,
-            pending=self.pending,
-        )
-        self.loop.attach(parts)
+    def open_data(self) -> TrainFeed:
+        """Open the training data as it is set up now, in place of what was read before; collective."""
+        trainer, seed = self.trainer, data_seed(self.trainer.args)
+        loader = trainer._sharded(trainer.get_train_dataloader(), is_training=True)
+        loader = resumable_loader(loader, seed=seed, rank=trainer.strategy.rank)
+        end_workers(self._loader)
+        feed = TrainFeed(loader, seed=seed)
+        if self._loader is not None:
+            feed.take_over(self.checkpoints.feed)
+            trainer.callback_handler.refresh(train_dataloader=loader)
+        self._loader, self.checkpoints.feed = loader, feed
+        return feed
 
     @property
-    def _follows_metric(self) -> bool:
+    def follows_metric(self) -> bool:
+        """Whether the schedule is stepped by evaluations."""
         return isinstance(self.trainer.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
     # -- what the loop calls between steps -----------------------------------------------------------------------
 
-    def _before_epoch(self) -> None:
+    def before_epoch(self) -> None:
         """Remember the random numbers an epoch's order may be drawn from, or put the checkpoint's back."""
         if self._rng is not None and self.progress.is_within_epoch:
             # A checkpoint of another trainer does not tell what the epoch's order was drawn from.
@@ -265,16 +242,16 @@ class TrainSession:
             self.trainer._load_rng_state(str(self.resume))
             self._rng = None
 
-    def _restore_rng(self) -> bool:
+    def restore_rng(self) -> bool:
         """Put back the checkpoint's random numbers, do what its run had left to do, and tell if that ends the epoch."""
         self._load_rng()
         control, left = self.trainer.control, self._left
         self._left = frozenset()
         if EVALUATE in left and self.trainer.args.eval_strategy != "no":
-            self._evaluate()
+            self.evaluate()
             if SAVE in left or control.should_save:
                 control.should_save = False
-                self._save()
+                self.save_now()
         control.should_epoch_stop = control.should_epoch_stop or END_EPOCH in left
         return bool(left) and (control.should_epoch_stop or control.should_training_stop)
 
@@ -283,7 +260,8 @@ class TrainSession:
         if self._rng is not None:
             restore_rng(dict(self._rng))
 
-    def _log(self, logs: dict[str, Any]) -> None:
+    def log(self, logs: dict[str, Any]) -> None:
+        """Log the losses, and what the precision, the steps and the metrics have to add."""
         self.counts.read()
         self.trainer.store_flos()
         self.checkpoints.untrained.check_unfrozen()
@@ -294,7 +272,8 @@ class TrainSession:
             self.used_rate = None
         self.trainer._slot_log(merge_reports(logs, self.trainer.precision.logs(), self.logs.read(), own))
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
+        """Evaluate as a cadence or a callback asked for it; collective."""
         trainer = self.trainer
         metrics = trainer._evaluate(trainer._trial, self.ignore_keys)
         is_best = trainer._determine_best_metric(metrics, trainer._trial)
@@ -324,10 +303,11 @@ class TrainSession:
         trainer = self.trainer
         wanted = trainer.args.metric_for_best_model or "loss"
         is_there = not is_left_out(metrics, wanted, has_all_sets=trainer._has_all_sets)
-        if self._follows_metric and trainer.state.global_step > 0 and is_there:
+        if self.follows_metric and trainer.state.global_step > 0 and is_there:
             trainer.lr_scheduler.step(read_metric(metrics, wanted))
 
-    def _save(self) -> None:
+    def save_now(self) -> None:
+        """Save through the hook, which an override may replace; collective."""
         # Named here too: an override may wait for other processes before it calls the method it replaces.
         self.phase = f"save {checkpoint_name(self.trainer.state.global_step)}"
         self.trainer._save_checkpoint(self.trainer.model_wrapped, self.trainer._trial)
@@ -350,7 +330,7 @@ class TrainSession:
         has_trained = self.progress.step > first.step
         is_saved = self.checkpoints.tried_step == self.progress.step
         if self.trainer.args.save_strategy == "steps" and has_trained and not is_saved:
-            self._save()
+            self.save_now()
             self.checkpoints.settle()
 
     def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -48,8 +48,10 @@ from hftrain.data.persistent import LoaderCache
 from hftrain.data.sharding import shard_loader
 from hftrain.data.sizes import expected_samples, has_length, num_examples
 from hftrain.loggers.base import Logger
-from hftrain.loops.evaluate import EvaluateHooks, EvaluateLoop
+from hftrain.loops.contract import Loop, check_features
+from hftrain.loops.evaluate import EvaluateHooks, EvaluateLoop, EvaluateParts
 from hftrain.loops.predict import PredictLoop
+from hftrain.loops.registry import create_loops
 from hftrain.loops.window import LossWindow
 from hftrain.optim.groups import decay_parameter_names
 from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
@@ -113,6 +115,7 @@ from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.instep import InStep, check_turns
 from hftrain.trainer.interrupts import saves_at_all
 from hftrain.trainer.keywords import refusing_unknown
+from hftrain.trainer.loop_parts import used_in_evaluation, used_in_training
 from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.mistakes import explain_mistake
 from hftrain.trainer.nodes import check_nodes
@@ -164,6 +167,8 @@ class Trainer:
         preprocess_logits_for_metrics: ``f(logits, labels) -> logits``, run before predictions are kept.
         strategy: A strategy's name or an instance; wins over the arguments, which must not contradict it.
         precision: A precision's name or an instance; likewise.
+        loop: What trains, evaluates or predicts in place of hftrain's own loop: a name, a class derived from `FitLoop`,
+            `EvaluateLoop` or `PredictLoop`, or an instance; or a sequence of those, one per stage.
         spill_dir: A folder for predictions larger than memory: what an evaluation or `predict` keeps is held in unnamed
             files there, mapped into memory as NumPy arrays. A file's space is free again when its array is gone.
         save_policy: When and how to save beyond what the arguments say.
@@ -204,6 +209,7 @@ class Trainer:
         *,
         strategy: str | Strategy | None = None,
         precision: str | Precision | None = None,
+        loop: str | Loop[Any] | type[Loop[Any]] | Sequence[Any] | None = None,
         spill_dir: str | Path | None = None,
         save_policy: SavePolicy | None = None,
         fast_dev_run: bool | int | None = None,
@@ -222,6 +228,7 @@ class Trainer:
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             collator=data_collator,
         )
+        self._loops = create_loops(loop)
         self._make_parts(model, strategy, precision)
         check_sharding(self.args, self.strategy, optimizers=optimizers)
         callbacks = self._with_trackers(loggers, [*as_list(callbacks), *as_list(callback)])
@@ -666,6 +673,7 @@ class Trainer:
         self.strategy.check_model(self.model)
         check_ahead(self)
         resume = find_resume(self, resume_from_checkpoint)
+        self._check_loop(resume)
         check_fits(self, resume)
 
         def run(resume: Path | None) -> TrainOutput:
@@ -829,14 +837,28 @@ class Trainer:
         )
         self.callback_handler.refresh(eval_dataloader=dataloader)
         jit = JitModel(self.torch_jit_model_eval, self.task.model) if self.args.jit_mode_eval else None
-        loop = self._evaluate_loop(loss_only=loss_only, ignore_keys=ignore_keys, events=self.callback_handler, jit=jit)
+        parts = self._evaluate_parts(loss_only=loss_only, ignore_keys=ignore_keys, jit=jit)
         batches = self._in_step(dataloader, loss_only=loss_only, ignore_keys=ignore_keys)
-        output = loop.run(
-            batches,
-            is_interleaved=takes_turns(dataloader),
-            order=reading_order(dataloader),
-            num_expected=expected_samples(dataloader),
+        kind = PredictLoop if self._stage == "predict" else EvaluateLoop
+        loop = cast(EvaluateLoop, self._loops.get(kind.stage) or kind())
+        used = used_in_evaluation(
+            self.args,
+            self.strategy,
+            dataset=getattr(dataloader, "dataset", None),
+            takes_turns=batches is not dataloader,
+            is_per_batch=parts.config.computes_per_batch and parts.hooks.compute_metrics is not None,
         )
+        check_features(loop, used)
+        loop.attach(parts)
+        try:
+            output = loop.run(
+                batches,
+                is_interleaved=takes_turns(dataloader),
+                order=reading_order(dataloader),
+                num_expected=expected_samples(dataloader),
+            )
+        finally:
+            loop.detach()
         metrics = to_plain(with_prefix(output.metrics, metric_key_prefix))
         if jit is not None and jit.compilation_s is not None:
             metrics[f"{metric_key_prefix}_jit_compilation_time"] = jit.compilation_s
@@ -892,9 +914,9 @@ class Trainer:
         context = self.compute_loss_context_manager
         return trace_model(model, dataloader, prepare=self._prepare_inputs, context=context)
 
-    def _evaluate_loop(
-        self, *, loss_only: bool, ignore_keys: list[str] | None, events: Any, jit: JitModel | None = None
-    ) -> EvaluateLoop:
+    def _evaluate_parts(
+        self, *, loss_only: bool, ignore_keys: list[str] | None, jit: JitModel | None = None
+    ) -> EvaluateParts:
         is_prediction = self._stage == "predict"
         # A callback that writes predictions somewhere may ask that they are not returned as well.
         is_replaced = is_prediction and any(
@@ -929,8 +951,7 @@ class Trainer:
             finish=self.strategy.finish_forwards,
             read_metrics=None if is_prediction and not isinstance(self.task, ModelTask) else self._read_metrics,
         )
-        loop = PredictLoop if is_prediction else EvaluateLoop
-        return loop(config, hooks=hooks, group=self.strategy, events=events)
+        return EvaluateParts(config=config, hooks=hooks, group=self.strategy, events=self.callback_handler)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model (and what belongs to it) so that it can be loaded again; the main process writes.
@@ -1705,6 +1726,13 @@ class Trainer:
             seed=config.seed,
             dispatch_batches=config.dispatch_batches,
         )
+
+    def _check_loop(self, resume: Path | None) -> None:
+        """Refuse what the training loop does not support."""
+        if "fit" in self._loops:
+            dataset = None if self._is_overridden("get_train_dataloader") else self.train_dataset
+            parts = self.args, self.strategy, self.precision, self.save_policy
+            check_features(self._loops["fit"], used_in_training(*parts, dataset=dataset, resume=resume))
 
     def _check_optimizer(self) -> None:
         """Refuse, before anything is launched, an optimizer that cannot be made."""

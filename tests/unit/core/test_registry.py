@@ -15,6 +15,7 @@ from support.tiny import Net, make_arguments, make_rows
 from hftrain import ConfigError, MissingDependencyError, Trainer
 from hftrain.core.registry import Registry
 from hftrain.loggers.registry import available_loggers, loggers
+from hftrain.loops.registry import loops
 from hftrain.precision.registry import precisions
 from hftrain.step.legality import legality_table
 from hftrain.strategies.registry import strategies
@@ -83,7 +84,7 @@ def test_unknown_name_is_refused_with_close_matches(registry: Registry[Any], ask
 # -- another package's entry points ----------------------------------------------------------------------------------
 
 PACKAGE = """
-from hftrain import Logger, Precision
+from hftrain import FitLoop, Logger, Precision
 from hftrain.precision.full import FullPrecision
 from hftrain.strategies.single import SingleDeviceStrategy
 
@@ -109,6 +110,14 @@ class Outer:
             return super().step(optimizer)
 
 
+class Folds(FitLoop):
+    steps = 0
+
+    def run_step(self, window, num_items):
+        type(self).steps += 1
+        super().run_step(window, num_items)
+
+
 class Rival(SingleDeviceStrategy):
     name = "rival"
 
@@ -127,6 +136,10 @@ toy_cluster = toy_cluster_package:Cluster
 [hftrain.precisions]
 toy_careful = toy_cluster_package:Outer.Careful [extra]
 toy_broken = toy_package_that_is_not_there:Gone
+
+[hftrain.loops]
+toy_folds = toy_cluster_package:Folds
+toy_broken_loop = toy_package_that_is_not_there:Gone
 
 [hftrain.loggers]
 toy_tracker = toy_cluster_package:Tracker
@@ -156,7 +169,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "site-packages"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
-    for names in (strategies, precisions, loggers):
+    for names in (strategies, precisions, loggers, loops):
         monkeypatch.setattr(names, "_entries", dict(names._entries))
         monkeypatch.setattr(names, "_has_entry_points", False)
     return folder
@@ -228,12 +241,24 @@ def test_trainer_uses_the_parts_of_an_installed_package_by_name(other_package: A
         train_dataset=make_rows(),
         strategy="toy_cluster",
         precision="toy_careful",
+        loop="toy_folds",
     )
     assert trainer.train().global_step == 3
     package = other_package()
     assert type(trainer.strategy) is package.Cluster
     assert type(trainer.precision) is package.Outer.Careful
-    assert (package.Cluster.setups, package.Outer.Careful.steps) == (1, 3)
+    assert (package.Cluster.setups, package.Outer.Careful.steps, package.Folds.steps) == (1, 3, 3)
+
+
+def test_loop_that_cannot_be_imported_is_skipped_and_ends_the_run_of_who_asks_for_it(
+    other_package: Any, tmp_path: Path
+) -> None:
+    point = "'toy_broken_loop = toy_package_that_is_not_there:Gone' of toy-cluster-package 1.0"
+    with pytest.warns(UserWarning, match=re.escape(point)):
+        assert "toy_broken_loop" not in loops.usable_names()
+    assert "toy_folds" in loops.usable_names()
+    with pytest.raises(MissingDependencyError, match=re.escape(point)):
+        Trainer(Net(), make_arguments(tmp_path), loop="toy_broken_loop")
 
 
 def test_settings_that_a_third_partys_precision_cannot_heed_are_refused(other_package: Any, tmp_path: Path) -> None:

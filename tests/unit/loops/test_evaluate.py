@@ -12,7 +12,7 @@ import torch
 
 from hftrain.core.errors import TaskError
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
-from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop
+from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
 from hftrain.loops.predict import PredictLoop
 from hftrain.strategies.single import SingleDeviceStrategy
 
@@ -63,12 +63,15 @@ def make_loop(
     hooks: dict[str, Any] | None = None,
     **config: Any,
 ) -> EvaluateLoop:
-    return kind(
-        EvaluateConfig(**config),
+    parts = EvaluateParts(
+        config=EvaluateConfig(**config),
         hooks=EvaluateHooks(**{"evaluate_batch": mean_of_labels, "count_items": count, **(hooks or {})}),
         group=group or alone(),
         events=events or Diary(),
     )
+    loop = kind()
+    loop.attach(parts)
+    return loop
 
 
 def test_loss_is_the_mean_over_items_however_the_set_is_cut() -> None:

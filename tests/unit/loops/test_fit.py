@@ -6,7 +6,7 @@ The order of events and real training are in tests/loops.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -19,6 +19,7 @@ from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.loops.fit import FitConfig, FitHooks, FitLoop, FitParts
 from hftrain.loops.window import LossWindow
+from hftrain.step.stepper import Stepper
 
 Hook = Callable[["Bench"], None]
 
@@ -67,9 +68,18 @@ class Bench:
                 evaluate=lambda: self.note("evaluate"),
                 save=lambda: self.note("save"),
                 empty_cache=lambda: self.note("empty_cache"),
+                make_feed=lambda dataset: self,
+                evaluate_on=lambda dataset, prefix: {},
             ),
             feed=self,
-            stepper=self,
+            dataset=None,
+            stepper=Stepper(
+                autocast=nullcontext,
+                backward=torch.Tensor.backward,
+                clip=self.clip,
+                step=self.step,
+                zero_grad=self.zero_grad,
+            ),
             model=nn.Identity(),
             optimizer=self.optimizer,
             schedule=self.schedule,

@@ -1,0 +1,104 @@
+"""What every loop is: the stage it runs, what it does not support, and the state that checkpoints keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from hftrain.core.errors import ConfigError, suggest
+
+Stage = Literal["fit", "evaluate", "predict"]
+Parts = TypeVar("Parts")
+
+# What a loop may not support, and what to do about it.
+FEATURES = {
+    "accelerator": "Do not use trainer.accelerator, or run one process.",
+    "accumulation": "Set gradient_accumulation_steps=1.",
+    "auto_find_batch_size": "Leave auto_find_batch_size out and set per_device_train_batch_size.",
+    "batch_eval_metrics": "Set batch_eval_metrics=False.",
+    "engines": "Use a strategy without an engine of its own, such as 'ddp' or 'fsdp'.",
+    "loss_scaling": "Use precision='bf16' or '32'.",
+    "ranks": "Run one process.",
+    "reshaping": "Resume with the number of processes and the batch sizes of the checkpoint.",
+    "resume": "Start a new run: leave resume_from_checkpoint out.",
+    "saving": "Set save_strategy='no'.",
+    "sharded_models": "Use a strategy that keeps the model whole, such as 'ddp'.",
+    "signals": "Pass save_policy=SavePolicy(on_signal=False), without every_s.",
+    "streams": "Pass a dataset that has a length and no override of its data loader.",
+}
+
+
+class Loop(Generic[Parts]):
+    """Run one stage of a Trainer. The constructor is free for options; `attach` brings what a run consists of.
+
+    Attributes:
+        stage: What it runs: ``"fit"``, ``"evaluate"`` or ``"predict"``.
+        unsupported: Feature (a name in `FEATURES`) -> why this loop does not support it. The Trainer refuses a run that
+            uses one, before its first step.
+        parts: What the run consists of; there from `attach` to `detach`.
+    """
+
+    stage: ClassVar[Stage]
+    unsupported: ClassVar[Mapping[str, str]] = {}
+    parts: Parts
+
+    def attach(self, parts: Parts) -> None:
+        """Take the parts of a run that is about to begin, and forget the run before.
+
+        Raises:
+            ConfigError: The loop is running already.
+        """
+        if self.is_attached:
+            raise ConfigError(
+                f"Cannot start {type(self).__name__} while it runs:",
+                "a loop holds one run at a time.",
+                "Give each Trainer a loop of its own, and do not evaluate within an evaluation.",
+            )
+        self.parts = parts
+
+    def detach(self) -> None:
+        """Let go of the run's parts; safe to call twice."""
+        vars(self).pop("parts", None)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether a run goes on."""
+        return "parts" in vars(self)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a subclass has a state for checkpoints."""
+        return type(self).load_state_dict is not Loop.load_state_dict
+
+    def limits(self) -> Mapping[str, str]:
+        """Return what is not supported, with the reasons."""
+        return self.unsupported
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint is to keep: tensors and plain values, of this process."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; a fit loop is attached by then."""
+
+
+def check_features(loop: Loop[Any], used: Mapping[str, str]) -> None:
+    """Raise where a run uses what its loop does not support.
+
+    Args:
+        loop: Any loop.
+        used: The features in use, each with what was asked for.
+
+    Raises:
+        ConfigError: It names the feature, the loop's reason and the remedy.
+    """
+    for feature, reason in loop.limits().items():
+        if feature not in FEATURES:
+            raise ConfigError(
+                f"Cannot read {type(loop).__name__}.unsupported:",
+                f"there is no feature {feature!r}.",
+                suggest(feature, FEATURES),
+            )
+        if feature in used:
+            asked = f"Cannot use {used[feature]} with the loop {type(loop).__name__}:"
+            raise ConfigError(asked, f"{reason.rstrip('.')}.", FEATURES[feature])

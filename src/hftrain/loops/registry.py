@@ -1,0 +1,73 @@
+"""Loops by name, and the loops of a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.registry import Registry
+from hftrain.loops.contract import Loop, check_features
+from hftrain.loops.evaluate import EvaluateLoop
+from hftrain.loops.fit import FitLoop
+
+loops: Registry[Loop[Any]] = Registry("loop", group="hftrain.loops", elsewhere={"train": "fit", "eval": "evaluate"})
+loops.register("fit", "hftrain.loops.fit:FitLoop", summary="epochs of optimizer steps")
+loops.register("evaluate", "hftrain.loops.evaluate:EvaluateLoop", summary="one pass that reduces to metrics")
+loops.register("predict", "hftrain.loops.predict:PredictLoop", summary="one pass that keeps the predictions")
+
+_BASES: dict[str, type[Loop[Any]]] = {"fit": FitLoop, "evaluate": EvaluateLoop, "predict": EvaluateLoop}
+
+
+def create_loops(chosen: Any) -> dict[str, Loop[Any]]:
+    """Return the loops that were asked for, by the stage that each runs.
+
+    Args:
+        chosen: A name, a class, an instance, or a sequence of those; None for none.
+
+    Raises:
+        ConfigError: There is no such name, a class needs options, or two loops run the same stage.
+        TaskError: Something is not a loop.
+    """
+    if chosen is None:
+        return {}
+    found: dict[str, Loop[Any]] = {}
+    is_several = isinstance(chosen, Sequence) and not isinstance(chosen, str)
+    for each in chosen if is_several else [chosen]:
+        loop = _create(each)
+        other = found.get(loop.stage)
+        if other is not None:
+            raise ConfigError(
+                f"Cannot use {type(other).__name__} and {type(loop).__name__} in one Trainer:",
+                f"both run the stage {loop.stage!r}.",
+                "Pass one loop per stage.",
+            )
+        check_features(loop, {})
+        found[loop.stage] = loop
+    return found
+
+
+def _create(chosen: Any) -> Loop[Any]:
+    kind = loops.resolve(chosen)[0] if isinstance(chosen, str) else chosen
+    loop: Any = chosen
+    if isinstance(kind, type):
+        try:
+            loop = loops.create(chosen) if isinstance(chosen, str) else kind()
+        except TypeError as error:
+            raise ConfigError(
+                f"Cannot make the loop {kind.__name__}: {error}.",
+                "A class or a name is called without arguments.",
+                f"Pass an instance: loop={kind.__name__}(...).",
+            ) from error
+    elif isinstance(chosen, str):
+        loop = loops.create(chosen)
+    base = _BASES.get(getattr(loop, "stage", ""))
+    if base is None or not isinstance(loop, base):
+        raise TaskError(
+            f"Cannot use {loop!r} as a loop:",
+            "it is not derived from one." if base is None else f"it runs the stage {loop.stage!r} without a base.",
+            f"Derive it from {base.__name__}."
+            if base is not None
+            else "Derive it from FitLoop, EvaluateLoop or PredictLoop.",
+        )
+    return loop
