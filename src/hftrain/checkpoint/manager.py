@@ -14,7 +14,7 @@ from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_links, v
 from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.remote import RemoteCheckpoints
 from hftrain.checkpoint.rotation import best_names, commit_order, surplus
-from hftrain.core.errors import CheckpointError, explain
+from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.storage import files
 from hftrain.storage.locks import FolderLock
@@ -147,6 +147,21 @@ class CheckpointManager:
         self._together(target, lambda path: self._commit(path, step, facts), group, is_for_main=True)
         self._committed = target
         return target
+
+    def claim(self) -> None:
+        """Keep other runs from saving to the folder, until `lock` is released or the process ends. Collective.
+
+        Raises:
+            ConfigError: Another run saves there.
+        """
+        if self.group.all_true(not self.is_committer or self.lock.take()):
+            return
+        who, remedy = "Another run", "Give each run an output_dir of its own, or wait until the other has ended."
+        if self.config.on_each_node:
+            who += ", or another machine of this one,"
+            remedy += " On storage that machines share leave save_on_each_node out."
+        reason = f"{who} is saving there; each would delete what the other is writing."
+        raise ConfigError(f"Checkpoints should be saved to {self.config.output_dir}.", reason, remedy)
 
     @property
     def is_committer(self) -> bool:

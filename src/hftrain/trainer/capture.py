@@ -13,20 +13,14 @@ from torch import nn
 
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.parts import save_arguments
+from hftrain.checkpoint.states import Keep
 from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.state import TrainerState
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
 
-Keep = Callable[[Any], Any]
-
 # What a model writes beside its weights, and what may change while it trains.
 _CONFIGS = ("config", "generation_config")
-
-
-def as_it_is(tree: Any) -> Any:
-    """Copy nothing, for what is written at once."""
-    return tree
 
 
 def task_state(task: TaskModule) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from hftrain.core.types import Owns
 from hftrain.storage.tensors import load_tensors, save_tensors
 
 if TYPE_CHECKING:
-    from hftrain.trainer.capture import Keep
+    from hftrain.checkpoint.states import Keep
     from hftrain.trainer.trainer import Trainer
 
 

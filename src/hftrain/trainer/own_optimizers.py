@@ -24,7 +24,7 @@ from hftrain.storage.tensors import load_containers, save_containers
 from hftrain.trainer.acceleration import has_engine
 
 if TYPE_CHECKING:
-    from hftrain.trainer.capture import Keep
+    from hftrain.checkpoint.states import Keep
     from hftrain.trainer.trainer import Trainer
 
 _KINDS = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)

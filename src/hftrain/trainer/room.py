@@ -117,13 +117,7 @@ def check_room(manager: CheckpointManager, needed: Callable[[], int], *, may_wai
     Raises:
         ConfigError: Another run saves to the folder, or there is not the room for a checkpoint.
     """
-    if not manager.group.all_true(not manager.is_committer or manager.lock.take()):
-        who, remedy = "Another run", "Give each run an output_dir of its own, or wait until the other has ended."
-        if manager.config.on_each_node:
-            who += ", or another machine of this one,"
-            remedy += " On storage that machines share leave save_on_each_node out."
-        reason = f"{who} is saving there; each would delete what the other is writing."
-        raise ConfigError(f"Checkpoints should be saved to {manager.config.output_dir}.", reason, remedy)
+    manager.claim()
     num_bytes = needed()
     is_enough, free = True, 0
     if manager.is_committer:

@@ -10,19 +10,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, naming_the_folder, restoring
+from hftrain.checkpoint.fitting import check_state, naming_the_folder
 from hftrain.checkpoint.foreign import check_foreign, check_foreign_optimizer, is_foreign
-from hftrain.checkpoint.layout import OPTIMIZER, SCALER, SCHEDULER, checkpoint_name
+from hftrain.checkpoint.layout import OPTIMIZER, SCHEDULER, checkpoint_name
 from hftrain.checkpoint.manifest import check_geometry
 from hftrain.checkpoint.parts import (
-    load_optimizer,
-    load_scaler,
     load_scheduler,
     save_optimizer,
     save_rng,
     save_scaler,
     save_scheduler,
     save_trainer_state,
+)
+from hftrain.checkpoint.states import (
+    Keep,
+    as_it_is,
+    check_engine,
+    load_own,
+    restore_optimizer,
+    restore_scaler,
+    shard_writers,
+    whole_state,
 )
 from hftrain.checkpoint.weights import load_task_state, load_weights
 from hftrain.core.errors import CheckpointError, ConfigError
@@ -34,13 +42,12 @@ from hftrain.data.feed import TrainFeed
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
-from hftrain.trainer.capture import Keep, as_it_is, frozen_state, model_writer, saved_tool, without_model
+from hftrain.trainer.capture import frozen_state, model_writer, saved_tool, without_model
 from hftrain.trainer.leftovers import to_do
 from hftrain.trainer.loop_parts import LoopStates
 from hftrain.trainer.outside import OutsideWeights
 from hftrain.trainer.own_optimizers import OwnOptimizers
 from hftrain.trainer.resuming import RunPlan, report_changed_arguments
-from hftrain.trainer.sharding import check_engine, load_own, shard_writers
 from hftrain.trainer.unfreezing import Unfreezing
 from hftrain.trainer.untrained import Untrained
 from hftrain.trainer.writing import CheckpointWrites, Save, as_of, make_manager
@@ -195,8 +202,7 @@ class RunCheckpoints:
         trainer = self.trainer
         if not self.manager.is_committer:
             keep = as_it_is  # it only takes part in gathering, and writes nothing of it
-        split = trainer.strategy.optimizer_shards(trainer.model_wrapped, optimizer)
-        state = keep(split[0] if split else trainer.strategy.optimizer_state(trainer.model_wrapped, optimizer))
+        state = keep(whole_state(trainer.strategy, trainer.model_wrapped, optimizer))
         writers: list[Writer] = [lambda folder: save_optimizer(state, folder)]
         if trainer.lr_scheduler is not None:
             schedule = keep(trainer.lr_scheduler.state_dict())
@@ -293,13 +299,13 @@ class RunCheckpoints:
     def read_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Load optimizer, schedule and scaler. Collective."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        before, state = group_settings(optimizer), load_optimizer(folder)
-        check_engine(state, folder / OPTIMIZER, is_deepspeed=trainer.is_deepspeed_enabled)
-        if is_foreign(folder):
-            check_foreign_optimizer(state, optimizer, folder)
-        with restoring(folder / OPTIMIZER):
-            strategy.load_optimizer_state(trainer.model_wrapped, optimizer, state)
-        check_optimizer(folder / OPTIMIZER, optimizer, before=before)
+
+        def check(state: dict[str, Any]) -> None:
+            check_engine(state, folder / OPTIMIZER, is_deepspeed=trainer.is_deepspeed_enabled)
+            if is_foreign(folder):
+                check_foreign_optimizer(state, optimizer, folder)
+
+        restore_optimizer(folder, strategy, trainer.model_wrapped, optimizer, check=check)
         if trainer.lr_scheduler is not None:
             schedule = load_scheduler(folder)
             check_state(folder / SCHEDULER, schedule, trainer.lr_scheduler, own=trainer.lr_scheduler.state_dict())
@@ -307,11 +313,8 @@ class RunCheckpoints:
             refresh_rate(trainer.lr_scheduler)
         saved, name = self.plan.saved, trainer.precision.policy.name
         is_same = saved is None or saved.facts["geometry"]["precision"] == name
-        if trainer.precision.state_dict() and is_same:  # else its loss scale begins anew
-            scale = load_scaler(folder)
-            check_state(folder / SCALER, scale, trainer.precision, own=trainer.precision.state_dict())
-            with restoring(folder / SCALER):
-                trainer.precision.load_state_dict(scale)
+        if is_same:  # else its loss scale begins anew
+            restore_scaler(folder, trainer.precision)
         self.outside.load(folder)
         self.own.load(folder)
 

@@ -19,16 +19,16 @@ from hftrain.checkpoint.agreement import BoardGroup
 from hftrain.checkpoint.background import BackgroundWrite
 from hftrain.checkpoint.manager import CheckpointManager, Group, NoSpaceError, Writer
 from hftrain.checkpoint.snapshot import HostCopies
+from hftrain.checkpoint.states import Keep, shard_writers
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
 from hftrain.storage.space import free_bytes, readable_bytes
-from hftrain.trainer.capture import Keep, model_writer
+from hftrain.trainer.capture import model_writer
 from hftrain.trainer.foresight import watch_states
 from hftrain.trainer.interrupts import saves_at_all
 from hftrain.trainer.room import check_room, checkpoint_bytes, expected_state_bytes
-from hftrain.trainer.sharding import shard_writers
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer

@@ -1,4 +1,4 @@
-"""Checkpoints that several processes write, each its part, and that another number of processes may read."""
+"""A strategy's states on disk: each process writes its part, and another number of processes may read them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.checkpoint.fitting import misfit
-from hftrain.checkpoint.layout import OPTIMIZER_SHARDS, WEIGHT_SHARDS
-from hftrain.checkpoint.parts import load_rng
+from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, misfit, restoring
+from hftrain.checkpoint.layout import OPTIMIZER, OPTIMIZER_SHARDS, SCALER, WEIGHT_SHARDS
+from hftrain.checkpoint.parts import load_optimizer, load_rng, load_scaler
 from hftrain.checkpoint.ranks import share_out
 from hftrain.core.log import get_logger
+from hftrain.precision.base import Precision
 from hftrain.storage.shards import save_shards
 from hftrain.strategies.base import Strategy
-from hftrain.trainer.capture import Keep, as_it_is
+
+Keep = Callable[[Any], Any]
 
 logger = get_logger(__name__)
+
+
+def as_it_is(tree: Any) -> Any:
+    """Copy nothing, for what is written at once."""
+    return tree
 
 
 def shard_writers(
@@ -55,6 +62,54 @@ def load_own(folder: Path, *, rank: int, world_size: int, num_saved: int) -> dic
     )
     states = [load_rng(folder, rank=each, world_size=num_saved) for each in range(num_saved)]
     return share_out(states, rank=rank)
+
+
+def whole_state(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what the main process writes of an optimizer; `shard_writers` write the rest. Collective.
+
+    Args:
+        strategy: Knows what is split.
+        model: As the strategy wrapped it.
+        optimizer: Whose state.
+    """
+    split = strategy.optimizer_shards(model, optimizer)
+    return split[0] if split else strategy.optimizer_state(model, optimizer)
+
+
+def restore_optimizer(
+    folder: Path,
+    strategy: Strategy,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    check: Callable[[dict[str, Any]], None] = lambda state: None,
+) -> None:
+    """Load an optimizer's state. Collective; mutates the optimizer.
+
+    Args:
+        folder: The checkpoint.
+        strategy: Puts the state back.
+        model: As the strategy wrapped it.
+        optimizer: Whose state.
+        check: Looks at the state before it is put back.
+
+    Raises:
+        CheckpointError: The state is absent, damaged, or does not fit.
+    """
+    before, state = group_settings(optimizer), load_optimizer(folder)
+    check(state)
+    with restoring(folder / OPTIMIZER):
+        strategy.load_optimizer_state(model, optimizer, state)
+    check_optimizer(folder / OPTIMIZER, optimizer, before=before)
+
+
+def restore_scaler(folder: Path, precision: Precision) -> None:
+    """Load the loss scale, if the precision has one; mutates it."""
+    if precision.state_dict():
+        state = load_scaler(folder)
+        check_state(folder / SCALER, state, precision, own=precision.state_dict())
+        with restoring(folder / SCALER):
+            precision.load_state_dict(state)
 
 
 def check_engine(state: dict[str, Any], path: Path, *, is_deepspeed: bool) -> None:
