@@ -20,6 +20,8 @@ STEPS = {"eval_strategy": "steps"}
         ({"eval_strategy": "epoch"}, "eval_steps", None),
         ({"logging_steps": 20.0}, "logging_steps", 20),
         ({"save_steps": 0.5}, "save_steps", 0.5),
+        ({"save_steps": -1}, "save_strategy", "no"),
+        ({"save_steps": -1, "save_strategy": "epoch"}, "save_strategy", "epoch"),
         ({}, "metric_for_best_model", None),
         ({}, "greater_is_better", None),
         ({**STEPS, "load_best_model_at_end": True}, "metric_for_best_model", "loss"),
