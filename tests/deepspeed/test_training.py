@@ -362,7 +362,7 @@ def refuse_other_states(folder: str) -> list[str]:
 def test_state_of_another_stage_or_precision_is_refused(two: list[Any]) -> None:
     for answer in two:
         assert len(answer["refused"]) == 5
-        assert "saved with ZeRO stage 0, and ZeRO stage 1 or 2 lays its parts out anew" in answer["refused"][0]
+        assert "saved with ZeRO stage 0, and ZeRO stage 1 or 2 uses another layout" in answer["refused"][0]
         assert "precision" in answer["refused"][1]
         # Of equal size by chance, the parts of one would otherwise be taken for the other's.
         assert "saved with ZeRO stage 1 or 2, and ZeRO stage 3 lays" in answer["refused"][2]

@@ -128,7 +128,7 @@ def test_split_model_refuses_a_new_layer_and_tells_of_a_change_within_an_update(
         assert len(found["errors"]) == 2, found
         assert all("Cannot add 'layers.3.weight'" in error for error in found["errors"]), found
         assert len(found["warnings"]) == 1, found
-        assert "strategy='fsdp1' counts the whole update" in found["warnings"][0]
+        assert "strategy='fsdp1' uses the set at the end" in found["warnings"][0]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -390,7 +390,7 @@ def test_gradients_are_not_reduced_again(found: dict[str, Any]) -> None:
 
 @after("wrap")
 def test_wrapped_model_is_trained_once(found: dict[str, Any]) -> None:
-    assert "Build the model and the Trainer anew" in found["again"]
+    assert "Build the model and the Trainer again" in found["again"]
 
 
 @after("look_inside")

@@ -62,10 +62,10 @@ class VectorNet(Net):
     ("model", "told"),
     [
         (Vector(), r"Vector\.training_step returned: it has the shape \(4,\).*Return its mean"),
-        (Detached(), r"Detached\.training_step returned: no trainable parameter.*detach"),
+        (Detached(), r"Detached\.training_step returned: it does not depend on any trainable parameter.*detach"),
         (Logs(), r"Logs\.log: .*Return StepOutput\(loss=loss, logs="),
         (AsksTrainer(), r"AsksTrainer\.current_epoch: .*state\.epoch"),
-        (AsksColumn(), r"AsksColumn asked its batch for 'pixels'.*x float32 \(4, 4\), labels int64 \(4,\)"),
+        (AsksColumn(), r"Cannot give AsksColumn the column 'pixels'.*x float32 \(4, 4\), labels int64 \(4,\)"),
         (LogitsOnly(), r"LogitsOnly\.forward.*takes x\. Let forward take the labels and return the loss first"),
     ],
 )
@@ -87,7 +87,7 @@ def test_override_that_detaches_is_named(tmp_path: Path) -> None:
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(model, inputs).detach()
 
-    with pytest.raises(TaskError, match=r"Mine\.compute_loss returned: no trainable"):
+    with pytest.raises(TaskError, match=r"Mine\.compute_loss returned: it does not depend on any trainable"):
         train(Net(), tmp_path, Mine)
 
 

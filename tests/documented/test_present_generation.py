@@ -91,7 +91,7 @@ def test_run_of_another_order_is_not_continued_in_the_middle(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataloader_in_order": False}, "no place by which a resume"),
+        ({"dataloader_in_order": False}, "so a resume could not find"),
         ({"train_sampling_strategy": "batch_rebalance"}, "unequal sizes"),
         ({"train_sampling_strategy": "sequential", "group_by_length": True}, "order of the training data"),
         ({"train_sampling_strategy": "sequentiel"}, "Did you mean 'sequential'"),

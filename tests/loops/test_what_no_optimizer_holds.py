@@ -139,7 +139,7 @@ def test_an_evaluation_step_that_returns_outputs_as_the_loss_is_refused(tmp_path
             return logits
 
     trainer = Trainer(Outputs(), make_arguments(tmp_path), eval_dataset=make_rows(4))
-    with pytest.raises(TaskError, match=r"it has the shape \(4, 3\), and a loss is one number.*outputs="):
+    with pytest.raises(TaskError, match=r"it has the shape \(4, 3\), but a loss must be one number.*outputs="):
         trainer.evaluate()
 
 

@@ -50,7 +50,7 @@ def test_loss_with_other_weights_is_refused(tmp_path: Path) -> None:
     train(tmp_path, stop=2)
     heads = Heads()
     heads.layers[2] = nn.Linear(3, 5)
-    with pytest.raises(CheckpointError, match="trains other parameters besides the model's"):
+    with pytest.raises(CheckpointError, match="are not those that were saved"):
         train(tmp_path, resume=True, heads=heads)
 
 

@@ -25,7 +25,7 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
         given: What the Trainer was given as `loggers`; wins over `report_to`.
 
     Raises:
-        ConfigError: A tracker has no known name, or is no logger.
+        ConfigError: A tracker has no known name, or is not a logger.
     """
     asked = args.report_to if given is None else given
     if asked is None:

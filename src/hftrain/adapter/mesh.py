@@ -29,7 +29,7 @@ def mesh_request(args: Any) -> tuple[str, dict[str, Any]] | None:
         return None
     names = ("dp_replicate_size", "dp_shard_size", *_SPLITS)
     if not all(hasattr(config, name) for name in names[:3]):
-        reason = f"A {type(config).__name__} is no ParallelismConfig of accelerate."
+        reason = f"A {type(config).__name__} is not accelerate's ParallelismConfig."
         raise _refusal({}, reason, "Make one: accelerate.ParallelismConfig(dp_shard_size=2).")
     sizes = {name: int(getattr(config, name, 1) or 1) for name in names}
     for name, what in _SPLITS.items():
@@ -50,7 +50,7 @@ def mesh_request(args: Any) -> tuple[str, dict[str, Any]] | None:
     sharding = next((word for word in words if word not in ("offload", "auto_wrap")), "full_shard")
     sharding = {hybrid: plain for plain, hybrid in _HYBRID.items()}.get(sharding, sharding) if copies > 1 else sharding
     if sharding not in _HYBRID:
-        reason = f"fsdp={sharding!r} splits the model otherwise than dp_shard_size={parts} says."
+        reason = f"fsdp={sharding!r} splits the model differently from dp_shard_size={parts}."
         raise _refusal(sizes, reason, "Leave one of the two out.")
     if copies == 1:
         return "fsdp", {"sharding": sharding}

@@ -46,7 +46,7 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
         acting = f"{_field(args)}=True" if asked is None else f"precision={said!r}"
         warn_once(
             f"The launcher's mixed precision has no effect (ACCELERATE_MIXED_PRECISION={launched!r}): {acting} takes "
-            "precedence. Remove one of the two, or let them agree."
+            "precedence. Remove one of the two, or make them agree."
         )
     name = said or (launched if launched != "no" else "tf32" if args.tf32 else "fp32")
     if args.tf32 is None:

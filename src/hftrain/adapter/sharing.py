@@ -86,7 +86,7 @@ def check_configured_state(args: Any, planned_device: torch.device) -> None:
 def _accumulation(config: Mapping[str, Any]) -> Mapping[str, Any]:
     given = config.get("gradient_accumulation_kwargs") or {}
     if not isinstance(given, Mapping):
-        reason = "It is no mapping of settings."
+        reason = "It is not a mapping of settings."
         raise _refused("gradient_accumulation_kwargs", given, reason, "Give a dict, such as {'sync_each_batch': True}.")
     for key, value in given.items():
         if key not in _ACCUMULATION:

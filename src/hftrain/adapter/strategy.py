@@ -96,7 +96,7 @@ def _check_kind(strategy: Any) -> None:
     shown = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
     raise ConfigError(
         f"strategy={shown} was asked for.",
-        "It is a class." if isinstance(strategy, type) else "It is no name, and no strategy.",
+        "It is a class." if isinstance(strategy, type) else "It is neither a name nor a strategy.",
         f"Pass an object ({shown}())." if isinstance(strategy, type) else "Pass a name, an object, or nothing.",
     )
 

@@ -110,7 +110,7 @@ def _check_precision(args: ArgumentFields) -> None:
         reason = "NVIDIA removed amp from Apex in May 2025; torch's own mixed precision is its successor."
         raise _refuse(args, reason, "Use fp16=True with half_precision_backend='auto'.", "half_precision_backend")
     if args.use_ipex:
-        reason = "Intel has ended its extension for PyTorch; torch itself has taken over what it did."
+        reason = "Intel has discontinued its extension for PyTorch; torch itself now has its features."
         raise _refuse(args, reason, "Leave it out; bf16=True and torch_compile=True are its successors.", "use_ipex")
 
 
@@ -127,10 +127,10 @@ def _check_workers(args: ArgumentFields) -> None:
 
 def _check_order(args: ArgumentFields) -> None:
     if not args.dataloader_in_order:
-        reason = "Batches that come as they are ready have no place by which a resume could find the next one."
+        reason = "Batches would come in the order in which they are ready, so a resume could not find the next one."
         raise _refuse(args, reason, "Leave it True.", "dataloader_in_order")
     if args.train_sampling_strategy == "batch_rebalance":
-        reason = "Its batches have unequal sizes, and a place in the data counts samples in batches of one size."
+        reason = "Its batches have unequal sizes, but a resume finds its position by counting batches of one size."
         raise _refuse(args, reason, "Use train_sampling_strategy='group_by_length'.", "train_sampling_strategy")
     if args.group_by_length and args.train_sampling_strategy == "sequential":
         reason = "Both choose the order of the training data."

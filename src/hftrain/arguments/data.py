@@ -27,7 +27,7 @@ class DataArguments:
         metadata={"help": "How loading processes start: 'fork', 'spawn' or 'forkserver'; None is Python's own choice."},
     )
     dataloader_in_order: bool = field(
-        default=True, metadata={"help": "Take batches in their order; False is refused, for no resume would be exact."}
+        default=True, metadata={"help": "Take batches in their order; False is refused: no resume could be exact."}
     )
     train_sampling_strategy: str = field(
         default="random",
@@ -35,7 +35,7 @@ class DataArguments:
     )
     remove_unused_columns: bool | None = field(
         default=True,
-        metadata={"help": "Drop dataset columns that the model's forward does not take; next to a task, text."},
+        metadata={"help": "Drop dataset columns that the model's forward does not take; with a task, text columns."},
     )
     group_by_length: bool = field(
         default=False, metadata={"help": "Put samples of similar length into the same batch."}

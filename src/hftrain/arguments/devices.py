@@ -50,7 +50,7 @@ class DistributionArguments:
     )
     ddp_static_graph: bool | None = field(
         default=None,
-        metadata={"help": "Handed to DistributedDataParallel: every micro-step runs the same operations."},
+        metadata={"help": "static_graph of DistributedDataParallel: every micro-step runs the same operations."},
     )
     ddp_timeout: int = field(default=1800, metadata={"help": "Seconds until a collective operation is given up."})
     fsdp: list[FSDPOption] | str | None = field(

@@ -30,7 +30,7 @@ class DirectoryArguments:
         default=None,
         metadata={
             "help": "For scripts: the checkpoint folder to hand to train(). The Trainer itself reads it only if it is "
-            "'auto': resume the newest valid checkpoint in output_dir if there is one, else start anew."
+            "'auto': resume the newest valid checkpoint in output_dir if there is one, else start from the beginning."
         },
     )
     run_name: str | None = field(

@@ -12,12 +12,12 @@ class PrecisionArguments:
 
     bf16: bool = field(default=False, metadata={"help": "Mixed precision with bfloat16."})
     fp16: bool = field(default=False, metadata={"help": "Mixed precision with float16 and loss scaling."})
-    fp16_opt_level: str = field(default="O1", metadata={"help": "Apex's optimization level, O0 to O3; without effect."})
+    fp16_opt_level: str = field(default="O1", metadata={"help": "Apex's optimization level, O0 to O3; has no effect."})
     half_precision_backend: str = field(
         default="auto",
         metadata={"help": "What implements mixed precision: 'auto', 'cuda_amp' or 'cpu_amp'."},
     )
-    use_ipex: bool = field(default=False, metadata={"help": "Intel's extension for PyTorch, which has ended; refused."})
+    use_ipex: bool = field(default=False, metadata={"help": "Intel's extension for PyTorch, discontinued; refused."})
     torch_compile: bool = field(default=False, metadata={"help": "Compile the model with torch.compile."})
     torch_compile_backend: str | None = field(
         default=None, metadata={"help": "torch.compile's back-end; turns torch_compile on."}

@@ -32,7 +32,7 @@ class SavingArguments:
         default=False, metadata={"help": "Save no optimizer, schedule or random state; such a run cannot be resumed."}
     )
     enable_jit_checkpoint: bool = field(
-        default=False, metadata={"help": "Save on SIGTERM, as every run does that saves at all."}
+        default=False, metadata={"help": "Save on SIGTERM; every run that saves checkpoints does so anyway."}
     )
     restore_callback_states_from_checkpoint: bool = field(
         default=False, metadata={"help": "On resume, replace callbacks by those saved in the checkpoint."}

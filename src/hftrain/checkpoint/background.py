@@ -12,7 +12,7 @@ from hftrain.core.errors import CheckpointError, explain
 
 _ELSEWHERE = explain(
     "A checkpoint should be written in the background.",
-    "Another process failed after its commit, and says why.",
+    "Another process failed after its commit; see its error.",
     "Mend the cause, then resume from the newest checkpoint.",
 )
 

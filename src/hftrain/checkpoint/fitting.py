@@ -102,7 +102,7 @@ def check_optimizer(path: Path, optimizer: torch.optim.Optimizer, *, before: lis
     is_torchs = kind.__module__.startswith("torch.optim.") and kind.__name__ not in _RESHAPING
     for parameter, state in optimizer.state.items() if is_torchs else ():
         if not isinstance(parameter, torch.Tensor) or not isinstance(state, Mapping):
-            raise misfit(path, f"It has a state for {parameter!r:.80}, which is no parameter")
+            raise misfit(path, f"It has a state for {parameter!r:.80}, which is not a parameter")
         needed = _NEEDED.get(kind.__name__, set())
         if state and not needed <= state.keys():
             raise misfit(path, f"A parameter's state has only {sorted(map(str, state))}")

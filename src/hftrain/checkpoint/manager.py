@@ -358,7 +358,7 @@ class CheckpointManager:
                 files.sweep(target.parent, is_ours=_is_ours)
         finally:
             lacks_space = group.all_true(cause is None or is_disk_full(cause))
-        reason = "Another process failed, and says why."
+        reason = "Another process failed; see its error."
         if cause is not None:
             shortage = "The disk, or a quota, is full: " if lacks_space else ""
             reason = f"{shortage}{type(cause).__name__}: {str(cause).rstrip('.')}."

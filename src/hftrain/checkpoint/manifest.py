@@ -66,7 +66,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         is_true = isinstance(body, dict) and body.pop("checksum", None) == _checksum(body)
     except (ValueError, RecursionError) as error:
-        raise _refused(folder / MANIFEST, f"It is no manifest: {error}") from error
+        raise _refused(folder / MANIFEST, f"It is not a manifest: {error}") from error
     if not is_true:
         raise _refused(folder / MANIFEST, "Its content does not match its own checksum")
     if body.get("format_version") != FORMAT_VERSION:
@@ -136,7 +136,7 @@ def inner_path(folder: Path, name: str) -> Path:
     """
     parts = PurePosixPath(name).parts
     if not parts or name != "/".join(parts) or parts[0] == "/" or ".." in parts or "\\" in name or ":" in parts[0]:
-        raise _refused(folder / MANIFEST, f"It names {name!r}, which is no path inside the folder")
+        raise _refused(folder / MANIFEST, f"It names {name!r}, which is not a path inside the folder")
     return folder.joinpath(*parts)
 
 
@@ -152,7 +152,7 @@ def _verify_file(folder: Path, name: str, record: Any) -> None:
         if stat.S_ISLNK(status.st_mode):
             raise _refused(path, "It is a link")
     if not stat.S_ISREG(status.st_mode):
-        raise _refused(path, "It is no regular file")
+        raise _refused(path, "It is not a regular file")
     if status.st_size != record["size"]:
         raise _refused(path, f"It has {status.st_size} bytes instead of {record['size']}")
     if sha256(path) != record["sha256"]:

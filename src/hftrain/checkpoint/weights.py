@@ -78,7 +78,7 @@ def check_saveable(model: torch.nn.Module, state: Mapping[str, Any], *, safe: bo
     if foreign:
         raise CheckpointError(
             f"The weights of {type(model).__name__} should be saved as safetensors.",
-            f"{', '.join(foreign)} are no tensors.",
+            f"{', '.join(foreign)} are not tensors.",
             "Set save_safetensors=False, or return tensors from get_extra_state().",
         )
     check_tensors(state)
@@ -256,7 +256,7 @@ def _shards_of(index: Path) -> dict[str, str]:
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not all(_SHARD.fullmatch(str(name)) for name in shards.values()):
         raise CheckpointError(
-            f"{index} should be read.", "It does not map names to files beside it.", "Use another checkpoint."
+            f"{index} should be read.", "It does not map names to files next to it.", "Use another checkpoint."
         )
     return shards
 

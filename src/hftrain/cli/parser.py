@@ -56,7 +56,7 @@ class HfArgumentParser(argparse.ArgumentParser):
 
     def _add_dataclass(self, kind: Any) -> None:
         if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-            asked, reason = f"HfArgumentParser({kind!r}) was asked for.", "That is no dataclass, so it has no fields."
+            asked, reason = f"HfArgumentParser({kind!r}) was asked for.", "It is not a dataclass, so it has no fields."
             raise ConfigError(asked, reason, "Decorate the class with @dataclass, and give the class itself.")
         hints, title = _type_hints(kind), getattr(kind, "_argument_group_name", kind.__name__)
         group = self.add_argument_group(title)

@@ -1,4 +1,4 @@
-"""Put hftrain's objects in the place of transformers', for libraries that derive their own trainers from those.
+"""Put hftrain's objects in place of transformers', for libraries that derive their own trainers from those.
 
 ::
 

@@ -33,7 +33,7 @@ _installed: _Installed | None = None
 
 
 def install() -> None:
-    """Put hftrain's Trainer, arguments, callbacks and outputs in the place of transformers'.
+    """Put hftrain's Trainer, arguments, callbacks and outputs in place of transformers'.
 
     Call it before the library that is to train with hftrain is imported: ``from transformers import Trainer``, and
     ``class MyTrainer(transformers.Trainer)``, then mean hftrain's. Names that hftrain has no object of its own for stay
@@ -122,7 +122,7 @@ def _refuse_holders(theirs: set[int]) -> None:
         held = f"transformers' ({', '.join(sorted(names))})"
         others = f" So do {len(found) - 1} more modules." if len(found) > 1 else ""
         raise ConfigError(
-            "Cannot put hftrain's objects in the place of transformers':",
+            "Cannot put hftrain's objects in place of transformers':",
             f"the module {first!r} was imported before and holds {held}.{others}",
             "Call hftrain.compat.install() at the start of the program, before such imports.",
         )

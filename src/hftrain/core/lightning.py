@@ -51,8 +51,8 @@ _EVENTS = {
 # Its events that nothing here corresponds to, and what to do.
 _OTHER_EVENTS = {
     "on_before_backward": "Override training_step of a Trainer subclass.",
-    "on_exception": "Put train() into try and except.",
-    "on_load_checkpoint": "Derive a callback from ExportableState too, whose state is in each checkpoint.",
+    "on_exception": "Wrap train() in try and except.",
+    "on_load_checkpoint": "Derive a callback from ExportableState too; its state is saved in each checkpoint.",
     **dict.fromkeys(
         (
             "on_predict_batch_start", "on_predict_epoch_start", "on_predict_start", "on_sanity_check_end",
@@ -88,7 +88,7 @@ def _define(events: dict[str, str]) -> dict[str, str]:
 CALLBACK_METHODS = {
     **_define({**_EVENTS, **_KERAS}),
     **_OTHER_EVENTS,
-    "on_save_checkpoint": "Define on_save, or derive from ExportableState too, whose state is in each checkpoint.",
+    "on_save_checkpoint": "Define on_save, or derive from ExportableState too; its state is saved in each checkpoint.",
 }
 
 # Names that are often written for an event.

@@ -34,7 +34,7 @@ TRANSFORMERS_NAMES = {
     "atleast_1d": "Use torch.atleast_1d or numpy.atleast_1d.",
     "check_target_module_exists": "Set optim_target_modules, which is matched by the Trainer.",
     "compare_trainer_and_checkpoint_args": "Leave it out: a resume compares them.",
-    "default_hp_space_sigopt": "SigOpt has ended; use default_hp_space_optuna.",
+    "default_hp_space_sigopt": "SigOpt is discontinued; use default_hp_space_optuna.",
     "default_logdir": "Read logging_dir of the arguments.",
     "distributed_broadcast_scalars": "Use nested_gather with torch.tensor(scalars).",
     "expand_like": _CONCAT,

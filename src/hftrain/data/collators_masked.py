@@ -117,8 +117,11 @@ class DataCollatorForPermutationLanguageModeling:
         ids_BL = pad_features(self.tokenizer, [{"input_ids": row} for row in ids], return_tensors="pt")["input_ids"]
         length = ids_BL.shape[1]
         if length % 2:
-            asked, reason = f"Cannot permute sequences of {length} tokens:", "each of their two halves is permuted."
-            raise TaskError(asked, reason, "Pad or cut the samples to an even length.")
+            asked, reason = (
+                f"Cannot permute sequences of {length} tokens:",
+                "the two halves are permuted, so the length must be even.",
+            )
+            raise TaskError(asked, reason, "Pad or truncate the samples to an even length.")
         is_special_BL = torch.tensor(
             [self.tokenizer.get_special_tokens_mask(row, already_has_special_tokens=True) for row in ids_BL.tolist()]
         ).bool()

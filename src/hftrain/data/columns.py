@@ -209,7 +209,7 @@ class TextRemover(_Before):
         if len(texts) == len(first):
             raise ConfigError(
                 f"Cannot make batches of the {self._description} set:",
-                f"no tensor can be made of its columns ({names}).",
+                f"its columns cannot be made into tensors ({names}).",
                 "Tokenize the texts first (dataset.map), or pass a data_collator that does.",
             )
         self._tell(

@@ -243,7 +243,7 @@ class RemoveColumnsCollator:
         self.message_logged = False
 
     def __call__(self, features: list[Any]) -> Any:
-        """Return the batch of what is kept; samples that are no mappings stay as they are."""
+        """Return the batch of what is kept; samples that are not mappings stay as they are."""
         return self.data_collator([self._kept(row) if isinstance(row, Mapping) else row for row in features])
 
     def _kept(self, row: Mapping[str, Any]) -> dict[str, Any]:

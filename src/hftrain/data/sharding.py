@@ -90,7 +90,7 @@ def shard_loader(
     """Give one rank its share of a plain loader, such as one that a user's override returned.
 
     Loaders that are sharded already come back as they are: hftrain's own, those with a `DistributedSampler` or its
-    like, and whatever is no torch `DataLoader`. One that `Accelerator.prepare` returned comes back as the torch loader
+    like, and what is not a torch `DataLoader`. One that `Accelerator.prepare` returned comes back as the torch loader
     inside, which a run can resume exactly: to train with accelerate's share of the data, to evaluate with hftrain's,
     which repeats no sample.
 

@@ -51,9 +51,7 @@ def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
     if not keeps:
         return loader if batches is loader.batch_sampler else rebuild_loader(loader, batch_sampler=batches)
     if loader.persistent_workers:
-        warn_once(
-            f"{type(dataset).__name__} has a state, with which each epoch's workers begin anew: they do not persist."
-        )
+        warn_once(f"{type(dataset).__name__} has a state, so each epoch starts new workers: they do not persist.")
     own = {"sampler": loader.sampler, "batch_size": None} if batches is None else {"batch_sampler": batches}
     return rebuild_loader(loader, kind=StatefulLoader, persistent_workers=False, **own)
 

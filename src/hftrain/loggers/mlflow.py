@@ -105,6 +105,6 @@ def _tags() -> dict[str, Any]:
     try:
         tags: dict[str, Any] = dict(json.loads(text))
     except (ValueError, TypeError) as error:
-        reason = f"It is no JSON object: {error}."
+        reason = f"It is not a JSON object: {error}."
         raise ConfigError(f"MLFLOW_TAGS={text!r} is set.", reason, 'Write it as {"key": "value"}.') from error
     return tags

@@ -172,7 +172,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         if not num_samples and not metrics:
             warn_once(
                 "An evaluation read no sample, so it reports no metric. A stream that can be read only once was used "
-                "up by the evaluation before: let its __iter__ begin anew."
+                "up by the evaluation before: let its __iter__ start again."
             )
         return EvalLoopOutput(predictions, labels, metrics, num_samples)
 
@@ -306,8 +306,8 @@ def _main_input(batch: Any, name: str) -> Any:
 def _no_number(loss: torch.Tensor) -> TaskError:
     return TaskError(
         "Cannot use the loss of an evaluation batch:",
-        f"it has the shape {tuple(loss.shape)}, and a loss is one number.",
-        "Return its mean; outputs belong into StepOutput(loss=..., outputs=...).",
+        f"it has the shape {tuple(loss.shape)}, but a loss must be one number.",
+        "Return its mean; outputs belong in StepOutput(loss=..., outputs=...).",
     )
 
 

@@ -1,4 +1,4 @@
-"""Training: epochs, steps, micro-steps. Read it beside a hand-written loop; `core/events.py` has it as pseudocode."""
+"""Training: epochs, steps, micro-steps. Read it next to a hand-written loop; `core/events.py` has it as pseudocode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FitConfig:
         max_steps: optimizer updates. num_epochs: passes after which a run ends although callbacks cut some short (None:
         only `max_steps` ends it). accumulation: micro-batches per update. num_batches: of one rank's loader per
         epoch (None: unknown). num_batches_first: of the pass that a resume with another batch size goes on with, where
-        it is cut otherwise than the others. world_size: ranks. empty_cache_every: updates (None: never).
+        it is cut differently from the others. world_size: ranks. empty_cache_every: updates (None: never).
     """
 
     max_steps: int

@@ -230,7 +230,7 @@ def _number(name: str, value: Any) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise TaskError(
-            f"Cannot log {name!r}:", f"it is {found}, and logs hold numbers.", "Return one number by that name."
+            f"Cannot log {name!r}:", f"it is {found}, but logs hold only numbers.", "Return a number under that name."
         ) from error
 
 

@@ -261,7 +261,7 @@ def _is_short(part: Any) -> bool:
 
 def _checked_key(key: Any) -> Any:
     if not is_key(key):
-        raise ValueError("a key is no text or short number")
+        raise ValueError("a key is not text or a short number")
     return key
 
 

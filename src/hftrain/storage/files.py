@@ -1,6 +1,6 @@
 """Durable local files, and folders that appear whole or not at all.
 
-A folder is written beside its target as ``.staging-<token>-<name>``, flushed, and renamed once. What stands in the way
+A folder is written next to its target as ``.staging-<token>-<name>``, flushed, and renamed once. What stands in the way
 is first renamed to ``.replaced-<token>-<name>``, what must go to ``.trash-<token>-<name>``; so after a kill at any
 instant each of these says by its name what has to be done with it, and `restore` and `sweep` do it.
 """
@@ -75,7 +75,7 @@ def read_json(path: Path) -> Any:
     """
     try:
         if not path.is_file():
-            raise ValueError("it is no file")
+            raise ValueError("it is not a file")
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise ValueError(f"it is larger than {_MAX_JSON_BYTES} bytes")
         text = path.read_bytes()

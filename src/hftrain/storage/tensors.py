@@ -176,7 +176,7 @@ def tensor_identity(tensor: Any) -> tuple[Any, ...] | None:
 
 def _check_regular(path: Path) -> None:
     if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
 
 
 def _plain(tree: Any, where: str) -> Any:

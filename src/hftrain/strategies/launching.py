@@ -129,7 +129,7 @@ def _start_method(asked: str | None) -> str:
 def _check(num_processes: int, *, method: str) -> None:
     asked = f"launch(num_processes={num_processes!r}, start_method={method!r}) was called."
     if type(num_processes) is not int or num_processes < 1:
-        raise ConfigError(asked, "It is no number of processes.", "Pass a whole number above 0.")
+        raise ConfigError(asked, "It is not a number of processes.", "Pass a whole number above 0.")
     if method not in multiprocessing.get_all_start_methods():
         methods = ", ".join(multiprocessing.get_all_start_methods())
         raise ConfigError(asked, "This system cannot start processes so.", f"Use one of {methods}.")

@@ -69,7 +69,7 @@ class FixedParameters:
             names = [name for name, now, before in zip(self._names, found, self._flags, strict=True) if now != before]
             raise StrategyError(
                 f"Cannot freeze or unfreeze {names[0]!r} while the training runs.",
-                f"{self._engine} decides when a run starts which parameters it trains.",
+                f"{self._engine} fixes the trained parameters when a run starts.",
                 "Do it before train(), or end the run and resume it with the others frozen.",
                 changed=names,
             )
@@ -248,8 +248,8 @@ def refuse_added(names: list[str]) -> None:
     if names:
         raise StrategyError(
             f"Cannot add {names[0]!r} to a model that is split while the training runs.",
-            "Parameters are split, and their gradients averaged, as the model was when the run began.",
-            "Add them before train(), or end the run, add them and start a new one; strategy='ddp' can follow.",
+            "The model was split when the run began; parameters added later are neither split nor averaged.",
+            "Add them before train(), or end the run, add them and start a new one; strategy='ddp' supports it.",
             added=names,
         )
 

@@ -25,5 +25,5 @@ def check_whole(model: nn.Module, *, name: str, world_size: int) -> None:
         raise ConfigError(
             f"strategy={name!r} was given a {type(model).__name__}.",
             f"{'FSDP' if by_fsdp else 'ZeRO-3'} has split it among processes already, for another strategy.",
-            "Go on with that one (strategy=trainer.strategy), or build the model anew and load what was saved.",
+            "Go on with that one (strategy=trainer.strategy), or build the model again and load what was saved.",
         )

@@ -175,7 +175,7 @@ class XLAStrategy(Strategy):
             raise StrategyError(
                 f"{type(self.unwrap(model)).__name__} was to be trained once more with torch_xla's FSDP wrapper.",
                 "The wrapper keeps its parameters, and another optimizer could not be made for them.",
-                "Build the model and the Trainer anew, or use strategy='xla_fsdp_v2'.",
+                "Build the model and the Trainer again, or use strategy='xla_fsdp_v2'.",
             )
         if make_optimizer is not None and self.recomputes:
             self._recompute(self.unwrap(model))

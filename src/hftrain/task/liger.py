@@ -30,7 +30,7 @@ def apply_liger_kernels(model: nn.Module, options: Mapping[str, bool] | None) ->
     require("liger-kernel", feature="use_liger_kernel=True")
     base: Any = base_model(model)
     if not is_transformers_like(base):
-        warn_once(f"use_liger_kernel=True does nothing to a {type(base).__name__}: it is no transformers model.")
+        warn_once(f"use_liger_kernel=True does nothing to a {type(base).__name__}: it is not a transformers model.")
         return
     require("triton", feature="use_liger_kernel=True")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KERNELS

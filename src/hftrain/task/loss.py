@@ -80,7 +80,7 @@ def smoothed_loss(
     if labels_Bx.is_floating_point():
         raise TaskError(
             "Label smoothing was asked for.",
-            f"The labels are no class numbers but {labels_Bx.dtype}, of shape {tuple(labels_Bx.shape)}.",
+            f"The labels are not class numbers but {labels_Bx.dtype}, of shape {tuple(labels_Bx.shape)}.",
             "Set label_smoothing_factor=0, or smooth them in a compute_loss_func.",
         )
     if shift:

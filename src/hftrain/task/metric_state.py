@@ -64,7 +64,7 @@ def warn_of_unreported(task: nn.Module, metrics: Mapping[str, Any]) -> None:
             names.append(name)
     if names:
         warn_once(
-            f"The metrics {', '.join(names)} are updated and not reported: metrics are the task's own children. Make "
+            f"The metrics {', '.join(names)} are updated but not reported: only the task's own children are. Make "
             "each an attribute of the task, or return them from its metrics(stage)."
         )
 

@@ -49,7 +49,7 @@ def read_metric(metrics: Mapping[str, Any], wanted: str) -> float:
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"metric_for_best_model={wanted!r} was asked for.",
-            f"An evaluation reported {key!r} as a {type(metrics[key]).__name__}, which is no single number.",
+            f"An evaluation reported {key!r} as a {type(metrics[key]).__name__}, which is not a single number.",
             "Let compute_metrics return a number under that name, or choose another metric.",
             **{key: metrics[key]},
         ) from error

@@ -85,11 +85,11 @@ def check_model(model: Any, model_init: Any) -> None:
         name = model.__name__ if isinstance(model, type) else None
         raise TaskError(
             f"{f'The class {name}' if name else f'A {type(model).__name__}'} was given as model.",
-            "It is no nn.Module.",
+            "It is not an nn.Module.",
             f"Pass {name}(...)." if name else "Pass a TaskModule or an nn.Module.",
         )
     if model is not None and model_init is not None:
-        warn_once("model and model_init were given: train() replaces model by what model_init makes.")
+        warn_once("model and model_init were given: train() replaces model with what model_init returns.")
 
 
 def check_parts(
@@ -99,7 +99,7 @@ def check_parts(
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
         raise ConfigError(
             "optimizers was given.",
-            "It is no pair of an optimizer and a schedule.",
+            "It is not a pair of an optimizer and a schedule.",
             "Pass (optimizer, schedule); either may be None.",
             optimizers=optimizers,
         )
@@ -119,8 +119,8 @@ def check_parts(
     if collator is not None and not callable(collator):
         raise ConfigError(
             f"Cannot use a {type(collator).__name__} as data_collator:",
-            "it cannot be called.",
-            "Pass a function of a list of samples; datasets go by name (train_dataset=..., eval_dataset=...).",
+            "it is not callable.",
+            "Pass a function that takes a list of samples; datasets go by name (train_dataset=..., eval_dataset=...).",
         )
     if args.label_smoothing_factor and not 0 <= args.label_smoothing_factor <= 1:
         raise ConfigError(

@@ -19,7 +19,7 @@ _LOADERS = {
 
 
 def check_kind(dataset: Any, role: str) -> None:
-    """Raise where something else was given as a dataset.
+    """Raise if something other than a dataset was given.
 
     Args:
         dataset: What was given; None passes.
@@ -61,19 +61,19 @@ def _find_problem(dataset: Any, role: str) -> tuple[str, str] | None:
     loader = _LOADERS[role]
     if isinstance(dataset, DataLoader):
         return (
-            "the Trainer makes the loader, for each process its own.",
+            "the Trainer builds the loaders, one per process.",
             "Pass the loader's dataset and data_collator=loader.collate_fn, and set the batch size in "
             f"TrainingArguments; or override {loader} to return the loader.",
         )
     if lightning_base(dataset) == "LightningDataModule":
         return (
-            "a LightningDataModule makes loaders, and the Trainer makes them itself.",
+            "a LightningDataModule builds loaders, which the Trainer does itself.",
             f"Pass one of its datasets, or override {loader} to return its loader.",
         )
     if isinstance(dataset, (str, bytes)):
-        return "it is text, and no sample.", "If it names a dataset, load it first."
+        return "it is text, not a dataset.", "If it names a dataset, load it first."
     if hasattr(dataset, "iloc"):
-        return "a number does not give one of its rows.", "Pass datasets.Dataset.from_pandas(frame)."
+        return "indexing it with a number does not return a row.", "Pass datasets.Dataset.from_pandas(frame)."
     if isinstance(dataset, Iterator) and not (isinstance(dataset, IterableDataset) or _is_map(dataset)):
         return "it can be read only once, and not by several processes.", "Pass a list, or an IterableDataset."
     if isinstance(dataset, (list, tuple)) and dataset and _is_set(dataset[0], num_elements=len(dataset)):

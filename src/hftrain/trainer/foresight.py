@@ -115,7 +115,7 @@ def _check_functions(trainer: Trainer) -> None:
         if function is not None and not callable(function) and not is_mark:
             raise ConfigError(
                 f"Cannot use {name}={function!r}:",
-                "it cannot be called.",
+                "it is not callable.",
                 "Pass a function."
                 if name != "compute_loss_func"
                 else "Pass a function, or override compute_loss to return a loss that is divided already.",
@@ -318,7 +318,7 @@ def _check_states(trainer: Trainer, optimizer: torch.optim.Optimizer, *, own: Ca
             raise ConfigError(
                 f"{name} should be saved in each checkpoint.",
                 str(error),
-                "Or set save_only_model=True, with which no run can be resumed.",
+                "Or set save_only_model=True; such a run cannot be resumed.",
             ) from error
 
 

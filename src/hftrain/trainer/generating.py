@@ -40,7 +40,7 @@ def load_generation_config(given: Any) -> Any:
     """
     if not isinstance(given, (str, Path)):
         if not hasattr(given, "to_dict"):
-            raise _no_config(given, f"A {type(given).__name__} is no generation config: it has no to_dict method.")
+            raise _no_config(given, f"A {type(given).__name__} is not a generation config: it has no to_dict method.")
         return given
     require("transformers", feature=f"generation_config={str(given)!r}", extra="transformers")
     from transformers import GenerationConfig

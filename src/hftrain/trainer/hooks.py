@@ -67,11 +67,10 @@ DOCUMENTED: dict[str, str] = {
     "_tune_save_checkpoint": _SEARCH,
     "_wrap_model": "",
     "compare_trainer_and_checkpoint_args": (
-        "What a resume cannot go on with is refused, and what changed is reported, without it; compare more in "
-        "on_train_begin of a callback."
+        "A resume checks the arguments and reports changes by itself; compare more in on_train_begin of a callback."
     ),
     "floating_point_ops": "",
-    "ipex_optimize_model": "Override _wrap_model: Intel's extension has ended.",
+    "ipex_optimize_model": "Override _wrap_model: Intel's extension is discontinued.",
     "store_flos": "",
 }
 

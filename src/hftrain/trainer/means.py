@@ -238,7 +238,7 @@ class MeanSearch:
             logger.warning(
                 "The loss of %s is not the mean over samples or labels: a contrastive or weighted loss, say. Batches "
                 "are weighed by their %s, so eval_loss, and the gradients of accumulated or shared batches, depend on "
-                "the batch size. Pass count_items= to the Trainer to choose the weights; this is not said then.",
+                "the batch size. Pass count_items= to the Trainer to choose the weights and silence this warning.",
                 type(task.model).__name__,
                 found.kind.replace("_", " "),
             )

@@ -1,4 +1,4 @@
-"""Errors that a step ends in, told in the words of who wrote the step."""
+"""Errors of a step, explained in terms of the user's code."""
 
 from __future__ import annotations
 
@@ -109,12 +109,14 @@ def _unusable_loss(trainer: Trainer, error: Exception, frames: list[FrameType]) 
         maker = f"{type(trainer.model).__name__}.forward" if plain else f"{type(trainer.task).__name__}.training_step"
     asked = f"Cannot train with the loss that {maker} returned:"
     if loss.dim() > 0:
-        return explain(asked, f"it has the shape {tuple(loss.shape)}, and a loss is one number.", "Return its mean.")
+        return explain(
+            asked, f"it has the shape {tuple(loss.shape)}, but a loss must be one number.", "Return its mean."
+        )
     if loss.requires_grad:
         return None
     return explain(
         asked,
-        "no trainable parameter has a part in it.",
+        "it does not depend on any trainable parameter.",
         "Compute it from the model's outputs without detach(), item() or torch.no_grad(), and leave some parameters "
         "with requires_grad=True.",
     )
@@ -130,9 +132,9 @@ def _missing_column(trainer: Trainer, error: Exception, frames: list[FrameType],
     if not isinstance(name, str) or name in batch or not is_asked:
         return None
     return explain(
-        f"{type(trainer.task).__name__} asked its batch for {name!r}:",
+        f"Cannot give {type(trainer.task).__name__} the column {name!r}:",
         f"the batch has no such column. It has: {_describe(batch)}.",
-        "Rename the dataset's column, or make it: texts are tokenized before training (dataset.map) or by a "
+        "Rename the dataset's column, or add it: text is tokenized before training (dataset.map) or by a "
         "data_collator.",
     )
 

@@ -40,7 +40,7 @@ def own_checkpoint(args: TrainingArguments, strategy: Strategy, output_dir: Path
         except CheckpointError as error:
             cause = error
     if not strategy.all_true(cause is None):
-        reason = "Another machine lacks it, and says why." if cause is None else f"This machine lacks it: {cause}"
+        reason = "Another machine lacks it; see its error." if cause is None else f"This machine lacks it: {cause}"
         raise CheckpointError(
             f"Resuming from {folder.name} was asked for, with save_on_each_node=True.",
             reason,

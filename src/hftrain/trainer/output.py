@@ -130,7 +130,7 @@ class Output:
             raise CheckpointError(
                 f"Files should be uploaded to {url}.",
                 f"{str(error).rstrip('.')}.",
-                f"They are whole in {mirror.folder}: mend the cause and write them again, or copy them.",
+                f"They are complete in {mirror.folder}: fix the cause and write them again, or copy them.",
             ) from error
 
     def publish_together(self, folder: str | None = None) -> None:
@@ -141,7 +141,7 @@ class Output:
         except CheckpointError as error:
             cause = error
         if not self._strategy.all_true(cause is None):
-            raise cause or CheckpointError("The main process could not upload its files, and says why.")
+            raise cause or CheckpointError("The main process could not upload its files; see its error.")
 
     def publish_quietly(self) -> None:
         """Do what `publish` does, for files that are no loss, such as logs: a failure is warned of."""
@@ -213,7 +213,7 @@ class Output:
                 except CheckpointError as error:
                     cause = error
             if not strategy.all_true(cause is None):
-                raise cause or CheckpointError(f"Another process could not fetch {text}, and says why.")
+                raise cause or CheckpointError(f"Another process could not fetch {text}; see its error.")
         url, _, name = text.rstrip("/").rpartition("/")
         return mirror_of(url) / name
 

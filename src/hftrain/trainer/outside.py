@@ -108,7 +108,7 @@ class OutsideWeights:
         if {name: tuple(value.shape) for name, value in saved.items()} != shapes:
             raise CheckpointError(
                 f"Cannot restore {path}:",
-                "the optimizer trains other parameters besides the model's than it did when this was saved.",
+                "the optimizer's parameters outside the model are not those that were saved.",
                 "Use the same loss and optimizer, or start a new run.",
                 saved=sorted(saved),
                 optimizer=sorted(shapes),

@@ -78,7 +78,7 @@ class OwnOptimizers:
             return []
         if self._is_split:
             warn_once(
-                f"Checkpoints do not hold {', '.join(found)}, and a resumed run starts them again from nothing: "
+                f"Checkpoints do not hold {', '.join(found)}, and a resumed run starts them from scratch: "
                 f"strategy={self.trainer.strategy.name!r} splits the parameters over processes."
             )
             return []
@@ -93,7 +93,7 @@ class OwnOptimizers:
         saved = load_containers(path) if path.exists() and not self._is_split else {}
         missing = sorted(found.keys() - saved.keys())
         if missing:
-            warn_once(f"The checkpoint holds no state of {', '.join(missing)}: they start from nothing.")
+            warn_once(f"The checkpoint holds no state of {', '.join(missing)}: they start from scratch.")
         self._path, self._awaited = path, dict(saved)
         self._restore()
         if self._awaited:
@@ -108,7 +108,7 @@ class OwnOptimizers:
         if self._awaited and is_complete:
             warn_once(
                 f"The run was resumed from a checkpoint that holds the state of {', '.join(sorted(self._awaited))}, "
-                "which it never made. Keep them under the same name."
+                "which it never created. Keep them under the same names."
             )
 
     @property

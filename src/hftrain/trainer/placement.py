@@ -30,7 +30,7 @@ def check_not_sharded(model: nn.Module) -> None:
     if getattr(model, "is_distributed_loading_by_transformers", False):
         raise ConfigError(
             f"Cannot train {type(model).__name__} as it was loaded with distributed_config=DistributedConfig(...):",
-            "the processes' parts of it would be wrapped and exchanged a second time by the strategy.",
+            "the strategy would wrap and synchronise its shards a second time.",
             "Load it without distributed_config, and let strategy='fsdp' shard it.",
         )
 

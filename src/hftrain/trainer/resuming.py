@@ -115,7 +115,7 @@ def _check_rounds(
         raise ConfigError(
             f"Cannot train on unequal numbers of batches: {counts}.",
             "A rank that has run out would leave the others waiting for its gradients.",
-            "Give every rank as many: even_batches=True (accelerate's default) or drop_last=True.",
+            "Give every rank the same number: even_batches=True (accelerate's default) or drop_last=True.",
         )
 
 

@@ -352,7 +352,7 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
     if resume is None and trainer.args.resume_from_checkpoint == AUTO:
         resume = AUTO
     elif resume is None and trainer.args.resume_from_checkpoint and trainer.strategy.is_main:
-        unused = "The run starts anew: resume_from_checkpoint=%r is for the script to pass on to train()."
+        unused = "The run starts from the beginning: resume_from_checkpoint=%r is for the script to pass on to train()."
         logger.warning(unused, trainer.args.resume_from_checkpoint)
     if resume is None or resume is False or not trainer.strategy.is_main:
         return None
@@ -362,7 +362,7 @@ def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
         if resume == AUTO:
             if trainer.args.save_only_model:
                 logger.warning("save_only_model=True: what this run saves, another start with 'auto' cannot resume.")
-            found = "nothing valid to resume; the run starts anew" if latest is None else f"{latest.name} to resume"
+            found = "nothing valid to resume; a new run starts" if latest is None else f"{latest.name} to resume"
             logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, trainer.args.output_dir)
         elif latest is None:
             raise CheckpointError(

@@ -114,7 +114,7 @@ def trying(
     if not is_dict and not hasattr(trial, "suggest_float"):
         raise ConfigError(
             "train(trial=...) was called.",
-            f"A {type(trial).__name__} is no trial.",
+            f"A {type(trial).__name__} is not a trial.",
             "Pass an Optuna trial, or a dict of hyper-parameters.",
         )
     if not is_dict:

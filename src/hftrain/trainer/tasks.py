@@ -38,7 +38,7 @@ def check_task(task: TaskModule) -> None:
     if hidden:
         raise TaskError(
             f"Cannot use {kind}.{hidden[0]}:",
-            f"{hidden[0]}() is a method of each TaskModule, which the name stands for.",
+            f"{hidden[0]}() is a method of every TaskModule.",
             "Give the child another name.",
         )
     if getattr(task, "automatic_optimization", True) is not True and lightning_base(type(task)) is None:

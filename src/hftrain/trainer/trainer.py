@@ -1,4 +1,4 @@
-"""The documented Trainer: verbs that delegate, and hooks that the loops call through the instance."""
+"""The documented Trainer: methods that delegate, and hooks that the loops call through the instance."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ logger = get_logger(__name__)
 class Trainer:
     """Train, evaluate and predict with a `TaskModule` or any model, by the documented Hugging Face Trainer's surface.
 
-    Nothing is launched and no device is touched before the first verb (`train`, `evaluate`, `predict`) runs.
+    Nothing is launched and no device is touched before `train`, `evaluate` or `predict` is called.
 
     Args:
         model: A `TaskModule`, or an `nn.Module` that returns its loss (first in a tuple, or under ``"loss"``).
@@ -157,8 +157,8 @@ class Trainer:
         train_dataset: What to train on; may be an iterable without length (then set `max_steps`).
         eval_dataset: What to evaluate on; a dict holds several sets, each with metrics of its own name. Its values are
             datasets, or `EvalSet` objects where a set has metrics or a cadence of its own.
-        processing_class: Tokenizer or processor; pads batches and is saved beside the model.
-        model_init: Builds the model anew at each `train()`.
+        processing_class: Tokenizer or processor; pads batches and is saved with the model.
+        model_init: Builds a new model at each `train()`.
         compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` in place of the model's own loss.
         compute_metrics: ``f(EvalPrediction) -> dict``.
         callbacks: Instances or classes, added to the default ones.
@@ -586,7 +586,7 @@ class Trainer:
         Its `backward` is the run's: with the precision's loss scaling, through the strategy's engine, and without a
         division by the accumulation. `sync_gradients` tells in a training step whether an update follows it.
 
-        Asking for it before the first verb launches the strategy. Once it is there, processes that evaluate a plain
+        Using it before `train` launches the strategy. Once it is there, processes that evaluate a plain
         model keep in step, so that an override of `prediction_step` may gather: one that runs out of batches repeats
         its last one and drops the result.
         """

@@ -90,7 +90,7 @@ class LossShares:
         if not isinstance(taken, (tuple, list)) or len(taken) != 2 or not isinstance(taken[0], (list, tuple)):
             raise TaskError(
                 "get_batch_samples was called.",
-                f"It returned a {type(taken).__name__} that is no pair of a list of batches and their item count.",
+                f"It returned a {type(taken).__name__} that is not a pair of a list of batches and their item count.",
                 "Return (batches, num_items_in_batch); the count may be None, and no batches end the epoch.",
             )
         batches, num_items = taken
@@ -240,7 +240,7 @@ class LossShares:
             function = trainer.compute_loss_func
             if callable(function) and takes_item_count(function) and not self._does_divide:
                 logger.warning(
-                    "compute_loss_func takes num_items_in_batch and does not use it: its loss is taken for the mean "
+                    "compute_loss_func takes num_items_in_batch and does not use it: its loss is treated as the mean "
                     "over a micro-batch's items. A sum must be divided by num_items_in_batch."
                 )
         return self._does_divide

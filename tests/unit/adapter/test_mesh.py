@@ -57,7 +57,7 @@ def test_pure_copies_are_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"cp_size": 4}, {}, "cp_size splits sequences"),
         ({"sp_size": 4}, {}, "sp_size splits sequences"),
         ({"dp_shard_size": 2}, {}, "describes 2 processes, and the launcher started 4"),
-        ({"dp_shard_size": 4}, {"fsdp": "no_shard"}, "fsdp='no_shard' splits the model otherwise"),
+        ({"dp_shard_size": 4}, {"fsdp": "no_shard"}, "fsdp='no_shard' splits the model differently"),
         ({"dp_shard_size": 4}, {"strategy": "ddp"}, "strategy='ddp' was asked for together with parallelism_config"),
     ],
 )
@@ -73,7 +73,7 @@ def test_sizes_that_cannot_be_are_refused(
 
 
 def test_other_objects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="A dict is no ParallelismConfig"):
+    with pytest.raises(ConfigError, match="A dict is not accelerate's ParallelismConfig"):
         request(tmp_path, monkeypatch, parallelism_config={"tp_size": 2})
 
 

@@ -89,7 +89,7 @@ def stepped() -> torch.optim.Optimizer:
         (lambda optimizer, state: state.update(exp_avg=torch.ones(3, 2)), "shape of its parameter"),
         (lambda optimizer, state: state.update(exp_avg=1.0), "shape of its parameter"),
         (lambda optimizer, state: state.update(step=-1), "updated -1 times"),
-        (lambda optimizer, state: optimizer.state.update(x={}), "no parameter"),
+        (lambda optimizer, state: optimizer.state.update(x={}), "not a parameter"),
     ],
 )
 def test_optimizer_whose_next_step_would_fail_is_refused(change: Any, reason: str) -> None:

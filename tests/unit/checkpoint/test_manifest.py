@@ -81,7 +81,7 @@ def test_a_flipped_bit_in_any_byte_of_the_manifest_is_seen(checkpoint):
 @pytest.mark.parametrize("name", ["optimizer.pt", "sub/file"])
 @pytest.mark.parametrize(
     ("damage", "reason"),
-    [("delete", "cannot be found"), ("cut", "bytes instead of"), ("flip", "SHA-256"), ("folder", "no regular file")],
+    [("delete", "cannot be found"), ("cut", "bytes instead of"), ("flip", "SHA-256"), ("folder", "not a regular file")],
 )
 def test_verify_names_a_damaged_file(checkpoint, name, damage, reason):
     path = checkpoint / name
@@ -123,7 +123,7 @@ def test_verify_refuses_a_linked_subfolder(checkpoint, tmp_path):
 )
 def test_verify_refuses_paths_that_leave_the_folder(checkpoint, name):
     forge(checkpoint, lambda body: body["files"].update({name: {"size": 0, "sha256": ""}}))
-    with pytest.raises(CheckpointError, match="no path inside the folder"):
+    with pytest.raises(CheckpointError, match="not a path inside the folder"):
         verify(checkpoint)
 
 
@@ -132,7 +132,7 @@ def test_verify_refuses_paths_that_leave_the_folder(checkpoint, name):
 def test_verify_does_not_wait_for_a_pipe(checkpoint, name):
     (checkpoint / name).unlink()
     os.mkfifo(checkpoint / name)
-    with pytest.raises(CheckpointError, match=r"no (regular )?file"):
+    with pytest.raises(CheckpointError, match=r"not a (regular )?file"):
         verify(checkpoint)
 
 

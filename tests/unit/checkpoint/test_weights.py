@@ -153,7 +153,7 @@ def test_weights_that_a_model_leaves_out_itself_stay_as_they_are(tmp_path):
 
 
 def test_extra_state_needs_the_other_format(tmp_path):
-    with pytest.raises(CheckpointError, match=r"_extra_state are no tensors.*save_safetensors=False"):
+    with pytest.raises(CheckpointError, match=r"_extra_state are not tensors.*save_safetensors=False"):
         save_weights(Extra(2, 3), tmp_path)
     save_weights(Extra(2, 3), tmp_path, safe=False)
     fresh = Extra(2, 3)
@@ -178,7 +178,7 @@ def test_weights_that_are_no_dictionary_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "optimizer.pt", 3])
 def test_an_index_that_names_other_files_is_refused(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
-    with pytest.raises(CheckpointError, match="does not map names to files beside it"):
+    with pytest.raises(CheckpointError, match="does not map names to files next to it"):
         read_weights(tmp_path)
 
 

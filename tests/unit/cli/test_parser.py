@@ -203,7 +203,7 @@ def test_subparsers_can_be_added() -> None:
 
 
 def test_what_is_no_dataclass_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no dataclass"):
+    with pytest.raises(ConfigError, match="not a dataclass"):
         HfArgumentParser(int)
 
 

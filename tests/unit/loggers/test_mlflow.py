@@ -104,5 +104,5 @@ trainer.train()
 def test_tags_that_are_no_json_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLFLOW_TAGS", "release=1")
     monkeypatch.setattr("mlflow.active_run", lambda: type("Run", (), {"info": type("Info", (), {"run_id": "1"})})())
-    with pytest.raises(ConfigError, match=r"MLFLOW_TAGS='release=1' is set. It is no JSON object"):
+    with pytest.raises(ConfigError, match=r"MLFLOW_TAGS='release=1' is set. It is not a JSON object"):
         MLflowLogger().start(RunFacts(name="x"))

@@ -64,8 +64,8 @@ REASONS = {
     "expanded": "repeats its memory",
     "frozen methods": "an object with a state",
     "nested": "100 deep",
-    "nested key": "no text or short number",
-    "colliding keys": "no text or short number",
+    "nested key": "not text or a short number",
+    "colliding keys": "not text or a short number",
     "many": "4000000 instructions",
 }
 

@@ -17,7 +17,7 @@ from hftrain.strategies.single import SingleDeviceStrategy
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
 def test_launch_wants_a_number_of_processes(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="no number of processes"):
+    with pytest.raises(ConfigError, match="not a number of processes"):
         launch(max, 1, 2, num_processes=wrong)
 
 

@@ -116,5 +116,5 @@ def test_smoothed_loss_has_torchs_gradient() -> None:
 
 
 def test_labels_that_are_no_classes_cannot_be_smoothed() -> None:
-    with pytest.raises(TaskError, match=r"no class numbers but torch.float32, of shape \(4, 3\)"):
+    with pytest.raises(TaskError, match=r"not class numbers but torch.float32, of shape \(4, 3\)"):
         smoothed_loss(logits, torch.zeros(4, 3), smoothing=0.1)

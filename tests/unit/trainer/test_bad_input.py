@@ -52,7 +52,7 @@ def train(
         ({}, {"eval_strategy": "epoch"}, "no eval_dataset"),
         ({"data_collator": 3}, {}, "data_collator"),
         ({"optimizers": (None, object()), "model_init": Net}, {}, "optimizers.*model_init"),
-        ({"optimizers": (None,)}, {}, "no pair of an optimizer and a schedule"),
+        ({"optimizers": (None,)}, {}, "not a pair of an optimizer and a schedule"),
         ({"model_init": lambda trial, other: Net()}, {}, "takes more than the trial"),
         ({"tokenizer": object(), "processing_class": object()}, {}, "processing_class and tokenizer"),
     ],
@@ -168,7 +168,7 @@ def test_best_metric_that_cannot_come_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [[1, 2], "high"])
 def test_best_metric_that_is_no_number_is_refused_after_a_first_forward_pass(tmp_path: Path, value: Any) -> None:
     parts = {"eval_dataset": make_rows(4), "compute_metrics": lambda prediction: {"f1": value}}
-    with pytest.raises(ConfigError, match=rf"reported 'eval_f1' as a {type(value).__name__}, .* no single number"):
+    with pytest.raises(ConfigError, match=rf"reported 'eval_f1' as a {type(value).__name__}, .* not a single number"):
         train(tmp_path, eval_strategy="epoch", metric_for_best_model="f1", trainer=parts)
 
 

@@ -114,7 +114,7 @@ sgd = torch.optim.SGD(Net().parameters(), lr=0.1)
             {"optimizers": (sgd, None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
             "together with optimizer_cls_and_kwargs",
         ),
-        ({"collator": 3}, r"Cannot use a int as data_collator: it cannot be called"),
+        ({"collator": 3}, r"Cannot use a int as data_collator: it is not callable"),
     ],
 )
 def test_parts_that_contradict_each_other_are_refused(tmp_path: Path, parts: dict[str, Any], message: str) -> None:

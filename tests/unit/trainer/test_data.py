@@ -107,7 +107,7 @@ def test_wrong_samples_of_a_step_are_named(tmp_path: Path, give: Any) -> None:
         def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any = None) -> Any:
             return give(super().get_batch_samples(epoch_iterator, num_batches, device)[0])
 
-    with pytest.raises(TaskError, match="no pair of a list of batches"):
+    with pytest.raises(TaskError, match="not a pair of a list of batches"):
         Own(Net(), make_arguments(tmp_path), train_dataset=make_rows(4)).train()
 
 

@@ -275,7 +275,7 @@ def test_auto_resumes_what_is_valid_and_else_starts_anew(tmp_path: Path, caplog:
 
 def test_path_that_the_script_does_not_pass_on_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_trainer(tmp_path, max_steps=2, resume_from_checkpoint="somewhere").train()
-    assert "The run starts anew: resume_from_checkpoint='somewhere' is for the script to pass on" in caplog.text
+    assert "The run starts from the beginning: resume_from_checkpoint='somewhere' is for the script" in caplog.text
     caplog.clear()
     make_trainer(tmp_path, max_steps=2, resume_from_checkpoint="somewhere").train(resume_from_checkpoint=False)
-    assert "starts anew" not in caplog.text
+    assert "starts from the beginning" not in caplog.text

@@ -83,7 +83,7 @@ def test_metrics_that_nobody_reports_are_named(tmp_path: Path, place: str) -> No
             return self.training_step(batch)
 
     name = r"hidden\[0\]" if place == "list" else r"model\.score"
-    with pytest.warns(UserWarning, match=rf"The metrics {name} are updated and not reported"):
+    with pytest.warns(UserWarning, match=rf"The metrics {name} are updated but not reported"):
         Trainer(Measured(), make_arguments(tmp_path), eval_dataset=make_rows(4)).evaluate()
 
 
@@ -133,7 +133,7 @@ def test_logs_that_are_no_numbers_are_refused_by_name(tmp_path: Path, value: Any
         def training_step(self, batch: Any) -> StepOutput:
             return StepOutput(loss=super().training_step(batch).loss, logs={"word": value})
 
-    with pytest.raises(TaskError, match=rf"Cannot log 'word': it is {found}, and logs hold numbers"):
+    with pytest.raises(TaskError, match=rf"Cannot log 'word': it is {found}, but logs hold only numbers"):
         fit(Logs(), tmp_path)
 
 

@@ -301,7 +301,7 @@ def test_logs_that_cannot_be_published_end_nothing(monkeypatch, caplog):
 def test_a_verb_that_cannot_publish_raises_and_leaves_its_files(monkeypatch, verb):
     trainer = make_trainer()
     failing(monkeypatch, "put_file", times=99, error=PermissionError("no"))
-    with pytest.raises(CheckpointError, match=r"Files should be uploaded to memory://bucket/run.*They are whole in"):
+    with pytest.raises(CheckpointError, match=r"Files should be uploaded to memory://bucket/run.*They are complete in"):
         verb(trainer)
     assert list(mirror_of(URL).iterdir())
 

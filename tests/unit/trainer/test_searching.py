@@ -117,7 +117,7 @@ def test_noise_of_a_trial_is_its_own(tmp_path: Path) -> None:
         ({"bf16": True}, "decides what a Trainer is made of"),
         ({"output_dir": "x"}, "decides what a Trainer is made of"),
         ({"optim": "adamm"}, "adamm"),
-        (3, "A int is no trial"),
+        (3, "A int is not a trial"),
     ],
 )
 def test_trial_that_cannot_be_applied_is_refused(tmp_path: Path, trial: Any, message: str) -> None:

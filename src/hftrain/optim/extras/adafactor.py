@@ -1,4 +1,4 @@
-"""Adafactor with all that its paper has, and the schedule that shows what it does."""
+"""Adafactor with all options of its paper, and the schedule that reports its step sizes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Adafactor(Optimizer):
 
 
 class AdafactorSchedule(LambdaLR):
-    """Tell the steps' sizes of an `Adafactor` that chooses them itself; it changes nothing.
+    """Report the step sizes of an `Adafactor` that chooses them itself; it changes nothing.
 
     Args:
         optimizer: The optimizer.

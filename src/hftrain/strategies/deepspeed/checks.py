@@ -35,7 +35,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
             [] if str(key).strip("_#") in _KEYS else difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=_LIKENESS)
         )
         if near:
-            raise refused(f"{key!r} is no key of it, and DeepSpeed would pass over it.", f"Write {near[0]!r}.")
+            raise refused(f"{key!r} is not one of its keys, and DeepSpeed would ignore it.", f"Write {near[0]!r}.")
     for name in _SECTIONS:
         section = config.get(name)
         if section is not None and not isinstance(section, Mapping):
@@ -112,7 +112,7 @@ def check_nvme(config: Mapping[str, Any]) -> None:
         return
     reason, remedy = None, ""
     if not all(find(config, f"zero_optimization.{part}.nvme_path") for part in parts):
-        reason, remedy = "Nothing says where.", "Set nvme_path beside the device, to a folder on the drive."
+        reason, remedy = "It has no path.", "Set nvme_path next to the device, to a folder on the drive."
     else:
         from deepspeed.ops.op_builder import AsyncIOBuilder
 

@@ -80,7 +80,7 @@ def put_state(engine: Any, state: dict[str, Any], *, rank: int, world_size: int)
     """
     saved = state.get("deepspeed", {}).get("layout")
     if saved is not None and saved != _layout(engine):
-        raise _unfit(f"It was saved with {_LAYOUTS[saved]}, and {_LAYOUTS[_layout(engine)]} lays its parts out anew.")
+        raise _unfit(f"It was saved with {_LAYOUTS[saved]}, and {_LAYOUTS[_layout(engine)]} uses another layout.")
     base, masters = engine.basic_optimizer, _masters(engine)
     if "deepspeed" not in state or len(state["state"]) != len(masters):
         raise _unfit("It was not saved by DeepSpeed with this ZeRO stage and this precision.")
@@ -157,7 +157,7 @@ def _own(value: Any, master: torch.Tensor, *, rank: int, world_size: int) -> Any
     if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() == master.numel():
         return value
     if value.numel() != world_size * master.numel():
-        raise _unfit("It was split among another number of processes, and DeepSpeed's parts are not split anew.")
+        raise _unfit("It was split among another number of processes, and DeepSpeed's parts cannot be split again.")
     return value[rank * master.numel() : (rank + 1) * master.numel()]
 
 

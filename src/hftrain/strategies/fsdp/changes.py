@@ -51,7 +51,7 @@ class SplitParameters(Follower):
     def _act(self, outermost: Any, begun: list[nn.Parameter]) -> None:
         if self._is_within_update:
             logger.warning(
-                "Which parameters are trained was changed between two micro-batches of an update. strategy='fsdp1' "
-                "counts the whole update with those that are trained at its end. Make the change in on_step_end, or "
+                "The set of trained parameters changed between two micro-batches of an update. strategy='fsdp1' "
+                "uses the set at the end of the update for all of it. Make the change in on_step_end, or "
                 "use strategy='fsdp'."
             )
