@@ -36,9 +36,7 @@ class SplitParameters(Follower):
         self._is_within_update = not vars(outermost).get("_sync_gradients", True)
 
     def _named(self, outermost: Any) -> list[tuple[str, nn.Parameter]]:
-        for module in outermost.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # or it holds other parameters in the place of those that are split
+        split_again(outermost)  # or it holds other parameters in the place of those that are split
         # The older engine may have them gathered, too.
         known = list(zip(self._names, self._parameters, strict=True))
         found = [(name.replace(_WRAPPER, ""), p) for name, p in outermost.named_parameters()]
@@ -55,3 +53,16 @@ class SplitParameters(Follower):
                 "uses the set at the end of the update for all of it. Make the change in on_step_end, or "
                 "use strategy='fsdp'."
             )
+
+
+def split_again(model: nn.Module) -> None:
+    """Let go of the parameters that a model has gathered; not within a pass. Mutates it.
+
+    A forward pass that an error ended leaves the engine in the middle of it, where it splits nothing.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                group._training_state = type(group._training_state).IDLE
+            module.reshard()

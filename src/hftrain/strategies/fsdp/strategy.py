@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import get_logger
 from hftrain.core.types import PrecisionPolicy, Shard
-from hftrain.strategies.fsdp.changes import SplitParameters
+from hftrain.strategies.fsdp.changes import SplitParameters, split_again
 from hftrain.strategies.fsdp.states import gather, pieces, split_like
 from hftrain.strategies.fsdp.units import find_units, recompute_activations
 from hftrain.strategies.lockstep import SplittingStrategy
@@ -192,9 +192,7 @@ class FSDPStrategy(SplittingStrategy):
 
     def after_evaluation(self, model: nn.Module) -> None:
         super().after_evaluation(model)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        split_again(model)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return self._without_exchange(model)
