@@ -10,15 +10,17 @@ import contextlib
 import io
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.tiny import Net, Noisy, Task, make_arguments, make_rows
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hftrain import Trainer
-from hftrain.core.errors import StrategyError
+from hftrain.core.errors import ConfigError, StrategyError
 
 pytestmark = [
     pytest.mark.xla,
@@ -40,10 +42,10 @@ NUM_DEVICES = {"one": 1, "wrapped": 1, "two": 2, "fsdp_two": 2, "fsdp_four": 4}
 NUM_EVALUATED = (1, 4, 17)
 # What is run in which setting; every further device costs seconds per step on a small machine.
 PARTS = {
-    "one": ("learn", "compare", "resume", "tie", "compile_once", "recompute", "halve", "look_inside"),
+    "one": ("learn", "compare", "resume", "tie", "switch", "compile_once", "recompute", "halve", "look_inside"),
     "two": ("refuse", "learn", "look_inside"),
     "wrapped": ("learn", "resume", "tie", "wrap"),
-    "fsdp_two": ("learn", "resume", "tie", "look_inside"),
+    "fsdp_two": ("learn", "resume", "tie", "switch", "look_inside"),
     "fsdp_four": ("learn", "look_inside"),
 }
 
@@ -79,6 +81,37 @@ class Blocks(Net):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 8), Block(), Block(), nn.Linear(8, 3))
+
+
+class Counting(nn.Module):
+    """A layer that counts how often it is computed, and whether the model's cache was on."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.linear, self.config, self.seen = nn.Linear(8, 8), config, list[bool]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.config.use_cache)
+        return torch.tanh(self.linear(x))
+
+
+class Caching(nn.Module):
+    """A model that names its layers, has a cache, and a switch that calls torch's checkpoint, as transformers' have."""
+
+    _no_split_modules = ("Counting",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True)
+        self.layers = nn.Sequential(nn.Linear(4, 8), Counting(self.config), nn.Linear(8, 3))
+        self.recomputes = False
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
+        self.recomputes = True
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = checkpoint(self.layers, x, use_reentrant=False) if self.recomputes else self.layers(x)
+        return nn.functional.cross_entropy(logits, labels), logits
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -186,6 +219,26 @@ def tie(setting: dict[str, Any], answer: dict[str, Any], folder: Path) -> None:
     fresh = Tied()
     trainer._load_from_checkpoint(str(folder / "saved"), model=fresh)
     answer["is loaded"] = bool(torch.equal(fresh.head.weight, state["head.weight"]))
+
+
+def switch(setting: dict[str, Any], answer: dict[str, Any], folder: Path) -> None:
+    """Recompute with the documented switch, which turns the cache off for as long as the model trains."""
+    options = {"max_steps": 2, "gradient_checkpointing": True}
+    for name, choice in (("xla", setting), ("cpu", {"strategy": "single"})):
+        trainer = make(folder, Caching, **options, **choice)
+        answer[f"{name} switched"] = follow(trainer)
+        answer[f"{name} cache"] = [list(trainer.model.layers[1].seen), trainer.model.config.use_cache]
+        trainer.model.layers[1].seen.clear()
+        trainer.evaluate(make_rows(2))
+        answer[f"{name} evaluated"] = trainer.model.layers[1].seen
+    trainer = make(folder, Caching, use_cache=False, max_steps=1, **setting)
+    follow(trainer)
+    answer["use_cache"] = [list(trainer.model.layers[1].seen), trainer.model.config.use_cache]
+    answer["nothing to recompute"] = []
+    for kwargs in (None, {"layer_classes": ["Blok"]}):
+        with pytest.raises(ConfigError) as caught:
+            make(folder, gradient_checkpointing_kwargs=kwargs, **options, **setting).train()
+        answer["nothing to recompute"].append(str(caught.value))
 
 
 def compile_once(setting: dict[str, Any], answer: dict[str, Any], folder: Path) -> None:
@@ -348,6 +401,25 @@ def test_tied_weights_stay_tied(found: dict[str, Any]) -> None:
 def test_saved_weights_are_whole(found: dict[str, Any]) -> None:
     assert "model.safetensors" in found["saved"]
     assert found["is loaded"]
+
+
+@after("switch")
+def test_cache_is_off_while_activations_are_recomputed(found: dict[str, Any]) -> None:
+    assert found["xla switched"] == close_to(found["cpu switched"])
+    assert found["xla cache"] == found["cpu cache"] == [[False] * 4, True]
+    assert found["use_cache"] == [[False], False]
+
+
+@after("switch")
+def test_model_recomputes_in_training_only(found: dict[str, Any]) -> None:
+    assert found["xla evaluated"] == [True]
+
+
+@after("switch")
+def test_recomputing_no_layers_is_refused(found: dict[str, Any]) -> None:
+    hint, named = found["nothing to recompute"]
+    assert "Net has no layer of the classes in _no_split_modules. Name the repeated layers" in hint
+    assert "Net has no Blok." in named
 
 
 @after("compile_once")

@@ -48,6 +48,8 @@ class Strategy:
             does.
         shards_model: Whether each process holds a part of the model, in parameters that `setup` makes.
         recomputes: Whether `setup` lets parts of the model compute their activations again in the backward pass.
+        recompute: Turns gradient checkpointing on, given a model and the options, and returns what turns it off; None:
+            the model's own switch or torch's checkpoint do.
         rank: This process among all; as the launcher said until `launch`, then as the process group says.
         local_rank: This process among those of its machine, likewise.
         world_size: The number of processes, likewise.
@@ -64,6 +66,7 @@ class Strategy:
     saves_in_background = True
     shards_model = False
     recomputes = False
+    recompute: Callable[[nn.Module, Mapping[str, Any]], Callable[[], None]] | None = None
     makes: frozenset[str] = frozenset()
     schedule: Any = None
     watch: RankWatch | None = None

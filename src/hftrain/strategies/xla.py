@@ -27,6 +27,7 @@ from hftrain.strategies.xla_wrapper import WrappedModel
 logger = get_logger(__name__)
 
 _AXIS = "fsdp"
+_REENTRANT = ("use_reentrant", True)
 
 
 class XLAStrategy(Strategy):
@@ -178,7 +179,7 @@ class XLAStrategy(Strategy):
                 "Build the model and the Trainer again, or use strategy='xla_fsdp_v2'.",
             )
         if make_optimizer is not None and self.recomputes:
-            self._recompute(self.unwrap(model))
+            _recompute(self._units(self.unwrap(model)))
         model, optimizer = super().setup(model, make_optimizer, policy)
         if optimizer is not None and self._is_wrapping:
             # Only now, for an optimizer to see parameters by their names and in their shapes.
@@ -190,6 +191,40 @@ class XLAStrategy(Strategy):
                 self._step_end.remove()
             self._step_end = optimizer.register_step_post_hook(_end_step)
         return model, optimizer
+
+    def recompute(self, model: nn.Module, options: Mapping[str, Any]) -> Callable[[], None]:
+        """Let the layers of a model recompute their activations; torch's checkpoint knows no XLA device.
+
+        They are those of ``"layer_classes"``, or those that the strategy or the model's own hint names.
+        """
+        classes = options.get("layer_classes")
+        if classes is None:
+            units, absent = self._units(model), "layer of the classes in _no_split_modules"
+        else:
+            wanted = [classes] if isinstance(classes, (str, type)) else classes
+            named = {kind if isinstance(kind, str) else kind.__name__ for kind in wanted}
+            units = [module for module in model.modules() if type(module).__name__ in named]
+            absent = ", ".join(sorted(named - {type(unit).__name__ for unit in units}))
+        if not units or (classes is not None and absent):
+            raise ConfigError(
+                "Cannot use gradient_checkpointing=True on an XLA device.",
+                f"It is done layer by layer there, and {type(model).__name__} has no {absent}.",
+                'Name the repeated layers: gradient_checkpointing_kwargs={"layer_classes": ["Block"]}.',
+            )
+        ignored = sorted(key for key in options if key != "layer_classes" and (key, options[key]) != _REENTRANT)
+        if ignored:
+            logger.warning(
+                "gradient_checkpointing_kwargs: %s has no effect on an XLA device, whose checkpoint is reentrant.",
+                ", ".join(ignored),
+            )
+        changed = _recompute(units)
+
+        def undo() -> None:
+            for unit in changed:
+                for name in ("forward", "_xla_checkpointed_forward_original", "_xla_checkpointed_forward_no_kwargs"):
+                    vars(unit).pop(name, None)
+
+        return undo
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a model to the device, keeping its parameters the objects they are. Mutates the model."""
@@ -331,14 +366,6 @@ class XLAStrategy(Strategy):
         longest = max(dims, key=lambda dim: tensor.shape[dim])
         spmd.mark_sharding(tensor, self._mesh, tuple(_AXIS if dim == longest else None for dim in range(tensor.dim())))
 
-    def _recompute(self, model: nn.Module) -> None:
-        """Let the units recompute their activations, behind a barrier without which XLA would see through it."""
-        from torch_xla.distributed.fsdp import checkpoint_module
-
-        for unit in self._units(model):
-            if "forward" not in vars(unit):
-                checkpoint_module(unit)
-
     def _units(self, model: nn.Module) -> list[nn.Module]:
         return find_units(model, layer_classes=self.layer_classes, min_num_params=self.min_num_params)
 
@@ -351,6 +378,16 @@ def _check_alone(count: int, what: str) -> None:
             "Start the script once with plain `python`, and tpu_num_cores=N to use N devices.",
             **{what.split()[0]: count},
         )
+
+
+def _recompute(units: Iterable[nn.Module]) -> list[nn.Module]:
+    """Let units recompute their activations, behind a barrier without which XLA would see through it; return them."""
+    from torch_xla.distributed.fsdp import checkpoint_module
+
+    changed = [unit for unit in units if "forward" not in vars(unit)]
+    for unit in changed:
+        checkpoint_module(unit)
+    return changed
 
 
 def _end_step(*_: Any) -> None:

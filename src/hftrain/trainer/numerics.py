@@ -76,7 +76,8 @@ class ModelChanges:
         args = self._args
         if args.gradient_checkpointing:
             options = args.gradient_checkpointing_kwargs
-            self._undo.callback(recompute_activations(model, options if isinstance(options, dict) else None))
+            recompute = self._strategy.recompute or recompute_activations
+            self._undo.callback(recompute(model, options if isinstance(options, dict) else {}))
         if args.gradient_checkpointing or self._strategy.recomputes:
             self._switch_cache_off = partial(switch_cache_off, model)
             self._put_cache_back = self._switch_cache_off()
