@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hftrain.adapter.acceleration import accelerator_settings
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, StrategyError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns
+from hftrain.precision.base import Precision
 from hftrain.strategies.base import Strategy
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
+from hftrain.trainer.computing import Computing
 
 _PLUGINS = frozenset({"deepspeed_plugin"})
 # What the documented training_step passes to backward; the run's own needs neither.
 _ENGINE_KEYWORDS = frozenset({"learning_rate", "scale_wrt_gas"})
 
 
-def make_accelerator(trainer: Trainer) -> Any:
+def make_accelerator(args: TrainingArguments, strategy: Strategy, precision: Precision, computing: Computing) -> Any:
     """Return an `Accelerator` that agrees with the strategy and the precision; launches the strategy. Collective.
 
     It converts and wraps nothing by being made. Its `gather` takes tensors with different numbers of rows. Its state is
@@ -35,9 +35,8 @@ def make_accelerator(trainer: Trainer) -> Any:
     from accelerate.state import AcceleratorState
     from accelerate.utils import GradientAccumulationPlugin
 
-    strategy = trainer.strategy
     strategy.launch()
-    mixed, loading = accelerator_settings(trainer.args, trainer.precision.policy, device_type=strategy.device_type)
+    mixed, loading = accelerator_settings(args, precision.policy, device_type=strategy.device_type)
     options = strategy.accelerator_options()
     # Given to it, accelerate would drop the plugin on a CPU, and leave an environment variable set.
     fsdp_plugin = options.pop("fsdp_plugin", None)
@@ -59,11 +58,13 @@ def make_accelerator(trainer: Trainer) -> Any:
     if fsdp_plugin is not None:
         accelerator.state.fsdp_plugin = fsdp_plugin
     _check(accelerator, strategy)
-    _bind(accelerator, trainer)
+    _bind(accelerator, strategy, precision, computing)
     return accelerator
 
 
-def adopt_accelerator(trainer: Trainer, accelerator: Any) -> Any:
+def adopt_accelerator(
+    accelerator: Any, args: TrainingArguments, strategy: Strategy, precision: Precision, computing: Computing
+) -> Any:
     """Return an `Accelerator` of the user's, whose `backward`, `gather` and `sync_gradients` are now the run's.
 
     Strategy and precision stay what they are. Its own `gradient_accumulation_steps` still divides what its `backward`
@@ -75,7 +76,6 @@ def adopt_accelerator(trainer: Trainer, accelerator: Any) -> Any:
     """
     from accelerate import Accelerator
 
-    strategy = trainer.strategy
     reason = None
     if not isinstance(accelerator, Accelerator):
         reason = f"A {type(accelerator).__name__} is not an accelerate.Accelerator."
@@ -84,24 +84,18 @@ def adopt_accelerator(trainer: Trainer, accelerator: Any) -> Any:
     if reason is not None:
         raise ConfigError("trainer.accelerator was assigned.", reason, "Pass strategy= and precision= to the Trainer.")
     _check(accelerator, strategy)
-    mixed, _ = accelerator_settings(trainer.args, trainer.precision.policy, device_type=strategy.device_type)
+    mixed, _ = accelerator_settings(args, precision.policy, device_type=strategy.device_type)
     if accelerator.mixed_precision != mixed:
         warn_once(
             f"The assigned Accelerator has mixed_precision={accelerator.mixed_precision!r}. The training still "
-            f"runs with precision={trainer.precision.policy.name!r}: pass precision= to change it."
+            f"runs with precision={precision.policy.name!r}: pass precision= to change it."
         )
-    _bind(accelerator, trainer)
+    _bind(accelerator, strategy, precision, computing)
     return accelerator
 
 
-def note_sync(trainer: Trainer, syncs: bool) -> None:
-    """Tell the accelerator, if there is one, whether this micro-step is the last one before an update."""
-    trainer._syncs = syncs
-    if trainer._accelerator is not None:
-        _tell(trainer._accelerator, syncs)
-
-
-def _tell(accelerator: Any, syncs: bool) -> None:
+def tell_sync(accelerator: Any, syncs: bool) -> None:
+    """Tell an accelerator whether this micro-step is the last one before an update."""
     from accelerate.state import GradientState
 
     # Its own, and the shared one that prepared optimizers read.
@@ -109,56 +103,63 @@ def _tell(accelerator: Any, syncs: bool) -> None:
         state._set_sync_gradients(syncs)
 
 
-def _bind(accelerator: Any, trainer: Trainer) -> None:
+def _bind(accelerator: Any, strategy: Strategy, precision: Precision, computing: Computing) -> None:
     """Let the accelerator do what the run does; mutates it."""
-    strategy = trainer.strategy
-    accelerator.backward = partial(_backward, trainer, accelerator)
-    accelerator.unscale_gradients = partial(_unscale, trainer, accelerator)
-    accelerator.clip_grad_norm_ = partial(_clip_norm, trainer, accelerator)
+    accelerator.backward = partial(_backward, computing, accelerator)
+    accelerator.unscale_gradients = partial(_unscale, strategy, precision, computing, accelerator)
+    accelerator.clip_grad_norm_ = partial(_clip_norm, strategy, computing, accelerator)
     if strategy.world_size > 1:
         # Its own takes for granted that processes hold as many rows each; batches of an evaluation differ.
         accelerator.gather = lambda tensor: map_tensors(tensor, strategy.gather)
-    _tell(accelerator, trainer._syncs)
+    tell_sync(accelerator, computing.syncs)
 
 
-def _backward(trainer: Trainer, accelerator: Any, loss: torch.Tensor, **options: Any) -> None:
+def _backward(computing: Computing, accelerator: Any, loss: torch.Tensor, **options: Any) -> None:
     """Accumulate gradients as the run does: with its loss scaling, and through its engine."""
-    if trainer._session is None:
+    if computing.optimizer is None:
         type(accelerator).backward(accelerator, loss, **options)
         return
     if accelerator.gradient_accumulation_steps > 1:
         loss = loss / accelerator.gradient_accumulation_steps
-    trainer._backward(loss, **{name: value for name, value in options.items() if name not in _ENGINE_KEYWORDS})
+    computing.backward(loss, **{name: value for name, value in options.items() if name not in _ENGINE_KEYWORDS})
 
 
-def _unscale(trainer: Trainer, accelerator: Any, optimizer: Any = None) -> None:
+def _unscale(
+    strategy: Strategy, precision: Precision, computing: Computing, accelerator: Any, optimizer: Any = None
+) -> None:
     """Unscale the gradients of the run's optimizer, or of others, once per update.
 
     Raises:
         TaskError: More scaled gradients are to be added to them.
     """
-    if trainer._session is None:
+    if computing.optimizer is None:
         type(accelerator).unscale_gradients(accelerator, optimizer)
-    elif trainer.precision.policy.loss_scaling and Owns.SCALING not in trainer.strategy.owns:
-        if not trainer._syncs:
+    elif precision.policy.loss_scaling and Owns.SCALING not in strategy.owns:
+        if not computing.syncs:
             raise TaskError(
                 "Cannot unscale or clip gradients before the last micro-batch of an update.",
-                f"precision={trainer.precision.policy.name!r} adds scaled gradients to them.",
+                f"precision={precision.policy.name!r} adds scaled gradients to them.",
                 "Do it where trainer.accelerator.sync_gradients is True, or in on_pre_optimizer_step.",
             )
-        given: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer or trainer.optimizer]
+        given: list[Any] = (
+            list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer or computing.optimizer]
+        )
         for each in given:
             # accelerate wraps those that it prepares.
-            trainer.precision.unscale(getattr(each, "optimizer", each))
+            precision.unscale(getattr(each, "optimizer", each))
 
 
 def _clip_norm(
-    trainer: Trainer, accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2.0
+    strategy: Strategy,
+    computing: Computing,
+    accelerator: Any,
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
 ) -> torch.Tensor | None:
     """Clip as the run does: unscaled gradients, and their norm over all processes."""
-    strategy = trainer.strategy
-    if trainer._session is None or Owns.CLIP in strategy.owns:
-        if trainer._session is not None:
+    if computing.optimizer is None or Owns.CLIP in strategy.owns:
+        if computing.optimizer is not None:
             warn_once(
                 f"accelerator.clip_grad_norm_ has no effect with strategy={strategy.name!r}, which clips in its own "
                 "step. Set max_grad_norm in the arguments instead."

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from hftrain.core.tree import map_tensors
-from hftrain.core.types import Owns
+from hftrain.core.types import Owns, PrecisionPolicy
+from hftrain.strategies.base import Strategy
 from hftrain.task.model_task import ModelTask
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
+from hftrain.task.module import TaskModule
+from hftrain.trainer.computing import Computing
 
 _HALVES = (torch.bfloat16, torch.float16)
-_SEE_OUTPUTS = ("compute_loss", "training_step", "prediction_step")
 
 
 def to_float32(tree: Any) -> Any:
@@ -30,11 +30,11 @@ class ModelCasting:
     Where the model computes the loss itself, the whole step is cast instead, which copies no outputs.
 
     Args:
-        trainer: Says who computes with the outputs.
+        computing: Makes the casting context.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, computing: Computing) -> None:
+        self._computing = computing
         self._changed: list[tuple[nn.Module, Any]] = []
 
     @property
@@ -44,11 +44,11 @@ class ModelCasting:
 
     def apply(self, model: nn.Module) -> None:
         """Let the model cast itself, once, after it was compiled; mutates it until `undo`."""
-        if self._is_wanted() and not any(model is other for other, _ in self._changed):
+        if not any(model is other for other, _ in self._changed):
             before = model._compiled_call_impl
             self._changed.append((model, before))
             # In this place no copy and no saved model takes it along.
-            model._compiled_call_impl = _Call(self.trainer, before or model._call_impl)
+            model._compiled_call_impl = _Call(self._computing, before or model._call_impl)
 
     def undo(self) -> None:
         """Leave every model as it was; safe to call twice."""
@@ -56,24 +56,32 @@ class ModelCasting:
             model._compiled_call_impl = before
         self._changed.clear()
 
-    def _is_wanted(self) -> bool:
-        trainer, strategy = self.trainer, self.trainer.strategy
-        casts = trainer.precision.policy.autocast and Owns.CASTING not in strategy.owns and not trainer._makes_contexts
-        # Copies on several devices call the original's.
-        is_copied = getattr(strategy, "num_devices", 1) > 1
-        if not casts or is_copied or not isinstance(trainer.task, ModelTask):
-            return False
-        methods = [getattr(trainer, name) for name in _SEE_OUTPUTS if trainer._is_overridden(name)]
-        is_users = any(str(getattr(method, "__module__", "")).partition(".")[0] != "hftrain" for method in methods)
-        return is_users or callable(trainer.compute_loss_func)
+
+def is_cast_inside(
+    policy: PrecisionPolicy, strategy: Strategy, task: TaskModule, functions: Sequence[Callable[..., Any]]
+) -> bool:
+    """Tell whether the model is to cast itself, rather than the whole step.
+
+    Args:
+        policy: The precision's.
+        strategy: Where its engine casts, or copies call the original's forward pass, nothing else does.
+        task: A plain model's, else the task casts its step.
+        functions: Overrides and functions that may compute with what the model returns.
+    """
+    casts = policy.autocast and Owns.CASTING not in strategy.owns
+    # Copies on several devices call the original's.
+    is_copied = getattr(strategy, "num_devices", 1) > 1
+    if not casts or is_copied or not isinstance(task, ModelTask):
+        return False
+    return any(str(getattr(each, "__module__", "")).partition(".")[0] != "hftrain" for each in functions)
 
 
 class _Call:
-    def __init__(self, trainer: Trainer, call: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, computing: Computing, call: Any) -> None:
+        self.computing = computing
         self.call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.trainer._autocast():
+        with self.computing.autocast():
             outputs = self.call(*args, **kwargs)
         return to_float32(outputs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
@@ -19,7 +18,6 @@ from hftrain.loops.fit import Feed, FitConfig, FitHooks, FitParts
 from hftrain.precision.base import Precision
 from hftrain.step.stepper import Stepper
 from hftrain.strategies.base import Strategy
-from hftrain.trainer.acceleration import note_sync
 from hftrain.trainer.fitting import MicroBatches, found_size
 from hftrain.trainer.setup import empty_cache
 
@@ -56,7 +54,7 @@ def fit_parts(session: TrainSession, config: FitConfig, stepper: Stepper) -> Fit
         make_feed=make_feed,
         evaluate_on=lambda dataset, prefix: trainer.evaluate(dataset, session.ignore_keys, prefix),
         act=session.step_end.run if trainer._is_overridden("_maybe_log_save_evaluate") else None,
-        mark_sync=partial(note_sync, trainer) if config.accumulation > 1 else None,
+        mark_sync=trainer._note_sync if config.accumulation > 1 else None,
     )
     return FitParts(
         config=config,

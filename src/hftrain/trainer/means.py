@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hftrain.core.log import get_logger
+from hftrain.core.types import PrecisionPolicy
+from hftrain.strategies.base import Strategy
 from hftrain.strategies.lockstep import can_lend, lend
 from hftrain.task.items import (
     KINDS,
@@ -28,11 +30,9 @@ from hftrain.task.items import (
 )
 from hftrain.task.loss import read_loss
 from hftrain.task.model_task import ModelTask
+from hftrain.trainer.computing import Computing
 from hftrain.trainer.evaluating import cast_inputs
 from hftrain.trainer.traceless import without_trace
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
 
@@ -52,18 +52,32 @@ class MeanSearch:
     samples, so an error meets all of them at the same place.
 
     Args:
-        trainer: Whose model is tried; what is found goes into its task.
+        task: Its model is tried, and what is found goes into it; None where no plain model is trained.
+        strategy: The processes.
+        policy: The precision's: says how exact losses are.
+        computing: Says how steps compute.
+        is_split: Whether processes hold parts of the model.
+        makes_inputs: Whether an override makes batches for the model, of which nothing is known.
 
     Attributes:
         is_open: Whether there is anything left to find.
         found: What this process has found in an evaluation by itself.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        task = self.task = trainer.task if isinstance(trainer.task, ModelTask) else None
-        # Of a batch that an override makes for the model nothing is known.
-        makes_inputs = any(map(trainer._is_overridden, ("_prepare_inputs", "_prepare_input")))
+    def __init__(
+        self,
+        task: ModelTask | None,
+        strategy: Strategy,
+        policy: PrecisionPolicy,
+        computing: Computing,
+        *,
+        is_split: bool,
+        makes_inputs: bool,
+    ) -> None:
+        self.task, self._strategy, self._policy, self._computing = task, strategy, policy, computing
+        # A forward pass then takes all processes.
+        self._is_split = is_split and strategy.world_size > 1
+        self._is_whole = not is_split
         self.is_open = task is not None and task.is_searched and not makes_inputs
         self._num_looks = self._num_tries = 0
         self._fits: tuple[str, ...] = ()
@@ -74,7 +88,7 @@ class MeanSearch:
 
     def look(self, batches: Sequence[Any]) -> None:
         """Find out from a step's batches, if they tell, and write it into the task; collective while open."""
-        task, strategy = self.task, self.trainer.strategy
+        task, strategy = self.task, self._strategy
         assert task is not None
         self._num_looks += 1
         # An exchange or a read waits for a device, and to try again takes losses: ever more rarely.
@@ -135,13 +149,6 @@ class MeanSearch:
         return self._likeliest if task.mean_over is None else task.kind
 
     @property
-    def _is_split(self) -> bool:
-        """Whether a forward pass takes all processes."""
-        trainer = self.trainer
-        is_split = trainer.strategy.shards_model or trainer.is_deepspeed_enabled or trainer.is_tp_enabled
-        return is_split and trainer.strategy.world_size > 1
-
-    @property
     def _likeliest(self) -> str:
         assert self.task is not None
         return self._fits[0] if self._fits else self.task.rule
@@ -164,7 +171,7 @@ class MeanSearch:
             is_over: No batch will ever tell this process more; if no process can be told more, the search ends.
             is_joined: Whether it was compared with what the others have.
         """
-        strategy, is_split = self.trainer.strategy, self._is_split
+        strategy, is_split = self._strategy, self._is_split
         if is_split and isinstance(own, Pair):
             own = Pair(**strategy.to_device(own.parts())) if can_lend(own.parts()) else None
         weight = 0 if own is None or not can_tell else 2 if isinstance(own, Pair) else 3 if own.is_final else 1
@@ -208,7 +215,7 @@ class MeanSearch:
 
     def _across(self, own: Pair | MeanOver | None, rows: list[tuple[int, ...]]) -> Pair | MeanOver | None:
         """Return the two samples of all processes that tell best: in the process that holds both, or else in all."""
-        strategy, kinds = self.trainer.strategy, self._kinds()
+        strategy, kinds = self._strategy, self._kinds()
         places, offered = [], []
         for rank, theirs in enumerate(strategy.gather_object(rows)):
             for index, counts in enumerate(theirs):
@@ -234,7 +241,7 @@ class MeanSearch:
         assert task is not None
         task.mean_over = found
         self.is_open = not found.is_final
-        if not found.is_exact and self.trainer.strategy.is_main:
+        if not found.is_exact and self._strategy.is_main:
             logger.warning(
                 "The loss of %s is not the mean over samples or labels: a contrastive or weighted loss, say. Batches "
                 "are weighed by their %s, so eval_loss, and the gradients of accumulated or shared batches, depend on "
@@ -247,7 +254,7 @@ class MeanSearch:
         """Say once that a loss could not be tried; once more if that begins to matter."""
         task, level = self.task, logging.WARNING if is_ragged else logging.INFO
         assert task is not None
-        if level <= task.level_told or not self.trainer.strategy.is_main:
+        if level <= task.level_told or not self._strategy.is_main:
             return
         task.level_told = level
         logger.log(
@@ -307,30 +314,30 @@ class MeanSearch:
 
     def _try(self, pair: Pair) -> MeanOver | list[Any]:
         """Compare the losses; where they cannot be computed, return why, and whether the samples are ragged."""
-        trainer, task = self.trainer, self.task
+        task, strategy = self.task, self._strategy
         assert task is not None
-        strategy = trainer.strategy
         if pair.is_ragged and pair.other is None and not task.accepts_item_count:
             return ["its batches cannot be cut into samples, or joined", True]
         has_labels = task.label_tensor(pair.one) is not None
         kinds = self._kinds() if has_labels else [SAMPLES]
-        model = task.model if strategy.shards_model else trainer.model
-        is_rough = trainer.precision.policy.compute_dtype.itemsize < 4 or any(
+        model = task.model if strategy.shards_model else strategy.unwrap(task.model)
+        is_rough = self._policy.compute_dtype.itemsize < 4 or any(
             p.is_floating_point() and p.element_size() < 4 for p in model.parameters()
         )
 
         def loss_of(batch: Any, count: int | None) -> float:
             inputs = strategy.to_device(batch)
-            if trainer._input_dtype is not None:
-                inputs = cast_inputs(inputs, trainer._input_dtype, labels=task.label_names)
-            with trainer._autocast():
+            dtype = self._computing.input_dtype
+            if dtype is not None:
+                inputs = cast_inputs(inputs, dtype, labels=task.label_names)
+            with self._computing.autocast():
                 outputs = task._call(
                     model, inputs, None if count is None else torch.tensor(count, device=strategy.device)
                 )
             return float(read_loss(outputs, model_name=type(task.model).__name__))
 
         try:
-            with without_trace(trainer, model):
+            with without_trace(model, is_whole=self._is_whole):
                 found = find_mean(
                     pair,
                     loss_of,

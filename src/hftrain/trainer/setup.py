@@ -18,12 +18,10 @@ from hftrain.step.stepper import Stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.modes import TrainingMode
 from hftrain.task.module import TaskModule
-from hftrain.trainer.acceleration import note_sync
 from hftrain.trainer.checks import check_optimizer
 from hftrain.trainer.engines import is_taken
 from hftrain.trainer.unfreezing import Unfreezing
 from hftrain.trainer.untrained import Untrained
-from hftrain.trainer.weighing import LossShares
 
 if TYPE_CHECKING:
     from hftrain.trainer.session import TrainSession
@@ -68,7 +66,7 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
 
     wrapped, optimizer = _wrap(session, make_optimizer)
     trainer.compiler.compile(trainer.model)
-    trainer._casting.apply(trainer.model)
+    trainer._cast_model()
     if "scheduler" in strategy.makes:
         trainer.lr_scheduler = strategy.schedule
     elif "optimizer" in strategy.makes:
@@ -80,7 +78,7 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
     session.checkpoints.unfreezing = Unfreezing(trainer, optimizer, outside)
     session.checkpoints.untrained = Untrained(trainer, optimizer, session.checkpoints.own)
     trainer.task.model = trainer.model_wrapped = wrapped
-    trainer._shares = LossShares(trainer)
+    trainer._shares = trainer._make_shares()
     trainer._training_mode = TrainingMode(trainer.task, optimizer)
     stepper = assemble_stepper(
         strategy=strategy,
@@ -91,18 +89,18 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
         untrained=untrained,
         before_clip=outside.average if outside.is_averaged else None,
     )
-    trainer._backward, trainer._autocast = stepper.backward, stepper.autocast
+    trainer._computing.use(stepper, optimizer)
     return stepper
 
 
 def tear_down(trainer: Trainer) -> None:
     """Put the bare model back, and let the step's hooks act outside of a run again; safe to call twice."""
     trainer.task.model = trainer.model
-    trainer._backward, trainer._autocast = trainer.precision.backward, trainer.precision.autocast
+    trainer._computing.use(trainer.precision, None)
     if trainer._training_mode is not None:
         trainer._training_mode.close()
         trainer._training_mode = None
-    note_sync(trainer, True)
+    trainer._note_sync(True)
 
 
 def _wrap(session: TrainSession, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hftrain.core.seed import preserved_rng
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 _INTERNAL = frozenset(vars(torch.nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -29,12 +26,15 @@ def _is_users(hook: Any) -> bool:
 
 
 @contextmanager
-def without_trace(trainer: Trainer, model: torch.nn.Module) -> Iterator[None]:
-    """Call a model in evaluation mode, as it is written, and put everything back that this changes."""
+def without_trace(model: torch.nn.Module, *, is_whole: bool) -> Iterator[None]:
+    """Call a model in evaluation mode, as it is written, and put everything back that this changes.
+
+    Args:
+        model: Without the strategy's wrapper, unless that splits it.
+        is_whole: Whether no engine splits it, which would keep notes of its own in the modules.
+    """
     modules = list(model.modules())
-    # An engine that splits the model keeps notes of its own in the modules.
-    is_split = trainer.strategy.shards_model or trainer.is_deepspeed_enabled or trainer.is_tp_enabled
-    kept = [_Kept(module, is_whole=not is_split) for module in modules]
+    kept = [_Kept(module, is_whole=is_whole) for module in modules]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with preserved_rng(), torch.no_grad():

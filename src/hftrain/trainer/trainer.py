@@ -72,10 +72,10 @@ from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.modes import TrainingMode, is_on
 from hftrain.task.module import TaskModule, as_step_output
 from hftrain.task.noise import add_noise, find_embeddings
-from hftrain.trainer.acceleration import adopt_accelerator, has_engine, make_accelerator
+from hftrain.trainer.acceleration import adopt_accelerator, has_engine, make_accelerator, tell_sync
 from hftrain.trainer.announce import announce_evaluation
 from hftrain.trainer.capture import saved_tool, task_state, write_model
-from hftrain.trainer.casting import ModelCasting, to_float32
+from hftrain.trainer.casting import ModelCasting, is_cast_inside, to_float32
 from hftrain.trainer.checks import (
     check_arguments,
     check_eval_data,
@@ -92,6 +92,7 @@ from hftrain.trainer.checks import (
     check_unused_by_task,
     read_optimizers,
 )
+from hftrain.trainer.computing import Computing
 from hftrain.trainer.counting import count_tokens, token_counter
 from hftrain.trainer.datasets import check_kind, check_loader, check_one_set
 from hftrain.trainer.debugging import debug_callbacks
@@ -116,6 +117,7 @@ from hftrain.trainer.instep import InStep, check_turns
 from hftrain.trainer.interrupts import saves_at_all
 from hftrain.trainer.keywords import refusing_unknown
 from hftrain.trainer.loop_parts import used_in_evaluation, used_in_training
+from hftrain.trainer.means import MeanSearch
 from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.mistakes import explain_mistake
 from hftrain.trainer.nodes import check_nodes
@@ -139,7 +141,7 @@ from hftrain.trainer.session import TrainSession
 from hftrain.trainer.setup import place_task
 from hftrain.trainer.signatures import accepts, takes_trial, taking
 from hftrain.trainer.tasks import check_not_lightning, check_task
-from hftrain.trainer.weighing import LossShares
+from hftrain.trainer.weighing import LossHooks, LossShares
 from hftrain.trainer.whereabouts import report_late_ranks, whereabouts
 
 logger = get_logger(__name__)
@@ -332,7 +334,8 @@ class Trainer:
         check_half_precision_backend(self.args, self.strategy.device_type)
         check_fitting(self.args, self.strategy)
         self.compiler = Compiler(compile_config(self.args))
-        self._casting = ModelCasting(self)
+        self._computing = Computing(self.precision.backward, self.precision.autocast)
+        self._casting = ModelCasting(self._computing)
 
     def _with_trackers(self, loggers: Any, callbacks: Sequence[Any]) -> list[Any]:
         """Put the callbacks of the trackers to report to before the user's; none is started."""
@@ -400,7 +403,7 @@ class Trainer:
         self._makes_contexts = any(
             map(self._is_overridden, ("autocast_smart_context_manager", "torchdynamo_smart_context_manager"))
         )
-        self._shares = LossShares(self)
+        self._shares = self._make_shares()
         # A step of the user's own, which may call compute_loss itself.
         self._steps_itself, self._is_weighing = self._is_overridden("training_step"), False
         check_hooks(self, Trainer, given=given)
@@ -450,9 +453,6 @@ class Trainer:
         self._eval_dataloaders: dict[str, Any] = getattr(self, "_eval_dataloaders", {})
         self._found: dict[str, Any] = {}
         self._accelerator: Any = None
-        # Whether an update follows the micro-step that runs, and how many such make an update.
-        self._syncs = True
-        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self.label_names: list[str]
         self.can_return_loss: bool
         self.model_accepts_loss_kwargs: bool
@@ -471,10 +471,6 @@ class Trainer:
         self._counted: tuple[nn.Module, int] | None = None
         # What a recurrent model hands from step to step (`past_index`).
         self._past: Any = None
-        self._input_dtype: torch.dtype | None = None
-        # Replaced for as long as a run lasts by what its stepper says.
-        self._backward: Callable[..., None] = self.precision.backward
-        self._autocast: Callable[[], AbstractContextManager[Any]] = self.precision.autocast
         # Stays after a run, for scripts that ask what was logged.
         self._loss_window: LossWindow | None = None
         # There for as long as a run lasts.
@@ -597,7 +593,9 @@ class Trainer:
     @accelerator.setter
     def accelerator(self, value: Any) -> None:
         # Before super().__init__() of a subclass there is nothing to agree with, and afterwards a new one is made.
-        self._accelerator = adopt_accelerator(self, value) if "strategy" in vars(self) and value is not None else None
+        self._accelerator = None
+        if "strategy" in vars(self) and value is not None:
+            self._accelerator = adopt_accelerator(value, self.args, self.strategy, self.precision, self._computing)
 
     @property
     def gather_function(self) -> Callable[..., Any]:
@@ -1334,7 +1332,7 @@ class Trainer:
             self._is_weighing = False
         if shares is not None:
             loss = shares.weigh(loss, share, num_items_in_batch)
-        self._backward(loss)
+        self._computing.backward(loss)
         return loss.detach()
 
     def compute_loss(
@@ -1396,7 +1394,7 @@ class Trainer:
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Return the context the loss is computed in: the precision's casting, unless the model casts itself."""
         if not self._makes_contexts:
-            return nullcontext() if self._casting.is_on else self._autocast()
+            return nullcontext() if self._casting.is_on else self._computing.autocast()
         stack = ExitStack()
         stack.enter_context(self.torchdynamo_smart_context_manager())
         stack.enter_context(self.autocast_smart_context_manager())
@@ -1418,7 +1416,7 @@ class Trainer:
         Source: the documented `Trainer.autocast_smart_context_manager`.
         """
         if cache_enabled or not self.precision.policy.autocast:
-            return self._autocast()
+            return self._computing.autocast()
         return torch.autocast(self.strategy.device_type, dtype=self.precision.policy.compute_dtype, cache_enabled=False)
 
     def _prepare_input(self, data: Any) -> Any:
@@ -1464,7 +1462,8 @@ class Trainer:
         inputs = self._prepare_input(inputs) if self._walks_inputs else self.strategy.to_device(inputs)
         if self._past is not None:
             inputs = with_memory(inputs, self._past)
-        return inputs if self._input_dtype is None else cast_inputs(inputs, self._input_dtype, labels=self.label_names)
+        dtype = self._computing.input_dtype
+        return inputs if dtype is None else cast_inputs(inputs, dtype, labels=self.label_names)
 
     # -- hooks of evaluation -------------------------------------------------------------------------------------
 
@@ -1495,7 +1494,7 @@ class Trainer:
         self._eval_logs = output.logs
         if prediction_loss_only:
             return output.loss, None, None
-        is_cast = isinstance(task, ModelTask) and self.precision.policy.autocast and self._input_dtype is None
+        is_cast = isinstance(task, ModelTask) and self.precision.policy.autocast and self._computing.input_dtype is None
         return output.loss, to_float32(output.outputs) if is_cast else output.outputs, output.labels
 
     def _note_memory(self, outputs: Any) -> None:
@@ -1909,7 +1908,7 @@ class Trainer:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make `accelerator` anew; launches the strategy. Collective."""
-        self._accelerator = make_accelerator(self)
+        self._accelerator = make_accelerator(self.args, self.strategy, self.precision, self._computing)
 
     def propagate_args_to_deepspeed(self, auto_find_batch_size: bool = False) -> None:
         """Write the arguments into the DeepSpeed config.
@@ -2049,6 +2048,52 @@ class Trainer:
                 self.precision.close()
                 self._memory.stop()
 
+    def _note_sync(self, syncs: bool) -> None:
+        """Note, and tell the accelerator if there is one, whether an update follows the micro-step that begins."""
+        self._computing.syncs = syncs
+        if self._accelerator is not None:
+            tell_sync(self._accelerator, syncs)
+
+    def _make_shares(self) -> LossShares:
+        """Return what weighs the losses, by the hooks as they are now."""
+        plain = self.task if isinstance(self.task, ModelTask) else None
+        search = MeanSearch(
+            plain,
+            self.strategy,
+            self.precision.policy,
+            self._computing,
+            is_split=self.strategy.shards_model or self.is_deepspeed_enabled or self.is_tp_enabled,
+            makes_inputs=any(map(self._is_overridden, ("_prepare_inputs", "_prepare_input"))),
+        )
+        hooks = LossHooks(
+            compute_loss=self.compute_loss,
+            compute_loss_func=self.compute_loss_func,
+            is_overridden=self._is_overridden,
+            takes_count=self._loss_takes_count,
+            accepts_count=bool(self.model_accepts_loss_kwargs),
+            says_divided=getattr(self, "loss_is_scaled_for_ga", None),
+            is_compiled=self.compiler.config is not None,
+            get_batch_samples=self._slot_get_batch_samples,
+        )
+        return LossShares(self.args, self.strategy, self.task, hooks, search)
+
+    @property
+    def current_gradient_accumulation_steps(self) -> int:
+        """How many micro-batches make the present step."""
+        return self._shares.num_micro_batches
+
+    @current_gradient_accumulation_steps.setter
+    def current_gradient_accumulation_steps(self, number: int) -> None:
+        self._shares.num_micro_batches = number
+
+    def _cast_model(self) -> None:
+        """Let the model cast itself where code of the user's computes with what it returns."""
+        names = ("compute_loss", "training_step", "prediction_step")
+        functions = [getattr(self, name) for name in filter(self._is_overridden, names)]
+        functions += [self.compute_loss_func] if callable(self.compute_loss_func) else []
+        if not self._makes_contexts and is_cast_inside(self.precision.policy, self.strategy, self.task, functions):
+            self._casting.apply(self.model)
+
     def _whereabouts(self) -> str:
         return whereabouts(
             is_idle=self._depth == 0,
@@ -2061,14 +2106,14 @@ class Trainer:
     def _evaluating(self, stage: str, *, casts: bool = True) -> Iterator[None]:
         """Evaluate the unwrapped model in evaluation mode, and leave weights, modes and random numbers as they were."""
         with self._running(stage), preserved_rng(), evaluation_weights(self.optimizer), ExitStack() as stack:
-            dtype = full_eval_dtype(self.args) if casts and self._input_dtype is None else None
+            dtype = full_eval_dtype(self.args) if casts and self._computing.input_dtype is None else None
             if self._session is None:
                 self.model = self.task.model = self.precision.convert(self.model)
                 # Cast before it is placed: the exact weights wait in host memory, and the device holds half of them.
                 stack.enter_context(cast_weights(self.model, dtype, keep_on=torch.device("cpu")))
                 place_task(self.task, self.strategy)
                 self.compiler.compile(self.model)
-                self._casting.apply(self.model)
+                self._cast_model()
             else:
                 stack.enter_context(cast_weights(self.model, dtype))
             wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
@@ -2076,14 +2121,15 @@ class Trainer:
             self.task.eval()
             for metric in self.task.metrics("eval").values():
                 metric.reset()
-            before = self._past, self._input_dtype, self._autocast
+            computing = self._computing
+            before = self._past, computing.input_dtype, computing.autocast
             self._past = None
             if dtype is not None:
-                self._input_dtype, self._autocast = dtype, nullcontext
+                computing.input_dtype, computing.autocast = dtype, nullcontext
             try:
                 yield
             finally:
-                self._past, self._input_dtype, self._autocast = before
+                self._past, computing.input_dtype, computing.autocast = before
                 self.strategy.after_evaluation(wrapped)
                 self.task.model = wrapped
                 for module, was_training in modes:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import TaskError
 from hftrain.core.log import get_logger
 from hftrain.core.tree import batch_size_of
+from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import takes_item_count
 from hftrain.task.items import SAMPLES, SHIFTED, SUM, counted
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 from hftrain.task.noted import Note, NotedCount
 from hftrain.trainer.means import MeanSearch
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
 
@@ -27,44 +27,74 @@ Count = int | torch.Tensor
 _SEES_COUNT = ("get_batch_samples", "_get_num_items_in_batch", "training_step", "compute_loss")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossHooks:
+    """What of a Trainer has to do with the loss of a step.
+
+    Args:
+        compute_loss: The documented method.
+        compute_loss_func: What was given; None, a function, or a mark of another library's.
+        is_overridden: Tells whether the user's class has a hook of its own.
+        takes_count: Whether `compute_loss` takes `num_items_in_batch`.
+        accepts_count: The documented `model_accepts_loss_kwargs`.
+        says_divided: The documented `loss_is_scaled_for_ga`, None where it is not set.
+        is_compiled: Whether the step is compiled.
+        get_batch_samples: The documented method.
+    """
+
+    compute_loss: Callable[..., Any]
+    compute_loss_func: Any
+    is_overridden: Callable[[str], bool]
+    takes_count: bool
+    accepts_count: bool
+    says_divided: bool | None
+    is_compiled: bool
+    get_batch_samples: Callable[..., Any]
+
+
 class LossShares:
     """Count the items of a step, and multiply each micro-batch's loss by its share of them.
 
     Args:
-        trainer: Its task counts the items; its arguments and hooks say who divides.
+        args: The run's.
+        strategy: The processes.
+        task: Counts the items.
+        hooks: Say who divides.
+        search: Finds what a plain model's loss is a mean over.
 
     Attributes:
         has_weighed: Whether a loss came here; not if a step of the user's own does not call the documented one.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        args = trainer.args
-        self.trainer = trainer
-        self.plain = trainer.task if isinstance(trainer.task, ModelTask) else None
-        self.num_ranks = trainer.strategy.world_size if args.average_tokens_across_devices else 1
+    def __init__(
+        self, args: TrainingArguments, strategy: Strategy, task: TaskModule, hooks: LossHooks, search: MeanSearch
+    ) -> None:
+        self._strategy, self._task, self._hooks, self.search = strategy, task, hooks, search
+        self._accumulates = args.gradient_accumulation_steps > 1
+        # How many micro-batches make the present step.
+        self.num_micro_batches = args.gradient_accumulation_steps
+        self.plain = task if isinstance(task, ModelTask) else None
+        self.num_ranks = strategy.world_size if args.average_tokens_across_devices else 1
         self.is_on = args.gradient_accumulation_steps > 1 or self.num_ranks > 1
-        self.search = MeanSearch(trainer)
-        function = trainer.compute_loss_func if callable(trainer.compute_loss_func) else None
-        is_overridden = trainer._is_overridden("compute_loss")
+        function = hooks.compute_loss_func if callable(hooks.compute_loss_func) else None
+        is_overridden = hooks.is_overridden("compute_loss")
         # What an override of compute_loss returns is divided already if it says so, or leaves a mark in the place of
         # the function, as other libraries do.
-        says = getattr(trainer, "loss_is_scaled_for_ga", None)
-        is_marked = trainer.compute_loss_func is not None and function is None
+        says = hooks.says_divided
+        is_marked = hooks.compute_loss_func is not None and function is None
         self.is_divided = bool(is_marked if says is None else says) and is_overridden
         # Whoever computes the loss in the user's code is handed the count, and may or may not divide by it.
         self._is_users = is_overridden or function is not None
         # The documented method undoes the mean over ranks, and so do copies of it.
-        code = getattr(trainer.compute_loss, "__code__", None)
+        code = getattr(hooks.compute_loss, "__code__", None)
         self._scales = is_overridden and code is not None and "num_processes" in code.co_names
         divides = (
-            takes_item_count(function)
-            if function is not None
-            else trainer.model_accepts_loss_kwargs or args.label_smoothing_factor
+            takes_item_count(function) if function is not None else hooks.accepts_count or args.label_smoothing_factor
         )
-        self._may_divide = bool(divides and trainer._loss_takes_count and self.plain is not None)
-        self._watch = _CountWatch(trainer, self.plain, function, is_overridden=is_overridden)
+        self._may_divide = bool(divides and hooks.takes_count and self.plain is not None)
+        self._watch = _CountWatch(strategy, hooks, self.plain, function, is_overridden=is_overridden)
         self._watch.is_on &= not self.is_divided
-        self._is_read = function is not None or any(map(trainer._is_overridden, _SEES_COUNT))
+        self._is_read = function is not None or any(map(hooks.is_overridden, _SEES_COUNT))
         self._does_divide: bool | None = None
         self._note: Note | None = None
         self._window_samples = 1
@@ -73,11 +103,11 @@ class LossShares:
         self._total: Count | None = None
         self._wait: Callable[[], Any] | None = None
         if self.plain is not None:
-            self.plain.accepts_item_count = trainer.model_accepts_loss_kwargs
+            self.plain.accepts_item_count = hooks.accepts_count
             # Copies on several devices divide exactly by a count, but their means are weighed by samples; and a step
             # of the user's own may believe that the model has divided.
-            is_copied = getattr(trainer.strategy, "num_devices", 1) > 1
-            self.plain.keeps_count = is_copied or self.is_divided or trainer._is_overridden("training_step")
+            is_copied = getattr(strategy, "num_devices", 1) > 1
+            self.plain.keeps_count = is_copied or self.is_divided or hooks.is_overridden("training_step")
 
     # -- counting --------------------------------------------------------------------------------------------------
 
@@ -86,7 +116,7 @@ class LossShares:
     ) -> tuple[list[Any], Count | None]:
         """Take a step's micro-batches, and note how many samples they hold for losses that nothing else weighs."""
         self._total, self._counted = None, {}
-        taken = self.trainer._slot_get_batch_samples(epoch_iterator, num_batches, device)
+        taken = self._hooks.get_batch_samples(epoch_iterator, num_batches, device)
         if not isinstance(taken, (tuple, list)) or len(taken) != 2 or not isinstance(taken[0], (list, tuple)):
             raise TaskError(
                 "get_batch_samples was called.",
@@ -94,7 +124,7 @@ class LossShares:
                 "Return (batches, num_items_in_batch); the count may be None, and no batches end the epoch.",
             )
         batches, num_items = taken
-        self.trainer.current_gradient_accumulation_steps = len(batches)
+        self.num_micro_batches = len(batches)
         if self.is_on and num_items is None:
             self._window_samples = sum(map(self._samples_of, batches))
         return batches, num_items
@@ -146,9 +176,9 @@ class LossShares:
         return (batch_size_of(batch) or 1) if self.plain is None else self.plain.num_samples(batch)
 
     def _items_of(self, batch: Any) -> Count:
-        task = self.trainer.task
+        task = self._task
         is_countable = self.plain is not None or type(task).count_items is not TaskModule.count_items
-        if is_countable or self.trainer.args.gradient_accumulation_steps > 1 or batch_size_of(batch) is not None:
+        if is_countable or self._accumulates or batch_size_of(batch) is not None:
             return task.count_items(batch)
         # As DDP weighs it.
         return 1
@@ -158,7 +188,7 @@ class LossShares:
         if self.num_ranks == 1:
             return total, lambda: None
         # Moved to the device there, without waiting for it.
-        return self.trainer.strategy.reduce_later(torch.as_tensor(total))
+        return self._strategy.reduce_later(torch.as_tensor(total))
 
     # -- weighing --------------------------------------------------------------------------------------------------
 
@@ -172,9 +202,9 @@ class LossShares:
     def noted(self, num_items: Count | None) -> Count | None:
         """Return the count to hand to `compute_loss`: for the user's code, the first notes what becomes of it."""
         is_new = self._does_divide is None and self._is_users and num_items is not None
-        if not is_new or not self.trainer._loss_takes_count:
+        if not is_new or not self._hooks.takes_count:
             return num_items
-        if self.trainer._is_overridden("compute_loss") and self.trainer.compiler.config is not None:
+        if self._hooks.is_overridden("compute_loss") and self._hooks.is_compiled:
             # What is compiled cannot take notes.
             self._does_divide = self._may_divide
             return num_items
@@ -214,12 +244,12 @@ class LossShares:
         """Tell whether a loss that is said to be divided comes from the model, which knows nothing of the ranks."""
         if self._does_divide is None and self._note is not None:
             self._does_divide = bool(self._note.divides) and not self._scales
-            if self._note.divides is False and self.trainer.args.gradient_accumulation_steps > 1:
+            if self._note.divides is False and self._accumulates:
                 logger.warning(
                     "loss_is_scaled_for_ga=True was set, and compute_loss takes the loss of %s from super(), which "
                     "does not divide it by num_items_in_batch: it is the mean of one micro-batch. Divide it by the "
                     "number of micro-batches, or leave loss_is_scaled_for_ga out, and it is weighed for you.",
-                    type(self.trainer.model).__name__,
+                    type(self._strategy.unwrap(self._task.model)).__name__,
                 )
             self._note = None
         return bool(self._does_divide)
@@ -229,15 +259,15 @@ class LossShares:
         if not self._is_users:
             return self.plain is not None and bool(self.plain.label_smoothing or self.plain.gives_count)
         if self._does_divide is None:
-            note, trainer = self._note or Note(), self.trainer
+            note = self._note or Note()
             divides = note.is_read if note.divides is None else note.divides
-            self._does_divide = not trainer.strategy.all_true(not divides)
+            self._does_divide = not self._strategy.all_true(not divides)
             self._note = None
             if note.divides is None and not self._does_divide and self._watch.is_on:
                 self._watch.see([batch for batch, _ in self._counted.values()])
             else:
                 self._watch.is_on = False
-            function = trainer.compute_loss_func
+            function = self._hooks.compute_loss_func
             if callable(function) and takes_item_count(function) and not self._does_divide:
                 logger.warning(
                     "compute_loss_func takes num_items_in_batch and does not use it: its loss is treated as the mean "
@@ -274,7 +304,8 @@ class _CountWatch:
     """Say once what a loss of the user's own is weighed by, where its samples hold unequal numbers of labels.
 
     Args:
-        trainer: Its override of `compute_loss` is read for whether it hands the batch on, or takes the model's loss.
+        strategy: The processes.
+        hooks: The override of `compute_loss` is read for whether it hands the batch on, or takes the model's loss.
         task: None where no plain model is trained.
         function: The user's `compute_loss_func`.
         is_overridden: Whether `compute_loss` is.
@@ -284,10 +315,16 @@ class _CountWatch:
     """
 
     def __init__(
-        self, trainer: Trainer, task: ModelTask | None, function: Callable[..., Any] | None, *, is_overridden: bool
+        self,
+        strategy: Strategy,
+        hooks: LossHooks,
+        task: ModelTask | None,
+        function: Callable[..., Any] | None,
+        *,
+        is_overridden: bool,
     ) -> None:
-        self._trainer, self._task = trainer, task
-        code = getattr(trainer.compute_loss, "__code__", None)
+        self._strategy, self._task, self._has_function = strategy, task, function is not None
+        code = getattr(hooks.compute_loss, "__code__", None)
         names: set[str] = set() if code is None or not is_overridden else {*code.co_names, *map(str, code.co_consts)}
         # One that takes the count without using it is told so.
         is_own = is_overridden or (function is not None and not takes_item_count(function))
@@ -312,11 +349,11 @@ class _CountWatch:
                 self._counts.update(marks.reshape(len(marks), -1).sum(1).tolist())
         if len(self._counts) > 1:
             self.is_on = False
-            if self._trainer.strategy.is_main:
+            if self._strategy.is_main:
                 logger.warning(
                     "The loss of %s does not use num_items_in_batch, and the samples hold unequal numbers of labels: "
                     "it is taken for a mean over them, and weighed by their number. If it is a mean over samples, pass "
                     'count_items="samples" to the Trainer; count_items="%s" says that this is meant.',
-                    "compute_loss_func" if callable(self._trainer.compute_loss_func) else "compute_loss",
+                    "compute_loss_func" if self._has_function else "compute_loss",
                     task.kind,
                 )
