@@ -272,6 +272,35 @@ def test_early_stop_refuses_metrics_of_each_batch(tmp_path: Path) -> None:
         trainer.evaluate()
 
 
+def test_what_an_evaluation_loop_does_not_support_is_refused_before_the_training(tmp_path: Path) -> None:
+    loop = type("Narrow", (EvaluateLoop,), {"unsupported": {"batch_eval_metrics": "why"}})
+    trainer = make_trainer(
+        tmp_path,
+        loop,
+        compute_metrics=lambda prediction, compute_result: {},
+        batch_eval_metrics=True,
+        eval_strategy="epoch",
+    )
+    with pytest.raises(ConfigError, match=r"batch_eval_metrics=True with the loop Narrow: why\. Set"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+class Unsavable(FitLoop):
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": object()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def test_state_that_no_checkpoint_can_hold_is_refused_with_the_loops_name(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, Unsavable, save_strategy="steps", save_steps=2)
+    with pytest.raises(ConfigError, match="The state of Unsavable should be saved in each checkpoint"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
 class FirstTwo(PredictLoop):
     def attach(self, parts: Any) -> None:
         super().attach(parts)

@@ -299,7 +299,9 @@ def watch_states(
 
 
 def _check_states(trainer: Trainer, optimizer: torch.optim.Optimizer, *, own: Callable[[], Any]) -> None:
-    states: dict[str, Callable[[], Any]] = {"The state of the training data": own}
+    loops = [loop for stage, loop in trainer._loops.items() if stage != "fit" or loop.is_attached]
+    states: dict[str, Callable[[], Any]] = {f"The state of {type(loop).__name__}": loop.state_dict for loop in loops}
+    states["The state of the training data"] = own
     if not _overrides(trainer, "_save_optimizer_and_scheduler"):
         # Where processes hold parts, their state is put together for a save.
         whole = optimizer.state_dict if not trainer.strategy.shards_model else partial(group_settings, optimizer)

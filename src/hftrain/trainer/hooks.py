@@ -13,7 +13,7 @@ from hftrain.core.uncalled import check_uncalled, is_meant, word_uncalled
 _STATEFUL = "Keep your own state in a callback that exports it (ExportableState), or override _save_checkpoint."
 _LOOP = (
     "There is one loop; override training_step, compute_loss, get_batch_samples or _maybe_log_save_evaluate, or pass a "
-    "callback."
+    "callback or a loop of your own (loop=)."
 )
 _SEARCH = "Override train(), which gets the trial, or _report_to_hp_search."
 

@@ -1732,6 +1732,14 @@ class Trainer:
             dataset = None if self._is_overridden("get_train_dataloader") else self.train_dataset
             parts = self.args, self.strategy, self.precision, self.save_policy
             check_features(self._loops["fit"], used_in_training(*parts, dataset=dataset, resume=resume))
+        if "evaluate" in self._loops and self.args.eval_strategy != "no":
+            is_mapping = isinstance(self.eval_dataset, Mapping)
+            for dataset in self.eval_dataset.values() if is_mapping else [self.eval_dataset]:
+                is_per_batch = self.args.batch_eval_metrics and self.compute_metrics is not None
+                used = used_in_evaluation(
+                    self.args, self.strategy, dataset=dataset, takes_turns=False, is_per_batch=is_per_batch
+                )
+                check_features(self._loops["evaluate"], used)
 
     def _check_optimizer(self) -> None:
         """Refuse, before anything is launched, an optimizer that cannot be made."""
