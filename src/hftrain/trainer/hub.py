@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from hftrain.adapter.hub import hub_config, told_hyperparameters
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.hub.card import CardFacts, write_card
 from hftrain.hub.files import CARD, LAST_CHECKPOINT, model_files, output_files
 from hftrain.hub.uploads import Push, Uploads, reason, require_hub
 from hftrain.storage.files import check_writable
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
+from hftrain.strategies.base import Strategy
+from hftrain.trainer.output import Output
 
 logger = get_logger(__name__)
 
@@ -25,11 +27,28 @@ class TrainerHub:
     """Push what a Trainer saves; only the world's main process talks to the Hub.
 
     Args:
-        trainer: Whose arguments, model and state are read.
+        args: The settings of the Hub, and those that the card tells.
+        output: The folder that is pushed.
+        strategy: The processes.
+        read_model: Returns the model as it is now, unwrapped.
+        fire: Calls the callbacks of an event.
+        create_model_card, save_model: The documented hooks.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(
+        self,
+        args: TrainingArguments,
+        output: Output,
+        strategy: Strategy,
+        *,
+        read_model: Callable[[], nn.Module],
+        fire: Callable[[str], object],
+        create_model_card: Callable[..., None],
+        save_model: Callable[[], None],
+    ) -> None:
+        self.args, self.output, self.strategy = args, output, strategy
+        self._read_model, self._fire = read_model, fire
+        self._create_model_card, self._save_model = create_model_card, save_model
         self.uploads: Uploads | None = None
         self._licenses: dict[str, str | None] = {}
 
@@ -43,11 +62,6 @@ class TrainerHub:
         """The future of the newest push in the background."""
         return None if self.uploads is None else self.uploads.newest
 
-    def start(self) -> None:
-        """Open the repository if `push_to_hub` is set, before anything is launched."""
-        if self.trainer.args.push_to_hub and not self.trainer.fast_dev_run:
-            self.trainer.init_hf_repo()
-
     def open(self, *, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, or find it.
 
@@ -56,9 +70,9 @@ class TrainerHub:
             MissingDependencyError: huggingface_hub is not installed.
         """
         require_hub("push_to_hub")
-        if not self.trainer.is_world_process_zero():
+        if not self.strategy.is_main:
             return
-        check_writable(self.trainer.output_dir)
+        check_writable(self.output.folder)
         uploads = self._made(private=private)
         try:
             uploads.open_repo(token=token)
@@ -71,27 +85,28 @@ class TrainerHub:
                 reason(error),
             )
 
-    def after_save(self, checkpoint: Path) -> None:
+    def after_save(self, checkpoint: Path, *, step: int) -> None:
         """Push a committed checkpoint in the background as the strategy asks; a failure is warned of, never raised.
 
         Args:
             checkpoint: Its folder, which may be deleted after the call.
+            step: Optimizer updates done.
         """
-        if not self.trainer.is_world_process_zero():
+        if not self.strategy.is_main:
             return
         try:
-            self._push_checkpoint(checkpoint)
+            self._push_checkpoint(checkpoint, step=step)
         except Exception as error:
-            self._warn(f"step {self.trainer.state.global_step}", error)
+            self._warn(f"step {step}", error)
 
     def after_save_model(self, *, message: str, folder: Path | None = None) -> None:
         """Push the model, which was just saved to `folder`, and wait; a failed push is warned of, never raised.
 
         Collective: it is saved to the output folder first, unless that is where it is.
         """
-        if folder is None or folder.resolve() != self.trainer.output_dir.resolve():
-            self.trainer.save_model(_internal_call=True)
-        if not self.trainer.is_world_process_zero():
+        if folder is None or folder.resolve() != self.output.folder.resolve():
+            self._save_model()
+        if not self.strategy.is_main:
             return
         try:
             self._push_output(message=message, blocking=True)
@@ -121,26 +136,32 @@ class TrainerHub:
     ) -> Any:
         """Save the model to the output folder and push that; collective. See `Trainer.push_to_hub`."""
         require_hub("push_to_hub()")
-        if self.trainer._session is not None:
-            self.trainer._session.checkpoints.settle()
-        self.trainer.save_model(_internal_call=True)
-        if not self.trainer.is_world_process_zero():
+        self._save_model()
+        if not self.strategy.is_main:
             return None
         self._made(private=private)
         return self._push_output(message=message, blocking=blocking, token=token, revision=revision, card=card)
 
-    def write_card(self, **given: Any) -> None:
-        """Write `README.md` into the output folder; see `Trainer.create_model_card`."""
+    def write_card(
+        self, *, log_history: Sequence[Mapping[str, Any]], hyperparameters: Mapping[str, Any], **given: Any
+    ) -> None:
+        """Write `README.md` into the output folder; see `Trainer.create_model_card`.
+
+        Args:
+            log_history: The run's.
+            hyperparameters: What to tell besides the arguments.
+            **given: As `create_model_card` takes them.
+        """
         require_hub("create_model_card()")
-        trainer = self.trainer
-        if not trainer.is_world_process_zero():
+        if not self.strategy.is_main:
             return
-        trainer.output_dir.mkdir(parents=True, exist_ok=True)
-        config = getattr(trainer.model, "config", None)
+        folder, model = self.output.folder, self._read_model()
+        folder.mkdir(parents=True, exist_ok=True)
+        config = getattr(model, "config", None)
         base = given["finetuned_from"] or _hub_name(getattr(config, "_name_or_path", None))
         facts = CardFacts(
             model_name=given["model_name"] or self._model_name(),
-            library_name="transformers" if _is_transformers(trainer.model) else "hftrain",
+            library_name="transformers" if _is_transformers(model) else "hftrain",
             language=given["language"],
             license=given["license"] or self._license_of(base),
             tags=_as_list(given["tags"]),
@@ -149,23 +170,23 @@ class TrainerHub:
             dataset_tags=_as_list(given["dataset_tags"]),
             datasets=_as_list(given["dataset"]),
             dataset_args=_as_list(given["dataset_args"]),
-            hyperparameters=self._hyperparameters(),
-            log_history=trainer.state.log_history,
+            hyperparameters={**told_hyperparameters(self.args), **hyperparameters},
+            log_history=log_history,
         )
-        write_card(trainer.output_dir / CARD, facts)
-        renew = getattr(trainer.model, "create_or_update_model_card", None)
+        write_card(folder / CARD, facts)
+        renew = getattr(model, "create_or_update_model_card", None)
         if renew is not None:
-            renew(str(trainer.output_dir))  # PEFT adds what it knows of its adapters
+            renew(str(folder))  # PEFT adds what it knows of its adapters
 
     def _made(self, *, private: bool | None = None) -> Uploads:
         if self.uploads is None:
-            self.uploads = Uploads(hub_config(self.trainer.args, output_dir=self.trainer.output_dir))
+            self.uploads = Uploads(hub_config(self.args, output_dir=self.output.folder))
         if private is not None:
             self.uploads.config = replace(self.uploads.config, private=private)
         return self.uploads
 
-    def _push_checkpoint(self, checkpoint: Path) -> None:
-        trainer, uploads = self.trainer, self._made()
+    def _push_checkpoint(self, checkpoint: Path, *, step: int) -> None:
+        uploads = self._made()
         strategy = uploads.config.strategy
         if strategy == "end":
             return
@@ -174,12 +195,11 @@ class TrainerHub:
             uploads.remember(checkpoint.name if keeps_all else LAST_CHECKPOINT, checkpoint)
         # A skipped checkpoint may be rotated away before the next push, so where all are wanted none is skipped.
         if uploads.is_busy and not (uploads.config.always_push or keeps_all):
-            logger.info("Skipped the push of step %d: the previous one has not ended.", trainer.state.global_step)
+            logger.info("Skipped the push of step %d: the previous one has not ended.", step)
             return
-        trainer.callback_handler.fire("on_push_begin")
-        trainer.create_model_card(model_name=self._model_name(), tags=self._model_tags())
-        files = {**model_files(checkpoint), CARD: trainer.output_dir / CARD}
-        message = f"Training in progress, step {trainer.state.global_step}"
+        self._write_card_of_push({})
+        files = {**model_files(checkpoint), CARD: self.output.folder / CARD}
+        message = f"Training in progress, step {step}"
         uploads.submit(Push(message=message, files=files, revision=uploads.config.revision, shows_progress=False))
 
     def _push_output(
@@ -191,19 +211,20 @@ class TrainerHub:
         revision: str | None = None,
         card: Mapping[str, Any] | None = None,
     ) -> Any:
-        trainer, uploads = self.trainer, self._made()
-        trainer.callback_handler.fire("on_push_begin")
-        card = dict(card or {})
-        tags = [*self._model_tags(), *_as_list(card.pop("tags", None))]
-        card.setdefault("model_name", self._model_name())
-        trainer.create_model_card(tags=list(dict.fromkeys(tags)), **card)
+        uploads = self._made()
+        self._write_card_of_push(card or {})
         push = Push(
             message=message,
-            files=output_files(trainer.output_dir),
+            files=output_files(self.output.folder),
             revision=revision or uploads.config.revision,
             token=token,
         )
         return uploads.upload(push) if blocking else uploads.submit(push)
+
+    def _write_card_of_push(self, card: Mapping[str, Any]) -> None:
+        self._fire("on_push_begin")
+        tags = [*_as_list(getattr(self._read_model(), "model_tags", None)), *_as_list(card.get("tags"))]
+        self._create_model_card(**{"model_name": self._model_name(), **card, "tags": list(dict.fromkeys(tags))})
 
     def _warn(self, what: str, error: Exception) -> None:
         uploads = self.uploads
@@ -213,24 +234,12 @@ class TrainerHub:
             what,
             where,
             reason(error),
-            self.trainer.output_dir,
+            self.output.folder,
         )
 
     def _model_name(self) -> str:
-        config = hub_config(self.trainer.args, output_dir=self.trainer.output_dir)
+        config = hub_config(self.args, output_dir=self.output.folder)
         return config.model_id.split("/")[-1]
-
-    def _model_tags(self) -> list[str]:
-        return _as_list(getattr(self.trainer.model, "model_tags", None))
-
-    def _hyperparameters(self) -> dict[str, Any]:
-        trainer = self.trainer
-        return {
-            **told_hyperparameters(trainer.args),
-            "total_train_batch_size": trainer.get_total_train_batch_size(trainer.args),
-            "num_processes": trainer.strategy.world_size,
-            "precision": trainer.precision.policy.name,
-        }
 
     def _license_of(self, base: str | None) -> str | None:
         """Return what the base model's page on the Hub says of its license; None if it says nothing now."""

@@ -409,7 +409,8 @@ class Trainer:
         check_hooks(self, Trainer, given=given)
 
     def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
-        self._hub.start()
+        if self.args.push_to_hub and not self.fast_dev_run:
+            self.init_hf_repo()
         disables = self.args.disable_tqdm
         disables = get_verbosity() > 30 if disables is None else disables
         self.control = TrainerControl()
@@ -445,7 +446,15 @@ class Trainer:
     def _start_idle(self) -> None:
         """Set what only a running verb changes."""
         self._output = Output(lambda: self.args.output_dir, self.strategy)
-        self._hub = TrainerHub(self)
+        self._hub = TrainerHub(
+            self.args,
+            self._output,
+            self.strategy,
+            read_model=lambda: self.model,
+            fire=lambda event: self.callback_handler.fire(event),
+            create_model_card=lambda **card: self.create_model_card(**card),
+            save_model=lambda: self.save_model(_internal_call=True),
+        )
         self.is_in_train = False
         # The backend of a search, while one goes on.
         self.hp_search_backend: HPSearchBackend | None = None
@@ -1103,6 +1112,12 @@ class Trainer:
         Source: the documented `Trainer.create_model_card`.
         """
         self._hub.write_card(
+            log_history=self.state.log_history,
+            hyperparameters={
+                "total_train_batch_size": self.get_total_train_batch_size(self.args),
+                "num_processes": self.strategy.world_size,
+                "precision": self.precision.policy.name,
+            },
             language=language,
             license=license,
             tags=tags,
@@ -1147,6 +1162,8 @@ class Trainer:
 
         Source: the documented `Trainer.push_to_hub`.
         """
+        if self._session is not None:
+            self._session.checkpoints.settle()
         return self._hub.push(
             message=commit_message, blocking=blocking, token=token, revision=revision, private=private, **kwargs
         )
@@ -1184,7 +1201,7 @@ class Trainer:
 
         An override may add files to the folder `output_dir` and call this one.
         """
-        self._hub.after_save(Path(checkpoint_folder))
+        self._hub.after_save(Path(checkpoint_folder), step=self.state.global_step)
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
         """Delete the oldest checkpoints beyond `save_total_limit`, in the order of their commits; after each save."""
