@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from hftrain.callbacks import TrainerCallback
 from hftrain.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
+from hftrain.precision.base import Precision
+from hftrain.strategies.base import Strategy
 
 # The optimizer makes its state in the first step, DDP its buckets anew in the second: the third is like all others.
 _NUM_STEPS = 3
@@ -55,13 +55,24 @@ class MemoryEstimate:
         return "\n".join(f"{name:<16}{count / 2**20:>12,.1f} MiB" for name, count in lines)
 
 
-def estimate_memory(trainer: Trainer) -> MemoryEstimate:
+def estimate_memory(
+    strategy: Strategy,
+    precision: Precision,
+    *,
+    rehearse: Callable[[int, TrainerCallback], None],
+    read_wrapped: Callable[[], nn.Module],
+) -> MemoryEstimate:
     """Rehearse a training, and return the most memory that a step of it holds; collective.
+
+    Args:
+        strategy: Whose device is looked at.
+        precision: Tells which steps were skipped.
+        rehearse: Rehearses so many steps with one more callback.
+        read_wrapped: Returns the model of the training, as wrapped.
 
     Raises:
         ConfigError: The strategy computes where torch does not see the memory, or every step was skipped.
     """
-    strategy = trainer.strategy
     kind = strategy.device_type
     if strategy.name.startswith("deepspeed") or not (
         kind == "cpu" or hasattr(_memory_of(kind), "max_memory_allocated")
@@ -72,17 +83,11 @@ def estimate_memory(trainer: Trainer) -> MemoryEstimate:
             "Use the engine's own estimate, such as DeepSpeed's estimate_zero3_model_states_mem_needs_all_live.",
         )
     found: list[MemoryEstimate] = []
-    watch, asked = _StepWatch(trainer, found), trainer.fast_dev_run
-    trainer.add_callback(watch)
-    trainer.fast_dev_run = _MOST_STEPS if trainer.precision.policy.loss_scaling else _NUM_STEPS
-    try:
-        type(trainer).train(trainer)
-    finally:
-        trainer.fast_dev_run = asked
-        trainer.remove_callback(watch)
+    watch = _StepWatch(kind, precision, read_wrapped, found)
+    rehearse(_MOST_STEPS if precision.policy.loss_scaling else _NUM_STEPS, watch)
     if not found:
         raise ConfigError(
-            f"estimate_memory() was called with precision={trainer.precision.policy.name!r}.",
+            f"estimate_memory() was called with precision={precision.policy.name!r}.",
             "The gradients of every step it took overflowed, so the optimizer never made its state.",
             "See that the loss is finite, or ask with precision='bf16', which takes as much.",
         )
@@ -93,23 +98,30 @@ class _StepWatch(TrainerCallback):
     """Count what is alive in the course of each step, with what was there before it.
 
     Args:
-        trainer: Whose steps.
+        device_type: What kind of device holds it.
+        precision: Counts the steps that it skips.
+        read_wrapped: Returns the model of the training, as wrapped.
         found: Takes an estimate for each step; a rehearsal forgets what callbacks note in themselves.
     """
 
-    def __init__(self, trainer: Trainer, found: list[MemoryEstimate]) -> None:
-        self.trainer = trainer
-        self.found = found
+    def __init__(
+        self,
+        device_type: str,
+        precision: Precision,
+        read_wrapped: Callable[[], nn.Module],
+        found: list[MemoryEstimate],
+    ) -> None:
+        self.device_type, self.precision, self.read_wrapped, self.found = device_type, precision, read_wrapped, found
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         self._held = _size([*model.parameters(), *model.buffers(), *_states(optimizer)])
-        self._meter = _meter(self.trainer.strategy.device_type)
+        self._meter = _meter(self.device_type)
         next(self._meter)
         self._skipped = self._num_skipped()
 
     def _num_skipped(self) -> float:
-        return self.trainer.precision.logs().get("skipped_steps", 0)
+        return self.precision.logs().get("skipped_steps", 0)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._gradients = _size(p.grad for p in kwargs["model"].parameters() if p.grad is not None)
@@ -121,7 +133,7 @@ class _StepWatch(TrainerCallback):
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         parameters, kept = _size([*model.parameters(), *model.buffers()]), _size(_states(optimizer))
         # DDP made the buckets that it exchanges gradients in when it wrapped the model.
-        buckets = self._gradients if isinstance(self.trainer.model_wrapped, DistributedDataParallel) else 0
+        buckets = self._gradients if isinstance(self.read_wrapped(), DistributedDataParallel) else 0
         peak += buckets
         estimate = MemoryEstimate(
             parameters_bytes=parameters,

@@ -24,9 +24,12 @@ from hftrain.core.tree import batch_size_of, is_samples, map_tensors
 from hftrain.core.types import Owns
 
 if TYPE_CHECKING:
+    from hftrain.arguments.training import TrainingArguments
+    from hftrain.core.state import TrainerState
     from hftrain.loops.window import LogWindow
     from hftrain.strategies.base import Strategy
-    from hftrain.trainer.trainer import Trainer
+    from hftrain.task.module import TaskModule
+    from hftrain.trainer.weighing import LossShares
 
 T = TypeVar("T")
 
@@ -35,7 +38,7 @@ logger = get_logger(__name__)
 SMALLER_BATCH = "smaller_batch"
 
 
-def check_fitting(args: Any, strategy: Strategy) -> None:
+def check_fitting(args: TrainingArguments, strategy: Strategy) -> None:
     """Raise where a strategy's engine has fixed the micro-batch before the run."""
     if args.auto_find_batch_size and Owns.ACCUMULATION in strategy.owns:
         raise ConfigError(
@@ -54,26 +57,45 @@ class MicroBatches:
     know.
 
     Args:
-        trainer: Whose step is run; `trainer.state.train_batch_size` is set to what was found, and so recorded in
-            checkpoints.
+        training_step: Runs forward and backward on a part of a batch and returns its loss, weighed by `shares`.
+        shares: Takes a step's batches and weighs their losses.
+        owner: The name of the class that the step is a method of.
+        strategy: The processes.
+        task: Its buffers and metrics are put back after a rehearsal.
+        model: Unwrapped; holds the gradients.
+        state: `train_batch_size` is set to what was found, and so recorded in checkpoints.
         logs: What the steps have reported; a rehearsal is taken out again.
+        batch_size: Where to begin with batches that do not tell their size.
         found: What an earlier run has found; None searches.
     """
 
-    def __init__(self, trainer: Trainer, *, logs: LogWindow, found: int | None) -> None:
-        self.trainer = trainer
-        self.logs = logs
-        self.size = found
+    def __init__(
+        self,
+        training_step: Callable[[nn.Module, Any, Any], torch.Tensor],
+        *,
+        shares: LossShares,
+        owner: str,
+        strategy: Strategy,
+        task: TaskModule,
+        model: nn.Module,
+        state: TrainerState,
+        logs: LogWindow,
+        batch_size: int,
+        found: int | None,
+    ) -> None:
+        self.training_step, self.shares, self.owner, self.strategy = training_step, shares, owner, strategy
+        self.task, self.model, self.state, self.logs = task, model, state, logs
+        self.batch_size, self.size = batch_size, found
         self._done: list[Any] = []
         if found is not None:
-            trainer.state.train_batch_size = found
+            state.train_batch_size = found
         # From the first step on, so that every micro-batch can be weighed by its share of the items.
-        trainer._shares.is_on = True
+        shares.is_on = True
 
     def take(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Take a step's batches; see `LossShares.take`."""
         self._done = []
-        return self.trainer._shares.take(epoch_iterator, num_batches, device)
+        return self.shares.take(epoch_iterator, num_batches, device)
 
     def step(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
         """Run forward and backward on a batch, in parts; returns the detached loss, its share of the step."""
@@ -82,8 +104,8 @@ class MicroBatches:
         loss, is_first = None, True
         while loss is None:
             if not is_first:
-                self._shrink(batch, f"step {self.trainer.state.global_step}")
-                self.trainer.model.zero_grad()
+                self._shrink(batch, f"step {self.state.global_step}")
+                self.model.zero_grad()
                 # What this step had accumulated is gone with the gradients.
                 for earlier in self._done:
                     self._run(model, earlier, num_items)
@@ -92,27 +114,27 @@ class MicroBatches:
         return loss
 
     def _find(self, model: nn.Module, batch: Any, num_items: Any) -> None:
-        trainer, strategy = self.trainer, self.trainer.strategy
-        self.size = batch_size_of(batch) or trainer.args.train_batch_size
-        logs, buffers = self.logs.state_dict(), [(b, b.clone()) for b in trainer.task.buffers()]
+        strategy = self.strategy
+        self.size = batch_size_of(batch) or self.batch_size
+        logs, buffers = self.logs.state_dict(), [(b, b.clone()) for b in self.task.buffers()]
 
         def rehearse() -> torch.Tensor:
-            _reserve = [torch.empty_like(p) for p in trainer.model.parameters() if p.requires_grad for _ in range(2)]
+            _reserve = [torch.empty_like(p) for p in self.model.parameters() if p.requires_grad for _ in range(2)]
             with preserved_rng(), strategy.no_sync(model):
                 return self._run(model, batch, num_items)
 
         while True:
             fits = strategy.all_true(self._try(rehearse, is_final=False) is not None)
-            trainer.model.zero_grad()
+            self.model.zero_grad()
             self.logs.load_state_dict(logs, device=strategy.device)
-            for metric in trainer.task.metrics("train").values():
+            for metric in self.task.metrics("train").values():
                 metric.reset()
             for buffer, value in buffers:
                 buffer.copy_(value)
             if fits:
                 break
             self._shrink(batch, "the rehearsal of the first step")
-        trainer.state.train_batch_size = self.size
+        self.state.train_batch_size = self.size
 
     def _shrink(self, batch: Any, when: str) -> None:
         assert self.size is not None
@@ -123,23 +145,23 @@ class MicroBatches:
                 "Use a smaller model, shorter samples, gradient_checkpointing=True or a precision of 16 bits.",
             )
         before, self.size = self.size, math.ceil(self.size / 2)
-        self.trainer.state.train_batch_size = self.size
+        self.state.train_batch_size = self.size
         logger.warning("Out of memory in %s: micro-batches of %d samples are cut to %d.", when, before, self.size)
 
     def _run(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
         assert self.size is not None
-        step, parts = self.trainer._slot_training_step, split_batch(batch, self.size)
-        self.trainer._shares.has_weighed = len(parts) == 1
+        step, parts = self.training_step, split_batch(batch, self.size)
+        self.shares.has_weighed = len(parts) == 1
         losses = []
         for part in parts[:-1]:
-            with self.trainer.strategy.no_sync(model):
+            with self.strategy.no_sync(model):
                 losses.append(step(model, part, num_items))
         losses.append(step(model, parts[-1], num_items))
-        if not self.trainer._shares.is_weighed(num_items):
+        if not self.shares.is_weighed(num_items):
             raise ConfigError(
                 "auto_find_batch_size=True was asked for, and memory ran out.",
                 "The batch is cut into parts, whose losses Trainer.training_step weighs; the training_step of "
-                f"{type(self.trainer).__name__} does not call it, so the gradients would be added up unweighed.",
+                f"{self.owner} does not call it, so the gradients would be added up unweighed.",
                 "Call super().training_step, or set auto_find_batch_size='smaller_batch'.",
             )
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
@@ -151,7 +173,7 @@ class MicroBatches:
         try:
             return run()
         except RuntimeError as error:
-            if not should_reduce_batch_size(error) or (is_final and self.trainer.strategy.world_size > 1):
+            if not should_reduce_batch_size(error) or (is_final and self.strategy.world_size > 1):
                 raise
         clear_device_cache(garbage_collection=True)
         return None
@@ -202,26 +224,24 @@ def _is_per_sample(value: Any, total: int) -> bool:
     return not any(tensor.dim() and len(tensor) == total for tensor in found)
 
 
-def found_size(args: Any, resume: Path | None) -> int | None:
+def found_size(args: TrainingArguments, resume: Path | None) -> int | None:
     """Return the size of a micro-batch that the run to resume has found, None where there is none."""
     if resume is None or not args.auto_find_batch_size:
         return None
     return load_trainer_state(resume).train_batch_size
 
 
-def with_smaller_batches(trainer: Trainer, resume: Path | None, run: Callable[[], T]) -> T:
-    """Run a training, anew with half the batch size each time memory runs out; the arguments are left as they were.
+def with_smaller_batches(args: TrainingArguments, strategy: Strategy, resume: Path | None, run: Callable[[], T]) -> T:
+    """Run a training, again with half the batch size each time memory runs out; the arguments are left as they were.
 
     Raises:
         RuntimeError: Not even one sample per batch fits.
     """
     from accelerate.utils.memory import find_executable_batch_size
 
-    args, parts = trainer.args, (trainer.optimizer, trainer.lr_scheduler)
     given = args.per_device_train_batch_size
-    size = trainer.strategy.broadcast_object(found_size(args, resume)) or args.train_batch_size
-    num_replicas = max(args.train_batch_size // given, 1)
-    size = size // num_replicas
+    size = strategy.broadcast_object(found_size(args, resume)) or args.train_batch_size
+    size //= max(args.train_batch_size // given, 1)
 
     def halve() -> int:
         nonlocal size
@@ -231,7 +251,6 @@ def with_smaller_batches(trainer: Trainer, resume: Path | None, run: Callable[[]
 
     def attempt(batch_size: int) -> T:
         args.per_device_train_batch_size = batch_size
-        trainer.optimizer, trainer.lr_scheduler = parts
         return run()
 
     try:

@@ -32,7 +32,18 @@ def fit_parts(session: TrainSession, config: FitConfig, stepper: Stepper) -> Fit
     trainer, strategy = session.trainer, session.trainer.strategy
     take, step = trainer._shares.take, trainer._slot_training_step
     if trainer.args.auto_find_batch_size is True:
-        fitting = MicroBatches(trainer, logs=session.logs, found=found_size(trainer.args, session.resume))
+        fitting = MicroBatches(
+            step,
+            shares=trainer._shares,
+            owner=type(trainer).__name__,
+            strategy=strategy,
+            task=trainer.task,
+            model=trainer.model,
+            state=trainer.state,
+            logs=session.logs,
+            batch_size=trainer.args.train_batch_size,
+            found=found_size(trainer.args, session.resume),
+        )
         take, step = fitting.take, fitting.step
 
     def make_feed(dataset: Any) -> Feed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import os
 import shutil
@@ -22,15 +21,15 @@ from hftrain.callbacks import TrainerCallback
 from hftrain.callbacks.trackers import TrackerCallback
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.preserve import preserved
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import TrainOutput
 
 if TYPE_CHECKING:
+    from hftrain.arguments.training import TrainingArguments
     from hftrain.trainer.trainer import Trainer
 
 Run = Callable[[Path | None], TrainOutput]
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def number_of_batches(fast_dev_run: bool | int | None) -> int:
@@ -55,9 +54,9 @@ def without_trackers(callbacks: Sequence[Any]) -> list[Any]:
     return [callback for callback, kind in zip(callbacks, kinds, strict=True) if not issubclass(kind, TrackerCallback)]
 
 
-def cut_short(trainer: Trainer, loader: Any) -> Any:
-    """Return a loader for an evaluation: as it is, or in a rehearsal its first batches."""
-    return _FirstBatches(loader, trainer.fast_dev_run) if trainer.fast_dev_run else loader
+def cut_short(loader: Any, num_batches: int) -> Any:
+    """Return a loader for an evaluation: its first batches, or as it is if `num_batches` is 0."""
+    return _FirstBatches(loader, num_batches) if num_batches else loader
 
 
 def existing_part(folder: Path) -> Path:
@@ -65,12 +64,22 @@ def existing_part(folder: Path) -> Path:
     return next(each for each in (folder, *folder.parents) if os.path.exists(each) or each == each.parent)
 
 
-def rehearse(trainer: Trainer, run: Run, *, resume: Path | None, found: Path) -> TrainOutput:
+def rehearse(
+    trainer: Trainer,
+    run: Run,
+    *,
+    num_batches: int,
+    copy_parts: Callable[[], None],
+    resume: Path | None,
+    found: Path,
+) -> TrainOutput:
     """Train, evaluate, save and resume with copies, and leave everything as it was; collective.
 
     Args:
-        trainer: Its verb `train` is running.
+        trainer: Its `train` is running.
         run: Trains from a checkpoint, or from the start.
+        num_batches: Of each stage.
+        copy_parts: Puts copies of model, optimizer and schedule into their places.
         resume: What the user wants to resume from.
         found: What there was of the output folder when `train` was called, see `existing_part`.
 
@@ -85,21 +94,24 @@ def rehearse(trainer: Trainer, run: Run, *, resume: Path | None, found: Path) ->
     found = Path(min(strategy.gather_object(str(found)), key=len))
     # A device's generators can be kept only once they are there.
     torch.empty(0, device=strategy.device)
-    first, second = _Director(trainer.fast_dev_run, acts=True), _Director(1, acts=False)
+    first, second = _Director(num_batches, acts=True), _Director(1, acts=False)
     start_s = time.perf_counter()
     try:
         with preserved_rng():
-            with _copies(trainer, folder, first):
+            with _copies(trainer, folder, first, copy_parts):
                 output = run(resume)
             if first.saved_step is not None and not trainer.args.save_only_model:
-                with _copies(trainer, folder, second):
+                with _copies(trainer, folder, second, copy_parts):
                     run(folder / checkpoint_name(first.saved_step))
     finally:
-        _clear(trainer, folder, output_dir, found=found)
+        # The process that wrote something deletes it.
+        if strategy.is_local_main if trainer.args.save_on_each_node else strategy.is_main:
+            _clear(folder, output_dir, found=found)
     # Whoever goes on finds nothing of it.
     strategy.barrier()
     if strategy.is_main:
-        print(_summary(trainer, first, second, took_s=time.perf_counter() - start_s))
+        size, took_s = trainer.get_total_train_batch_size(trainer.args), time.perf_counter() - start_s
+        print(_summary(trainer.args, first, second, size=size, took_s=took_s))
     return output
 
 
@@ -172,29 +184,30 @@ class _Director(TrainerCallback):
 
 
 @contextmanager
-def _copies(trainer: Trainer, folder: Path, director: _Director) -> Iterator[None]:
+def _copies(trainer: Trainer, folder: Path, director: _Director, copy_parts: Callable[[], None]) -> Iterator[None]:
     """Let a Trainer train copies, into another folder; everything it holds is put back."""
     handler, callbacks = trainer.callback_handler, list(trainer.callback_handler.callbacks)
-    owners = [trainer, trainer.args, trainer.state, trainer.control, *callbacks]
-    before = [(vars(owner), _kept(vars(owner))) for owner in owners if hasattr(owner, "__dict__")]
     try:
-        if trainer.model_init is None:
-            _copy_parts(trainer)
-        else:
-            trainer._loops = copy.deepcopy(trainer._loops)
-        trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
-        # The constructor left the trackers out of a run that was to be a rehearsal; an estimate comes later.
-        handler.callbacks[:] = [*without_trackers(callbacks), director]
-        handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
-        with warnings.catch_warnings():
-            # A copied optimizer has not the wrapper around `step` by which torch's schedules see its calls.
-            warnings.filterwarnings("ignore", "Seems like `optimizer.step")
-            yield
+        with preserved(trainer, trainer.args, trainer.state, trainer.control, *callbacks):
+            if trainer.model_init is None:
+                try:
+                    copy_parts()
+                except Exception as error:
+                    raise TaskError(
+                        f"fast_dev_run={director.num_steps} was asked for.",
+                        f"It trains a copy, and {type(trainer.model).__name__} or its optimizer cannot be copied: "
+                        f"{error!r}.",
+                        "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
+                    ) from error
+            trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
+            # The constructor left the trackers out of a run that was to be a rehearsal; an estimate comes later.
+            handler.callbacks[:] = [*without_trackers(callbacks), director]
+            handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
+            with warnings.catch_warnings():
+                # A copied optimizer has not the wrapper around `step` by which torch's schedules see its calls.
+                warnings.filterwarnings("ignore", "Seems like `optimizer.step")
+                yield
     finally:
-        for values, kept in before:
-            for name in values.keys() - kept.keys():
-                del values[name]
-            values.update(kept)
         handler.callbacks[:] = callbacks
         handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
         gc.collect()
@@ -202,39 +215,8 @@ def _copies(trainer: Trainer, folder: Path, director: _Director) -> Iterator[Non
             torch.cuda.empty_cache()
 
 
-def _copy_parts(trainer: Trainer) -> None:
-    """Put copies of model, optimizer and schedule into their places; together, for they refer to each other."""
-    parts = trainer.task, trainer._outermost, trainer.optimizer, trainer.lr_scheduler, trainer._loops
-    try:
-        task, outermost, optimizer, schedule, trainer._loops = copy.deepcopy(parts)
-    except Exception as error:
-        parts_held = ", its optimizer or its loop" if trainer._loops else " or its optimizer"
-        raise TaskError(
-            f"fast_dev_run={trainer.fast_dev_run} was asked for.",
-            f"It trains a copy, and {type(trainer.model).__name__}{parts_held} cannot be copied: {error!r}.",
-            "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
-        ) from error
-    trainer.task, trainer.model = task, task.model
-    trainer._outermost = trainer.model_wrapped = outermost
-    trainer.optimizer, trainer.lr_scheduler = optimizer, schedule
-
-
-def _kept(values: dict[str, Any]) -> dict[str, Any]:
-    """Return what to put back: containers of plain values as they are now, everything else by reference."""
-    return {name: copy.deepcopy(value) if _is_plain(value) else value for name, value in values.items()}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    return all(map(_is_plain, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, _PLAIN)
-
-
-def _clear(trainer: Trainer, folder: Path, output_dir: Path, *, found: Path) -> None:
-    """Delete what was written; the process that wrote it does."""
-    on_each_node = trainer.args.save_on_each_node
-    if not (trainer.strategy.is_local_main if on_each_node else trainer.strategy.is_main):
-        return
+def _clear(folder: Path, output_dir: Path, *, found: Path) -> None:
+    """Delete what was written."""
     shutil.rmtree(folder, ignore_errors=True)
     # Made to see whether it can be written to; not removed if somebody else has put something there.
     with contextlib.suppress(OSError):
@@ -242,12 +224,11 @@ def _clear(trainer: Trainer, folder: Path, output_dir: Path, *, found: Path) -> 
             made.rmdir()
 
 
-def _summary(trainer: Trainer, first: _Director, second: _Director, *, took_s: float) -> str:
+def _summary(args: TrainingArguments, first: _Director, second: _Director, *, size: int, took_s: float) -> str:
     """Say in a few lines what was rehearsed, and how long it took."""
-    args, num_batches = trainer.args, trainer.fast_dev_run
+    num_batches = first.num_steps
     later = first.step_s[1:] or first.step_s
     step_s = sum(later) / len(later) if later else 0.0
-    size = trainer.get_total_train_batch_size(args)
     lines = [f"Rehearsed with fast_dev_run={num_batches} in {took_s:.1f} s; nothing of it was kept."]
     lines.append(f"  train     {len(first.step_s)} steps of {size} samples, {step_s:.3g} s each after the first")
     for name, runtime_s in first.evaluated.items():

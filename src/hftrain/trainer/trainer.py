@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import time
@@ -475,6 +476,8 @@ class Trainer:
         self._loaders = LoaderCache(limit=1)
         self._depth = 0
         self._stage = "train"
+        # Of the rehearsal for an estimate of memory, while one goes on.
+        self._num_estimated = 0
         self._eval_logs: Mapping[str, Any] = {}
         self.current_flos: float = 0
         self._counted: tuple[nn.Module, int] | None = None
@@ -684,7 +687,10 @@ class Trainer:
         check_fits(self, resume)
 
         def run(resume: Path | None) -> TrainOutput:
+            parts = self.optimizer, self.lr_scheduler
+
             def attempt() -> TrainOutput:
+                self.optimizer, self.lr_scheduler = parts
                 session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
                 try:
                     return session.run()
@@ -697,10 +703,14 @@ class Trainer:
                     self._eval_dataloaders.clear()
 
             is_retried = self.args.auto_find_batch_size == SMALLER_BATCH
-            return with_smaller_batches(self, resume, attempt) if is_retried else attempt()
+            return with_smaller_batches(self.args, self.strategy, resume, attempt) if is_retried else attempt()
 
         with self._running("train"):
-            return rehearse(self, run, resume=resume, found=found) if self.fast_dev_run else run(resume)
+            if num_batches := self._num_rehearsed:
+                return rehearse(
+                    self, run, num_batches=num_batches, copy_parts=self._copy_parts, resume=resume, found=found
+                )
+            return run(resume)
 
     def estimate_memory(self) -> MemoryEstimate:
         """Return the most memory that a training step of this process holds on its device; collective.
@@ -714,7 +724,31 @@ class Trainer:
         Units:
             bytes.
         """
-        return estimate_memory(self)
+        return estimate_memory(
+            self.strategy, self.precision, rehearse=self._estimate, read_wrapped=lambda: self.model_wrapped
+        )
+
+    def _estimate(self, num_batches: int, watch: TrainerCallback) -> None:
+        """Rehearse so many steps for an estimate, with one more callback."""
+        self._num_estimated = num_batches
+        self.add_callback(watch)
+        try:
+            type(self).train(self)
+        finally:
+            self._num_estimated = 0
+            self.remove_callback(watch)
+
+    @property
+    def _num_rehearsed(self) -> int:
+        """How many batches of each stage are rehearsed, 0 in a real run."""
+        return self._num_estimated or int(self.fast_dev_run)
+
+    def _copy_parts(self) -> None:
+        """Train copies of model, optimizer and schedule from now on; made together, for they refer to each other."""
+        self.task, self._outermost, self.optimizer, self.lr_scheduler = copy.deepcopy(
+            (self.task, self._outermost, self.optimizer, self.lr_scheduler)
+        )
+        self.model, self.model_wrapped = self.task.model, self._outermost
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -744,7 +778,7 @@ class Trainer:
             return metrics
         chosen = self._eval_sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
         with self._own_metrics(chosen), self._evaluating("eval"):
-            loader = cut_short(self, self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False))
+            loader = self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False)
             start_s = time.perf_counter()
             loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
             output = loop(
@@ -764,7 +798,7 @@ class Trainer:
 
     def _is_due(self, entry: EvalSet | None) -> bool:
         """Tell whether an evaluation set takes part in the evaluation that is running."""
-        is_asked_for = self._session is None or bool(self.fast_dev_run)
+        is_asked_for = self._session is None or bool(self._num_rehearsed)
         return is_asked_for or is_due(entry, self.state, by_epoch=self.args.eval_strategy == "epoch")
 
     @property
@@ -799,7 +833,7 @@ class Trainer:
         Source: the documented `Trainer.predict`.
         """
         with self._evaluating("predict"):
-            loader = cut_short(self, self._sharded(self.get_test_dataloader(test_dataset), is_training=False))
+            loader = self._sharded(self.get_test_dataloader(test_dataset), is_training=False)
             start_s = time.perf_counter()
             loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
             output = loop(
@@ -1732,7 +1766,7 @@ class Trainer:
         """Give each rank its share of a loader that an override returned whole, or prepared by accelerate."""
         check_loader(loader)
         config = train_loader_config(self.args, has_accelerator=False)
-        return shard_loader(
+        share = shard_loader(
             loader,
             rank=self.strategy.rank,
             world_size=self.strategy.world_size,
@@ -1742,6 +1776,7 @@ class Trainer:
             seed=config.seed,
             dispatch_batches=config.dispatch_batches,
         )
+        return share if is_training else cut_short(share, self._num_rehearsed)
 
     def _check_loop(self, resume: Path | None) -> None:
         """Refuse what the training loop does not support."""
