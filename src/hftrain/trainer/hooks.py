@@ -102,19 +102,19 @@ HELPERS = frozenset({"_move_model_to_device"})
 _SETTABLE = frozenset({"_signature_columns", "_eval_dataloaders"})
 
 
-def check_hooks(trainer: Any, base: type, *, given: Mapping[str, Any]) -> None:
+def check_hooks(kind: type, base: type, *, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
     """Raise where a subclass defines a hook that nothing calls, or takes a name that the base class lives on.
 
     Args:
-        trainer: A constructed one.
+        kind: The class of a Trainer that is constructed.
         base: The class that calls the hooks; the package's own subclasses of it know what they do.
         given: The attributes that a subclass had set before it called the base class's ``__init__``.
+        attributes: Those that the Trainer has now.
 
     Raises:
         ConfigError: It names the class, the name and what to do.
     """
-    kind = _users_class(type(trainer), base)
-    if kind is None:
+    if all(each.__module__.startswith("hftrain.") for each in kind.__mro__[:-1] if each not in base.__mro__):
         return
     for name, remedy in DOCUMENTED.items():
         is_called = hasattr(base, name) and name not in HELPERS
@@ -123,7 +123,7 @@ def check_hooks(trainer: Any, base: type, *, given: Mapping[str, Any]) -> None:
     newer = {name: remedy for name, remedy in NEWER.items() if not hasattr(base, name)}
     check_uncalled(kind, error=ConfigError, hooks=newer)
     taken = {name for name in vars(base) if _is_private(name) and name not in DOCUMENTED and _defines(kind, base, name)}
-    for name, value in vars(trainer).items():
+    for name, value in attributes.items():
         is_ours = _is_private(name) and name not in _SETTABLE and (name not in given or given[name] is not value)
         if is_ours and (name in given or hasattr(kind, name)):
             taken.add(name)
@@ -140,12 +140,6 @@ def missing_attribute(kind: type, name: str) -> str:
     message = f"{kind.__name__!r} object has no attribute {name!r}"
     remedy = DOCUMENTED.get(name) or NEWER.get(name) or TRAINER_ATTRIBUTES.get(name)
     return f"{message}. {remedy}" if remedy else message
-
-
-def _users_class(kind: type, base: type) -> type | None:
-    """Return the class to check: the instance's, if anybody outside the package wrote a part of it."""
-    others = [each for each in kind.__mro__[:-1] if each not in base.__mro__]
-    return kind if any(not each.__module__.startswith("hftrain.") for each in others) else None
 
 
 def _is_private(name: str) -> bool:

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from hftrain.core.errors import HFTrainError, TaskError, explain
 from hftrain.core.lightning import MODULE_ATTRIBUTES
 from hftrain.task.model_task import ModelTask
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
+from hftrain.task.module import TaskModule
 
 _MAX_COLUMNS = 12
 
 
-def explain_mistake(trainer: Trainer, error: Exception) -> None:
+def explain_mistake(
+    error: Exception, task: TaskModule, model: nn.Module, *, label_names: Sequence[str], loss_maker: str | None
+) -> None:
     """Raise a `TaskError` in place of an error whose cause is known; add the batch to what others tell.
 
     Only what the traceback holds is looked at, so that a step which succeeds pays nothing.
 
     Args:
-        trainer: Whose step failed.
-        error: What it raised; a note about the batch is added to it.
+        error: What a step raised; a note about the batch is added to it.
+        task: The step's.
+        model: Its own, unwrapped.
+        label_names: The columns that are labels.
+        loss_maker: What returned the loss, where it was neither the task nor the model.
 
     Raises:
         TaskError: The mistake is a known one.
@@ -36,10 +40,10 @@ def explain_mistake(trainer: Trainer, error: Exception) -> None:
     frames = list(_frames(error))
     batch = next((found for frame in reversed(frames) if (found := _batch_in(frame)) is not None), None)
     cause = (
-        _lightnings_attribute(trainer, error)
-        or _unusable_loss(trainer, error, frames)
-        or _missing_column(trainer, error, frames, batch)
-        or _refused_column(trainer, error, frames)
+        _lightnings_attribute(task, error)
+        or _unusable_loss(task, model, error, frames, loss_maker)
+        or _missing_column(task, error, frames, batch)
+        or _refused_column(task, model, error, frames, label_names)
     )
     if cause is not None:
         raise TaskError(cause) from error
@@ -74,17 +78,20 @@ def _describe(batch: Any) -> str:
     return f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (list, tuple)) else type(batch).__name__
 
 
-def _lightnings_attribute(trainer: Trainer, error: Exception) -> str | None:
+def _lightnings_attribute(task: TaskModule, error: Exception) -> str | None:
     name = getattr(error, "name", None)
-    if not isinstance(error, AttributeError) or getattr(error, "obj", None) is not trainer.task:
+    if not isinstance(error, AttributeError) or getattr(error, "obj", None) is not task:
         return None
     if name not in MODULE_ATTRIBUTES:
         return None
-    kind = type(trainer.task).__name__
-    return explain(f"Cannot use {kind}.{name}:", "a TaskModule does not have it.", MODULE_ATTRIBUTES[name])
+    return explain(
+        f"Cannot use {type(task).__name__}.{name}:", "a TaskModule does not have it.", MODULE_ATTRIBUTES[name]
+    )
 
 
-def _unusable_loss(trainer: Trainer, error: Exception, frames: list[FrameType]) -> str | None:
+def _unusable_loss(
+    task: TaskModule, model: nn.Module, error: Exception, frames: list[FrameType], maker: str | None
+) -> str | None:
     """Word what keeps a loss from being differentiated, if that is what failed."""
     text = str(error)
     if isinstance(error, RuntimeError) and "backward through the graph a second time" in text:
@@ -100,13 +107,9 @@ def _unusable_loss(trainer: Trainer, error: Exception, frames: list[FrameType]) 
     loss = next((each for each in losses if isinstance(each, torch.Tensor)), None)
     if loss is None:
         return None
-    if trainer._is_overridden("compute_loss"):
-        maker = f"{type(trainer).__name__}.compute_loss"
-    elif trainer.compute_loss_func is not None:
-        maker = "compute_loss_func"
-    else:
-        plain = isinstance(trainer.task, ModelTask)
-        maker = f"{type(trainer.model).__name__}.forward" if plain else f"{type(trainer.task).__name__}.training_step"
+    if maker is None:
+        plain = isinstance(task, ModelTask)
+        maker = f"{type(model).__name__}.forward" if plain else f"{type(task).__name__}.training_step"
     asked = f"Cannot train with the loss that {maker} returned:"
     if loss.dim() > 0:
         return explain(
@@ -122,7 +125,7 @@ def _unusable_loss(trainer: Trainer, error: Exception, frames: list[FrameType]) 
     )
 
 
-def _missing_column(trainer: Trainer, error: Exception, frames: list[FrameType], batch: Any) -> str | None:
+def _missing_column(task: TaskModule, error: Exception, frames: list[FrameType], batch: Any) -> str | None:
     """Word that a step asked its batch for a column that is not there, if that is what failed."""
     if not isinstance(error, KeyError) or not isinstance(batch, Mapping) or not error.args:
         return None
@@ -132,27 +135,28 @@ def _missing_column(trainer: Trainer, error: Exception, frames: list[FrameType],
     if not isinstance(name, str) or name in batch or not is_asked:
         return None
     return explain(
-        f"Cannot give {type(trainer.task).__name__} the column {name!r}:",
+        f"Cannot give {type(task).__name__} the column {name!r}:",
         f"the batch has no such column. It has: {_describe(batch)}.",
         "Rename the dataset's column, or add it: text is tokenized before training (dataset.map) or by a "
         "data_collator.",
     )
 
 
-def _refused_column(trainer: Trainer, error: Exception, frames: list[FrameType]) -> str | None:
+def _refused_column(
+    task: TaskModule, model: nn.Module, error: Exception, frames: list[FrameType], label_names: Sequence[str]
+) -> str | None:
     """Word that a plain model's forward takes not all of the batch's columns, if that is what failed."""
-    if not isinstance(error, TypeError) or not isinstance(trainer.task, ModelTask) or "argument" not in str(error):
+    if not isinstance(error, TypeError) or not isinstance(task, ModelTask) or "argument" not in str(error):
         return None
     called = next((f for f in reversed(frames) if f.f_code is ModelTask._call.__code__), None)
     inputs = None if called is None else called.f_locals.get("inputs")
     # The call itself failed, and nothing that forward does.
     if not isinstance(inputs, Mapping) or any(f.f_code.co_name == "forward" for f in frames):
         return None
-    model = trainer.model
     taken = list(inspect.signature(model.forward).parameters)
     others = [name for name in inputs if name not in taken]
     remedy = "Rename the columns, or leave them out."
-    if any(name in trainer.label_names for name in others):
+    if any(name in label_names for name in others):
         remedy = (
             "Let forward take the labels and return the loss first, pass compute_loss_func, override compute_loss, or "
             "write a TaskModule."

@@ -110,7 +110,7 @@ from hftrain.trainer.evaluating import (
     with_memory,
 )
 from hftrain.trainer.fitting import SMALLER_BATCH, check_fitting, with_smaller_batches
-from hftrain.trainer.foresight import check_ahead, check_fits
+from hftrain.trainer.foresight import Given, check_ahead, check_fits
 from hftrain.trainer.generating import align_special_tokens, generates
 from hftrain.trainer.hooks import call_with, check_hooks, in_context, missing_attribute
 from hftrain.trainer.hub import TrainerHub
@@ -279,6 +279,21 @@ class Trainer:
             self.args, eval_dataset=self.eval_dataset, has_own_loader=self._is_overridden("get_eval_dataloader")
         )
 
+    def _check_ahead(self) -> None:
+        """Refuse a training that would fail late, see `check_ahead`."""
+
+        def count_steps(loader: Any) -> int:
+            total = self.get_total_train_batch_size(self.args)
+            return self.set_initial_training_values(self.args, loader, total)[6]
+
+        data = self.train_dataset, self.eval_dataset, self._eval_sets, self.data_collator, self.label_names
+        functions = self.compute_metrics, self.preprocess_logits_for_metrics, self.compute_loss_func
+        given = Given(*data, *functions, self.callback_handler.callbacks, self._is_overridden, count_steps)
+        rate = (self.optimizer_cls_and_kwargs or (None, {}))[1].get("lr", self.args.learning_rate)
+        optimizers = (self.optimizer, self.lr_scheduler)
+        parts = self.args, self.strategy, self.task, self.model
+        check_ahead(*parts, given, optimizers=optimizers, learning_rate=rate, spill_dir=self.spill_dir)
+
     def _check_data(self) -> None:
         """Refuse data that a training could not read as asked."""
         check_tensor_parallel(self.get_tp_size(), self.strategy, is_handled=self.is_deepspeed_enabled)
@@ -407,7 +422,7 @@ class Trainer:
         self._shares = self._make_shares()
         # A step of the user's own, which may call compute_loss itself.
         self._steps_itself, self._is_weighing = self._is_overridden("training_step"), False
-        check_hooks(self, Trainer, given=given)
+        check_hooks(type(self), Trainer, given=given, attributes=vars(self))
 
     def _make_callbacks(self, callbacks: Sequence[Any]) -> None:
         if self.args.push_to_hub and not self.fast_dev_run:
@@ -681,10 +696,10 @@ class Trainer:
         self._check_optimizer()
         check_training(self.args, self.strategy, self.model, compiles=self.compiler.config is not None)
         self.strategy.check_model(self.model)
-        check_ahead(self)
+        self._check_ahead()
         resume = find_resume(self, resume_from_checkpoint)
         self._check_loop(resume)
-        check_fits(self, resume)
+        check_fits(self.model, resume, is_split=self.get_tp_size() > 1, is_overridden=self._is_overridden)
 
         def run(resume: Path | None) -> TrainOutput:
             parts = self.optimizer, self.lr_scheduler
@@ -2097,7 +2112,9 @@ class Trainer:
         except Exception as error:
             if isinstance(error, RuntimeError):
                 report_late_ranks(self.strategy, error)
-            explain_mistake(self, error)
+            maker = f"{type(self).__name__}.compute_loss" if self._is_overridden("compute_loss") else None
+            maker = maker or (None if self.compute_loss_func is None else "compute_loss_func")
+            explain_mistake(error, self.task, self.model, label_names=self.label_names, loss_maker=maker)
             raise
         finally:
             self._depth -= 1
