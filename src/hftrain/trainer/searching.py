@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrain.adapter.search import apply_hyperparameters
-from hftrain.callbacks import NotebookProgressCallback, ProgressCallback
+from hftrain.arguments.training import TrainingArguments
+from hftrain.callbacks import CallbackHandler, NotebookProgressCallback, ProgressCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
+from hftrain.core.preserve import preserved
 from hftrain.core.state import TrainerState
-from hftrain.search.config import BestRun, HPSearchBackend, Report, SearchConfig, check_directions, choose_backend
+from hftrain.search.config import BestRun, HPSearchBackend, Report, SearchConfig, check_directions
 from hftrain.search.defaults import (
     default_compute_objective,
     default_hp_space_optuna,
@@ -24,6 +26,8 @@ from hftrain.search.defaults import (
 from hftrain.search.optuna_study import report_to_optuna, search_with_optuna
 from hftrain.search.ray_tune import search_with_ray
 from hftrain.search.wandb_sweep import search_with_wandb
+from hftrain.strategies.base import Strategy
+from hftrain.trainer.output import Output
 from hftrain.trainer.signatures import takes_trial
 
 if TYPE_CHECKING:
@@ -61,18 +65,21 @@ class TrialRun:
     values: Any = None
     step: int | None = None
 
-    def note(self, trainer: Trainer, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Compute the objective of an evaluation while training, and report it."""
-        if not trainer._has_all_sets:
-            # Sets with a cadence of their own: the objective needs all of them.
-            return
+    def note(self, metrics: Mapping[str, Any], *, step: int, folder: str, events: CallbackHandler) -> None:
+        """Compute the objective of an evaluation while training, and report it.
+
+        Args:
+            metrics: Of all evaluation sets.
+            step: Optimizer updates done.
+            folder: Where the trial's checkpoints are.
+            events: Told of the end of a trial that the report ends, so that trackers close its run.
+        """
         self.values, self.step = self.compute_objective(dict(metrics)), step
         if self.report is not None:
             try:
-                self.report(self.values, step=step, folder=trainer._get_output_dir(self.trial))
+                self.report(self.values, step=step, folder=folder)
             except Exception:
-                # The trial is pruned: trackers close its run.
-                trainer.callback_handler.fire("on_train_end")
+                events.fire("on_train_end")
                 raise
 
     def describe(self, state: TrainerState) -> None:
@@ -86,7 +93,9 @@ class TrialRun:
 
 @contextmanager
 def trying(
-    trainer: Trainer,
+    args: TrainingArguments,
+    output: Output,
+    model_init: Callable[..., Any] | None,
     trial: Any,
     *,
     space: Callable[[Any], Any] | None = None,
@@ -98,7 +107,9 @@ def trying(
     """Put a trial's values into the arguments for as long as it runs.
 
     Args:
-        trainer: Whose arguments change.
+        args: What changes.
+        output: Where the folders of trials are.
+        model_init: Makes the model; it may take the trial.
         trial: An Optuna trial, or a dict of values.
         space: Returns the values of a trial; None takes what it has suggested already.
         run_id: The backend's name for it; None takes the number of an Optuna trial.
@@ -109,7 +120,7 @@ def trying(
     Raises:
         ConfigError: There is no `model_init`, or a value is none that the arguments take.
     """
-    model_init = check_model_init(trainer, asked="train(trial=...)")
+    model_init = check_model_init(model_init, asked="train(trial=...)")
     is_dict = isinstance(trial, Mapping)
     if not is_dict and not hasattr(trial, "suggest_float"):
         raise ConfigError(
@@ -121,101 +132,66 @@ def trying(
         run_id = str(trial.number)
         report = partial(report_to_optuna, trial) if space is None else report
     params = _values(trial, space)
-    args, before, noise = trainer.args, dict(vars(trainer.args)), trainer.neftune_noise_alpha
     name = _name(trial, run_id, hp_name)
-    try:
+    with preserved(args):
         unknown = apply_hyperparameters(args, params, is_for_model=takes_trial(model_init))
         if unknown:
             logger.warning("Only model_init(trial) sees these hyper-parameters, no setting does: %s.", unknown)
         if name is not None:
-            args.output_dir = trainer._output.below(name)
-        if args.neftune_noise_alpha != before["neftune_noise_alpha"]:
-            trainer.neftune_noise_alpha = args.neftune_noise_alpha
-        if trainer.is_deepspeed_enabled:
-            trainer.propagate_args_to_deepspeed()
-        # It describes the arguments; whoever wants one gets a new one.
-        trainer._accelerator = None
+            args.output_dir = output.below(name)
         compute = compute_objective or default_compute_objective
-        run = TrialRun(trial=trial, name=name, params=params, compute_objective=compute, report=report)
-        trainer._trial, trainer._trial_run = trial, run
-        yield run
-    finally:
-        trainer._trial = trainer._trial_run = None
-        vars(args).clear()
-        vars(args).update(before)
-        trainer.neftune_noise_alpha, trainer._accelerator = noise, None
-        if trainer.is_deepspeed_enabled:
-            trainer.propagate_args_to_deepspeed()
+        yield TrialRun(trial=trial, name=name, params=params, compute_objective=compute, report=report)
 
 
 def search(
     trainer: Trainer,
+    backend: HPSearchBackend,
     *,
+    trying: Callable[..., AbstractContextManager[TrialRun]],
     space: Callable[[Any], Any] | None,
-    compute_objective: Objective | None,
     num_trials: int | None,
     direction: str | list[str],
-    backend: str | HPSearchBackend | None,
-    hp_name: Callable[[Any], str] | None,
     options: Mapping[str, Any],
 ) -> BestRun | list[BestRun]:
-    """Search with a backend; see `Trainer.hyperparameter_search`."""
-    check_model_init(trainer, asked="hyperparameter_search()")
-    if trainer.fast_dev_run:
-        raise ConfigError(
-            "hyperparameter_search() was called.",
-            "With fast_dev_run nothing is trained that an objective could be computed of.",
-            "Rehearse with train(trial={...}), and search without fast_dev_run.",
-            fast_dev_run=trainer.fast_dev_run,
-        )
-    _check_data(trainer)
-    chosen = choose_backend(backend)
+    """Search with a backend; see `Trainer.hyperparameter_search`.
+
+    Args:
+        trainer: Trains and evaluates once for each trial.
+        backend: What chooses the values.
+        trying: Prepares the Trainer for a trial.
+        space, num_trials, direction, options: As documented.
+    """
     config = SearchConfig(
-        space=space or _SPACES[chosen],
+        space=space or _SPACES[backend],
         num_trials=num_trials,
-        directions=check_directions(direction, chosen),
+        directions=check_directions(direction, backend),
         options=options,
         scope=trainer.args.ray_scope or "last",
     )
-    attempt = partial(
-        run_attempt, trainer, num_objectives=len(config.directions), compute=compute_objective, hp_name=hp_name
-    )
-    trainer.hp_search_backend = chosen
-    try:
-        if chosen is HPSearchBackend.OPTUNA:
-            trainer.strategy.launch()
-            return search_with_optuna(config, attempt, group=trainer.strategy)
-        _check_one_process(trainer, chosen)
-        if chosen is HPSearchBackend.WANDB:
-            return search_with_wandb(config, attempt)
-        with _portable(trainer):
-            return search_with_ray(config, attempt, evaluates=trainer.args.eval_strategy != "no")
-    finally:
-        trainer.hp_search_backend = None
+    attempt = partial(run_attempt, trainer, trying=trying, num_objectives=len(config.directions))
+    if backend is HPSearchBackend.OPTUNA:
+        trainer.strategy.launch()
+        return search_with_optuna(config, attempt, group=trainer.strategy)
+    _check_one_process(trainer.strategy, backend)
+    if backend is HPSearchBackend.WANDB:
+        return search_with_wandb(config, attempt)
+    # It describes this process; whoever wants one gets a new one.
+    trainer.accelerator = None
+    with _portable(trainer.callback_handler):
+        return search_with_ray(config, attempt, evaluates=trainer.args.eval_strategy != "no")
 
 
 def run_attempt(
     trainer: Trainer,
     trial: Any,
     *,
+    trying: Callable[..., AbstractContextManager[TrialRun]],
     num_objectives: int,
-    compute: Objective | None,
-    hp_name: Callable[[Any], str] | None,
-    space: Callable[[Any], Any] | None = None,
-    run_id: str | None = None,
-    report: Report | None = None,
     resume: str | None = None,
+    **options: Any,
 ) -> Any:
     """Train and evaluate once; returns the objective, a list of them where there are several. Collective."""
-    with trying(
-        trainer,
-        trial,
-        space=space,
-        run_id=run_id,
-        hp_name=hp_name,
-        compute_objective=compute,
-        report=report,
-    ) as run:
+    with trying(trial, **options) as run:
         trainer.train(resume_from_checkpoint=resume, trial=trial)
         if run.step != trainer.state.global_step or trainer.args.load_best_model_at_end:
             # The model that the trial ends with has not been evaluated.
@@ -223,20 +199,23 @@ def run_attempt(
         return _objectives(run.values, num_objectives)
 
 
-def check_model_init(trainer: Trainer, *, asked: str) -> Callable[..., Any]:
-    """Return what makes new models; raises without."""
-    if trainer.model_init is None:
+def check_search(model_init: Callable[..., Any] | None, *, fast_dev_run: int, has_data: bool) -> None:
+    """Refuse a search that cannot run.
+
+    Args:
+        model_init: Makes the models.
+        fast_dev_run: As the Trainer was given it.
+        has_data: Whether there is something to evaluate on.
+    """
+    check_model_init(model_init, asked="hyperparameter_search()")
+    if fast_dev_run:
         raise ConfigError(
-            f"{asked} was called.",
-            "Each trial trains a new model, and there is no model_init to make one.",
-            "Pass model_init=, a function that returns the model, instead of model=.",
+            "hyperparameter_search() was called.",
+            "With fast_dev_run nothing is trained that an objective could be computed of.",
+            "Rehearse with train(trial={...}), and search without fast_dev_run.",
+            fast_dev_run=fast_dev_run,
         )
-    return trainer.model_init
-
-
-def _check_data(trainer: Trainer) -> None:
-    has_own = any(map(trainer._is_overridden, ("get_eval_dataloader", "evaluate")))
-    if trainer.eval_dataset is None and not has_own:
+    if not has_data:
         raise ConfigError(
             "hyperparameter_search() was called.",
             "A trial's objective comes from an evaluation, and there is no eval_dataset.",
@@ -244,10 +223,21 @@ def _check_data(trainer: Trainer) -> None:
         )
 
 
-def _check_one_process(trainer: Trainer, backend: HPSearchBackend) -> None:
-    if trainer.strategy.world_size > 1:
+def check_model_init(model_init: Callable[..., Any] | None, *, asked: str) -> Callable[..., Any]:
+    """Return what makes new models; raises without."""
+    if model_init is None:
         raise ConfigError(
-            f"backend={backend.value!r} was asked for on {trainer.strategy.world_size} processes.",
+            f"{asked} was called.",
+            "Each trial trains a new model, and there is no model_init to make one.",
+            "Pass model_init=, a function that returns the model, instead of model=.",
+        )
+    return model_init
+
+
+def _check_one_process(strategy: Strategy, backend: HPSearchBackend) -> None:
+    if strategy.world_size > 1:
+        raise ConfigError(
+            f"backend={backend.value!r} was asked for on {strategy.world_size} processes.",
             "It runs trials in processes of its own choice.",
             "Launch one process, or use backend='optuna', whose trials run on all processes together.",
         )
@@ -293,11 +283,10 @@ def _objectives(values: Any, number: int) -> Any:
 
 
 @contextmanager
-def _portable(trainer: Trainer) -> Iterator[None]:
-    """Take out what cannot travel to another process, and put it back; the notebook's bar is a plain one there."""
+def _portable(handler: CallbackHandler) -> Iterator[None]:
+    """Take out callbacks that cannot be pickled, and put them back; the notebook's bar becomes a plain one."""
     from ray import cloudpickle
 
-    handler, accelerator = trainer.callback_handler, trainer._accelerator
     callbacks, travelling = list(handler.callbacks), []
     for callback in callbacks:
         try:
@@ -309,10 +298,8 @@ def _portable(trainer: Trainer) -> Iterator[None]:
             travelling.append(ProgressCallback() if is_notebook else callback)
     handler.callbacks[:] = travelling
     handler.refresh()
-    trainer._accelerator = None
     try:
         yield
     finally:
         handler.callbacks[:] = callbacks
         handler.refresh()
-        trainer._accelerator = accelerator

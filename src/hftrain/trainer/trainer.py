@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -60,7 +61,7 @@ from hftrain.optim.schedules import build_schedule
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
-from hftrain.search.config import BestRun, HPSearchBackend
+from hftrain.search.config import BestRun, HPSearchBackend, choose_backend
 from hftrain.step.in_backward import check_in_backward
 from hftrain.step.legality import check_legal
 from hftrain.strategies.base import Strategy
@@ -137,7 +138,7 @@ from hftrain.trainer.reports import (
 )
 from hftrain.trainer.resuming import RunPlan, find_geometry, plan_run
 from hftrain.trainer.saving import find_resume, load_task
-from hftrain.trainer.searching import TrialRun, search, trying
+from hftrain.trainer.searching import TrialRun, check_search, search, trying
 from hftrain.trainer.session import TrainSession
 from hftrain.trainer.setup import place_task
 from hftrain.trainer.signatures import accepts, takes_trial, taking
@@ -485,8 +486,7 @@ class Trainer:
         self.neftune_noise_alpha: float | None = self.args.neftune_noise_alpha
         self._neftune_hook: Any = None
         self._session: TrainSession | None = None
-        # What a search tries now: as the backend gave it, and what became of it.
-        self._trial: Any = None
+        # What a search tries now, and what became of it.
         self._trial_run: TrialRun | None = None
         self._loaders = LoaderCache(limit=1)
         self._depth = 0
@@ -687,7 +687,7 @@ class Trainer:
         if kwargs:
             raise TypeError(f"train() got unexpected keyword arguments: {', '.join(sorted(kwargs))}.")
         if trial is not None and self._trial_run is None:
-            with trying(self, trial):
+            with self._trying(trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
         self._check_data()
         found = existing_part(self.output_dir)
@@ -1331,8 +1331,10 @@ class Trainer:
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Tell a search's backend the objective of an evaluation while training; the backend may end the trial."""
-        if self._trial_run is not None:
-            self._trial_run.note(self, metrics, step=step)
+        # Sets with a cadence of their own: the objective needs all of them.
+        if self._trial_run is not None and self._has_all_sets:
+            folder = self._get_output_dir(self._trial)
+            self._trial_run.note(metrics, step=step, folder=folder, events=self.callback_handler)
 
     def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
         """Remember the best evaluation so far in the state, and tell whether this is it."""
@@ -2036,16 +2038,47 @@ class Trainer:
 
         Source: the documented `Trainer.hyperparameter_search`.
         """
-        return search(
-            self,
-            space=hp_space,
-            compute_objective=compute_objective,
-            num_trials=n_trials,
-            direction=direction,
-            backend=backend,
-            hp_name=hp_name,
-            options=kwargs,
-        )
+        has_data = self.eval_dataset is not None or any(map(self._is_overridden, ("get_eval_dataloader", "evaluate")))
+        check_search(self.model_init, fast_dev_run=self.fast_dev_run, has_data=has_data)
+        self.hp_search_backend = choose_backend(backend)
+        try:
+            return search(
+                self,
+                self.hp_search_backend,
+                trying=partial(self._trying, compute_objective=compute_objective, hp_name=hp_name),
+                space=hp_space,
+                num_trials=n_trials,
+                direction=direction,
+                options=kwargs,
+            )
+        finally:
+            self.hp_search_backend = None
+
+    @property
+    def _trial(self) -> Any:
+        """What a search tries now, as the backend gave it."""
+        return None if self._trial_run is None else self._trial_run.trial
+
+    @contextmanager
+    def _trying(self, trial: Any, **options: Any) -> Iterator[TrialRun]:
+        """Train with a trial's values; see `trying`."""
+        noise, given = self.neftune_noise_alpha, self.args.neftune_noise_alpha
+        try:
+            with trying(self.args, self._output, self.model_init, trial, **options) as run:
+                if self.args.neftune_noise_alpha != given:
+                    self.neftune_noise_alpha = self.args.neftune_noise_alpha
+                self._trial_run = run
+                self._follow_arguments()
+                yield run
+        finally:
+            self._trial_run, self.neftune_noise_alpha = None, noise
+            self._follow_arguments()
+
+    def _follow_arguments(self) -> None:
+        """Renew what was made from the arguments, which have changed."""
+        self._accelerator = None
+        if self.is_deepspeed_enabled:
+            self.propagate_args_to_deepspeed()
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int
