@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, suggest
@@ -11,18 +14,47 @@ from hftrain.core.state import TrainerState
 from hftrain.trainer.checks import best_metric_key
 
 
-def note_best(args: TrainingArguments, state: TrainerState, metrics: Mapping[str, Any]) -> bool:
-    """Remember the best evaluation so far in the state, and tell whether this is it."""
-    if args.metric_for_best_model is None:
-        return False
-    value = read_metric(metrics, args.metric_for_best_model)
-    best = state.best_metric
-    # NaN is never better, and everything is better than NaN.
-    is_better = best is None or best != best or (value > best if args.greater_is_better else value < best)
-    is_better = is_better and value == value
-    if is_better:
-        state.best_metric, state.best_global_step = value, state.global_step
-    return bool(is_better)
+class BestMetric:
+    """Remember the best evaluation so far in the state, and for the manifest what the last one said.
+
+    Args:
+        args: The run's.
+        state: Mutated.
+    """
+
+    def __init__(self, args: TrainingArguments, state: TrainerState) -> None:
+        self._args, self._state = args, state
+        # The step of the last evaluation, and its metric.
+        self._last: tuple[int, float] | None = None
+
+    def note(self, metrics: Mapping[str, Any], *, has_all_sets: bool) -> bool:
+        """Note what an evaluation says of the checkpoint of this step, and tell whether it is the best one so far."""
+        args, state, wanted = self._args, self._state, self._args.metric_for_best_model
+        if not wanted or not state.global_step or is_left_out(metrics, wanted, has_all_sets=has_all_sets):
+            return False
+        value, best = read_metric(metrics, wanted), state.best_metric
+        self._last = state.global_step, value
+        # NaN is never better, and everything is better than NaN.
+        is_better = best is None or best != best or (value > best if args.greater_is_better else value < best)
+        is_better = is_better and value == value
+        if is_better:
+            state.best_metric, state.best_global_step = value, state.global_step
+        return bool(is_better)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the manifest of this step's checkpoint says of it: None for NaN, or if it was not evaluated."""
+        step, value = self._last or (0, math.nan)
+        return {"metric": value if step == self._state.global_step and math.isfinite(value) else None}
+
+
+def follow_metric(
+    schedule: Any, args: TrainingArguments, state: TrainerState, metrics: Mapping[str, Any], *, has_all_sets: bool
+) -> None:
+    """Step a schedule that follows the evaluations; any other is left alone."""
+    wanted = args.metric_for_best_model or "loss"
+    is_there = not is_left_out(metrics, wanted, has_all_sets=has_all_sets)
+    if isinstance(schedule, ReduceLROnPlateau) and state.global_step > 0 and is_there:
+        schedule.step(read_metric(metrics, wanted))
 
 
 def is_left_out(metrics: Mapping[str, Any], wanted: str, *, has_all_sets: bool) -> bool:

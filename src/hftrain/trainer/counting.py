@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.progress import Progress
+from hftrain.core.state import TrainerState
 from hftrain.strategies.base import Strategy
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 Count = int | torch.Tensor
 Take = Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
@@ -59,27 +59,39 @@ class RunCounts:
     """Count what a run's steps take in, where anybody asked for it, and sum it over ranks when it is read.
 
     Args:
-        trainer: Whose arguments and model say what is counted; its `current_flos` and state are mutated.
+        args: Say what is counted.
+        strategy: The ranks.
+        state: Its `num_input_tokens_seen` is mutated.
+        counter: Counts a batch's tokens.
+        count_flos: Returns a batch's floating-point operations; None where nobody knows them.
+        add_flos: Given those counted, when they are read.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        args = trainer.args
-        self._trainer = trainer
-        self._counts_tokens = bool(args.include_num_input_tokens_seen or args.include_tokens_per_second)
-        names = ("floating_point_ops", "num_parameters")
-        self._counts_flos = trainer._is_overridden(names[0]) or any(hasattr(trainer.model, name) for name in names)
-        self._counter = token_counter(trainer)
+    def __init__(
+        self,
+        args: TrainingArguments,
+        strategy: Strategy,
+        state: TrainerState,
+        *,
+        counter: TokenCounter,
+        count_flos: Callable[[Any], float] | None,
+        add_flos: Callable[[float], None],
+    ) -> None:
+        self._strategy, self._state, self._counter = strategy, state, counter
+        self._count_flos, self._add_flos = count_flos, add_flos
+        self._counts_speed = bool(args.include_tokens_per_second)
+        self._counts_tokens = self._counts_speed or bool(args.include_num_input_tokens_seen)
         self._tokens: Count = 0
+        self._flos: float = 0
         self._first_tokens = 0
-        trainer.current_flos = 0
 
     def begin(self) -> None:
         """Remember where this session starts, which a resumed one does not at 0."""
-        self._first_tokens = self._trainer.state.num_input_tokens_seen
+        self._first_tokens = self._state.num_input_tokens_seen
 
     def watching(self, take: Take) -> Take:
         """Return a function that takes batches and counts them; the very same one where nothing is counted."""
-        if not (self._counts_tokens or self._counts_flos):
+        if not self._counts_tokens and self._count_flos is None:
             return take
 
         def counted(epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
@@ -93,32 +105,33 @@ class RunCounts:
     def _add(self, batch: Any) -> None:
         if self._counts_tokens:
             self._tokens = self._tokens + self._counter.count(batch)
-        if self._counts_flos:
-            self._trainer.current_flos += self._trainer.floating_point_ops(batch)
+        if self._count_flos is not None:
+            self._flos += self._count_flos(batch)
 
     def read(self) -> None:
         """Bring the state's token count up to date; collective and synchronises, where tokens are counted."""
+        self._add_flos(self._flos)
+        self._flos = 0
         if self._counts_tokens:
-            strategy = self._trainer.strategy
-            tokens = strategy.reduce(torch.as_tensor(self._tokens, device=strategy.device), op="sum")
+            tokens = self._strategy.reduce(torch.as_tensor(self._tokens, device=self._strategy.device), op="sum")
             self._tokens = 0
-            self._trainer.state.num_input_tokens_seen += int(tokens)
+            self._state.num_input_tokens_seen += int(tokens)
 
     def mark(self) -> tuple[Count, float]:
         """Return what is counted and not read yet, for `reset`."""
-        return self._tokens, self._trainer.current_flos
+        return self._tokens, self._flos
 
     def reset(self, mark: tuple[Count, float]) -> None:
         """Forget what was counted since a mark, if nothing was read meanwhile."""
-        self._tokens, self._trainer.current_flos = mark
+        self._tokens, self._flos = mark
 
     def session_tokens(self) -> int | None:
         """Return the tokens per device since `begin`, None where nobody asked for their speed."""
-        return self.num_tokens() if self._trainer.args.include_tokens_per_second else None
+        return self.num_tokens() if self._counts_speed else None
 
     def num_tokens(self) -> int:
         """Return the tokens per device since `begin` that the state knows of."""
-        return (self._trainer.state.num_input_tokens_seen - self._first_tokens) // self._trainer.strategy.world_size
+        return (self._state.num_input_tokens_seen - self._first_tokens) // self._strategy.world_size
 
 
 def samples_since(first: Progress, now: Progress, strategy: Strategy) -> int:
@@ -127,13 +140,12 @@ def samples_since(first: Progress, now: Progress, strategy: Strategy) -> int:
     return int(strategy.reduce(torch.tensor(own, device=strategy.device), op="sum"))
 
 
-def token_counter(trainer: Trainer) -> TokenCounter:
-    """Return the counter that suits a Trainer's model and arguments."""
-    tool = trainer.processing_class
+def token_counter(args: TrainingArguments, model: nn.Module, tool: Any) -> TokenCounter:
+    """Return the counter that suits a model, its processing class and the arguments."""
     padding = getattr(tool, "pad_token_id", getattr(getattr(tool, "tokenizer", None), "pad_token_id", None))
     return TokenCounter(
-        getattr(trainer.model, "main_input_name", "input_ids"),
-        skips_padding=trainer.args.include_num_input_tokens_seen == "non_padding",
+        getattr(model, "main_input_name", "input_ids"),
+        skips_padding=args.include_num_input_tokens_seen == "non_padding",
         padding_id=padding if isinstance(padding, int) else None,
     )
 

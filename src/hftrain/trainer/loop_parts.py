@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
 from hftrain.adapter.sharing import syncs_each_batch
@@ -75,7 +76,7 @@ def fit_parts(session: TrainSession, config: FitConfig, stepper: Stepper) -> Fit
         stepper=stepper,
         model=trainer.model_wrapped,
         optimizer=session.optimizer,
-        schedule=None if session.follows_metric else trainer.lr_scheduler,
+        schedule=None if isinstance(trainer.lr_scheduler, ReduceLROnPlateau) else trainer.lr_scheduler,
         no_sync=nullcontext if syncs_each_batch(trainer.args) else strategy.no_sync,
         device=strategy.device,
         progress=session.progress,

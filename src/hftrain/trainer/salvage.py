@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger, warn_once
+from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.tree import map_tensors
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.step.stepper import Stepper
-
-if TYPE_CHECKING:
-    from hftrain.trainer.session import TrainSession
+from hftrain.trainer.counting import RunCounts, Take
+from hftrain.trainer.saving import RunCheckpoints
 
 logger = get_logger(__name__)
-
-Take = Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,18 +38,37 @@ class Salvage:
     buffers. Where the policy does not ask for it, nothing is copied and nothing stands between the loop and its hooks.
 
     Args:
-        session: The run.
+        is_asked: Whether the policy asks for it.
+        num_processes: A checkpoint takes them all.
+        task: The run's.
+        optimizer: The run's.
+        progress, control: Where the run is.
+        counts: What it has counted.
+        checkpoints: Hold its state.
         save: Commits a checkpoint of it.
     """
 
-    def __init__(self, session: TrainSession, *, save: Callable[[], None]) -> None:
-        self.session = session
-        self.save = save
-        asked, num_processes = session.trainer.save_policy.on_exception, session.trainer.strategy.world_size
-        self.is_on = asked and num_processes == 1
+    def __init__(
+        self,
+        *,
+        is_asked: bool,
+        num_processes: int,
+        task: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        progress: Progress,
+        control: TrainerControl,
+        counts: RunCounts,
+        checkpoints: RunCheckpoints,
+        save: Callable[[], None],
+    ) -> None:
+        self._task, self._optimizer, self._progress, self._control = task, optimizer, progress, control
+        self._counts, self._checkpoints, self._save = counts, checkpoints, save
+        self.is_on = is_asked and num_processes == 1
+        # Whether an evaluation runs: where it fails, the resumed run begins with it.
+        self.is_evaluating = False
         self._boundary: _Boundary | None = None
         self._is_updating = False
-        if asked and not self.is_on:
+        if is_asked and not self.is_on:
             warn_once(
                 f"SavePolicy(on_exception=True) saves nothing here: an error ends one of {num_processes} processes, "
                 "and a checkpoint takes them all. Use every_s, or save more often."
@@ -89,19 +107,17 @@ class Salvage:
         return replace(stepper, step=step)
 
     def _remember(self) -> None:
-        session = self.session
-        self._is_updating = isinstance(session.optimizer, UpdatesInBackward)
+        self._is_updating = isinstance(self._optimizer, UpdatesInBackward)
         self._boundary = _Boundary(
-            step=session.progress.step,
-            own=map_tensors(session.checkpoints.own_state(), torch.Tensor.clone),
-            buffers=[buffer.clone() for buffer in session.trainer.task.buffers()],
-            counts=session.counts.mark(),
+            step=self._progress.step,
+            own=map_tensors(self._checkpoints.own_state(), torch.Tensor.clone),
+            buffers=[buffer.clone() for buffer in self._task.buffers()],
+            counts=self._counts.mark(),
         )
 
     def _save_after(self, error: Exception) -> None:
-        session, boundary = self.session, self._boundary
-        step = session.progress.step
-        if boundary is None or isinstance(error, CheckpointError) or session.checkpoints.saved_step == step:
+        boundary, step = self._boundary, self._progress.step
+        if boundary is None or isinstance(error, CheckpointError) or self._checkpoints.saved_step == step:
             # Nothing is trained, saving is what failed, or this very step is saved.
             return
         if step == boundary.step:
@@ -110,13 +126,12 @@ class Salvage:
                 return
             if step == 0:
                 return
-            session.checkpoints.past_state = boundary.own
+            self._checkpoints.past_state = boundary.own
             with torch.no_grad():
-                for buffer, value in zip(session.trainer.task.buffers(), boundary.buffers, strict=True):
+                for buffer, value in zip(self._task.buffers(), boundary.buffers, strict=True):
                     buffer.copy_(value)
-            session.counts.reset(boundary.counts)
-        # An evaluation that failed is what the resumed run begins with.
-        session.trainer.control.should_evaluate |= session.is_evaluating
-        self.save()
-        session.checkpoints.settle()
+            self._counts.reset(boundary.counts)
+        self._control.should_evaluate |= self.is_evaluating
+        self._save()
+        self._checkpoints.settle()
         logger.warning("Saved step %d, the last whole one, after %s.", step, type(error).__name__)

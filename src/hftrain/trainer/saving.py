@@ -42,6 +42,7 @@ from hftrain.data.feed import TrainFeed
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.task.metric_state import metric_states, restore_metric_states
+from hftrain.trainer.best import BestMetric
 from hftrain.trainer.capture import frozen_state, model_writer, saved_tool, without_model
 from hftrain.trainer.leftovers import to_do
 from hftrain.trainer.loop_parts import LoopStates
@@ -97,8 +98,7 @@ class RunCheckpoints:
         self.saved_step: int | None = None
         self.tried_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
-        # By the step of the evaluation, the last one only; None for NaN.
-        self.metric: dict[int, float | None] = {}
+        self.metric = BestMetric(trainer.args, trainer.state)
         # What `own_state` was at an earlier moment, to be saved in its place.
         self.past_state: dict[str, Any] | None = None
         self.plan: RunPlan
@@ -152,7 +152,7 @@ class RunCheckpoints:
             trainer.control, self.progress, max_steps=state.max_steps, is_within_epoch=is_within_epoch
         )
         facts |= self.unfreezing.facts()
-        facts["metric"] = self.metric.get(state.global_step)
+        facts |= self.metric.state_dict()
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
         # An override of _maybe_log_save_evaluate that saves tells the callbacks itself, as documented.
         tells = not trainer.callback_handler.answers

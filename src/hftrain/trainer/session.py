@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,6 @@ from torch import nn
 from hftrain.adapter.data import data_seed
 from hftrain.adapter.plan import fit_config
 from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, draw_as_a_loader, restore_rng, set_seed
@@ -31,10 +29,8 @@ from hftrain.loops.window import LogWindow, merge_reports
 from hftrain.optim.weight_modes import evaluation_weights, training_weights
 from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer.announce import announce_training
-from hftrain.trainer.best import is_left_out, note_best, read_metric
-from hftrain.trainer.counting import RunCounts, samples_since
+from hftrain.trainer.counting import RunCounts, samples_since, token_counter
 from hftrain.trainer.debugging import watch_overflow
-from hftrain.trainer.eval_sets import check_cadences
 from hftrain.trainer.interrupts import Interrupts
 from hftrain.trainer.leftovers import END_EPOCH, END_RUN, EVALUATE, SAVE, left_in
 from hftrain.trainer.loop_parts import fit_parts
@@ -43,7 +39,7 @@ from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.salvage import Salvage
 from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
-from hftrain.trainer.setup import loss_window, restart, set_up, tear_down
+from hftrain.trainer.setup import loss_window, reset, set_up, start_state, tear_down
 from hftrain.trainer.step_end import StepEnd
 
 if TYPE_CHECKING:
@@ -80,13 +76,12 @@ class TrainSession:
         self._watch: DebugUnderflowOverflow | None = None
         self._loader: Any = None
         self.wrap: Callable[[nn.Module], nn.Module]
-        self.step_end = StepEnd(self)
+        self.step_end: StepEnd
         self.used_rate: float | None = None
         self.counts: RunCounts
         self.loop = cast(FitLoop, trainer._loops.get("fit") or FitLoop())
         self.interrupts: Interrupts
         self.salvage: Salvage
-        self.is_evaluating = False
         # In words; None in a step or an evaluation.
         self.phase: str | None = "set up the training"
 
@@ -110,8 +105,22 @@ class TrainSession:
         goal = self.checkpoints.plan = trainer._plan_run(self.resume, loader, plan, self.progress)
         num_epochs, max_steps = plan[0], goal.max_steps
         plan = (*plan[:6], max_steps)
-        self.counts = RunCounts(trainer)
-        self._start_state(max_steps=max_steps, num_epochs=num_epochs)
+        names = "floating_point_ops", "num_parameters"
+        counts_flos = trainer._is_overridden(names[0]) or any(hasattr(trainer.model, name) for name in names)
+        trainer.current_flos = 0
+        self.counts = RunCounts(
+            args,
+            trainer.strategy,
+            trainer.state,
+            counter=token_counter(args, trainer.model, trainer.processing_class),
+            count_flos=trainer.floating_point_ops if counts_flos else None,
+            add_flos=trainer._add_flos,
+        )
+        start_state(trainer, self.resume, max_steps=max_steps, num_epochs=num_epochs)
+        if self.resume is not None:
+            self.checkpoints.take_over(self.resume, goal)
+        if goal.is_reshaped:
+            check_features(self.loop, {"reshaping": "a checkpoint of another number of processes or batch size"})
         stepper = set_up(self, max_steps)
         self._watch = watch_overflow(args, trainer.model)
         if self.resume is not None:
@@ -140,8 +149,18 @@ class TrainSession:
             world_size=trainer.strategy.world_size,
         )
         self.phase = None
-        with Interrupts(self, save=self.save_now) as self.interrupts:
-            with training_weights(self.optimizer), Salvage(self, save=self.save_now) as self.salvage:
+        self.interrupts, self.salvage = self._make_interrupts(), self._make_salvage()
+        self.step_end = StepEnd(
+            trainer._maybe_log_save_evaluate,
+            state=trainer.state,
+            control=trainer.control,
+            events=trainer.callback_handler,
+            losses=self.losses,
+            counts=self.counts,
+            values={"model": trainer.model_wrapped, "trial": trainer._trial, "ignore_keys_for_eval": self.ignore_keys},
+        )
+        with self.interrupts:
+            with training_weights(self.optimizer), self.salvage:
                 self.loop.attach(fit_parts(self, config, self.salvage.watch(stepper)))
                 self.checkpoints.loops.hand_over(self.loop)
                 self.loop.run(has_left=bool(self._left), ends_epoch=END_RUN in self._left)
@@ -151,10 +170,39 @@ class TrainSession:
             self.interrupts.settle()
         return output
 
-    def _show_parts(self, loader: Any) -> None:
+    def _make_interrupts(self) -> Interrupts:
         trainer = self.trainer
-        parts = {"model": trainer.model, "optimizer": trainer.optimizer, "lr_scheduler": trainer.lr_scheduler}
-        trainer.callback_handler.refresh(**parts, train_dataloader=loader)
+        return Interrupts(
+            trainer.save_policy,
+            args=trainer.args,
+            strategy=trainer.strategy,
+            output=trainer._output,
+            state=trainer.state,
+            control=trainer.control,
+            progress=self.progress,
+            events=trainer.callback_handler,
+            pending=self.pending,
+            checkpoints=self.checkpoints,
+            end_step=lambda: self.loop.end_step(),
+            save=self.save_now,
+        )
+
+    def _make_salvage(self) -> Salvage:
+        return Salvage(
+            is_asked=self.trainer.save_policy.on_exception,
+            num_processes=self.trainer.strategy.world_size,
+            task=self.trainer.task,
+            optimizer=self.optimizer,
+            progress=self.progress,
+            control=self.trainer.control,
+            counts=self.counts,
+            checkpoints=self.checkpoints,
+            save=self.save_now,
+        )
+
+    def _show_parts(self, loader: Any) -> None:
+        parts = {name: getattr(self.trainer, name) for name in ("model", "optimizer", "lr_scheduler")}
+        self.trainer.callback_handler.refresh(**parts, train_dataloader=loader)
 
     def close(self) -> None:
         """Put the unwrapped model back and mark the run as over; safe after an error."""
@@ -177,31 +225,11 @@ class TrainSession:
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
-    def _start_state(self, *, max_steps: int, num_epochs: int) -> None:
-        """Reset the documented state in place (callbacks hold it), or load it from the checkpoint."""
-        trainer = self.trainer
-        fresh = trainer._new_state()
-        loaded = fresh if self.resume is None else load_trainer_state(self.resume)
-        state = trainer.state
-        restart(state, loaded, fresh, trainer.args, max_steps=max_steps, num_epochs=num_epochs)
-        if trainer._trial_run is not None:
-            trainer._trial_run.describe(state)
-        check_cadences(trainer.args, trainer._eval_sets, eval_steps=state.eval_steps)
-        for flag in vars(trainer.control):
-            setattr(trainer.control, flag, False)
-        if self.resume is not None:
-            self.checkpoints.take_over(self.resume, self.checkpoints.plan)
-        if self.checkpoints.plan.is_reshaped:
-            check_features(self.loop, {"reshaping": "a checkpoint of another number of processes or batch size"})
-
     def _load_rest(self, folder: Path) -> None:
         """Load what a checkpoint holds beside the model."""
-        trainer = self.trainer
         self._rng, self._left = self.checkpoints.load_rest(folder, self.optimizer), left_in(folder)
-        for flag in vars(trainer.control):
-            # A run that was stopped is resumed to go on; the plan says how far.
-            setattr(trainer.control, flag, False)
-        if trainer.args.ignore_data_skip:
+        reset(self.trainer.control)
+        if self.trainer.args.ignore_data_skip:
             # Documented: start the epoch's data over, with random numbers as they come.
             self._rng, self.progress.micro_steps_in_epoch, self.progress.offset_in_epoch = None, 0, 0
             self.checkpoints.feed.load_state_dict(None)
@@ -218,11 +246,6 @@ class TrainSession:
             trainer.callback_handler.refresh(train_dataloader=loader)
         self._loader, self.checkpoints.feed = loader, feed
         return feed
-
-    @property
-    def follows_metric(self) -> bool:
-        """Whether the schedule is stepped by evaluations."""
-        return isinstance(self.trainer.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
     # -- what the loop calls between steps -----------------------------------------------------------------------
 
@@ -284,27 +307,9 @@ class TrainSession:
     def evaluating(self) -> Iterator[None]:
         """Note that an error within is one of the evaluation, with which the run is to resume."""
         self.counts.read()
-        self.is_evaluating = True
+        self.salvage.is_evaluating = True
         yield
-        self.is_evaluating = False
-
-    def note_metric(self, metrics: Mapping[str, Any]) -> bool:
-        """Note what an evaluation says of the checkpoint of this step, and tell whether it is the best one so far."""
-        trainer, wanted = self.trainer, self.trainer.args.metric_for_best_model
-        has_all_sets = trainer._has_all_sets
-        if not wanted or not trainer.state.global_step or is_left_out(metrics, wanted, has_all_sets=has_all_sets):
-            return False
-        value = read_metric(metrics, wanted)
-        self.checkpoints.metric = {trainer.state.global_step: value if math.isfinite(value) else None}
-        return note_best(trainer.args, trainer.state, metrics)
-
-    def follow_metric(self, metrics: Mapping[str, Any]) -> None:
-        """Step a schedule that follows the evaluations."""
-        trainer = self.trainer
-        wanted = trainer.args.metric_for_best_model or "loss"
-        is_there = not is_left_out(metrics, wanted, has_all_sets=trainer._has_all_sets)
-        if self.follows_metric and trainer.state.global_step > 0 and is_there:
-            trainer.lr_scheduler.step(read_metric(metrics, wanted))
+        self.salvage.is_evaluating = False
 
     def save_now(self) -> None:
         """Save through the hook, which an override may replace; collective."""

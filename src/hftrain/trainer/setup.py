@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from hftrain.arguments.training import TrainingArguments
+from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.errors import ConfigError
-from hftrain.core.state import TrainerState
+from hftrain.core.progress import TrainerControl
 from hftrain.loops.window import LossWindow
 from hftrain.step.assemble import assemble_stepper
 from hftrain.step.stepper import Stepper
@@ -20,8 +21,9 @@ from hftrain.task.modes import TrainingMode
 from hftrain.task.module import TaskModule
 from hftrain.trainer.checks import check_optimizer
 from hftrain.trainer.engines import is_taken
+from hftrain.trainer.eval_sets import check_cadences
 from hftrain.trainer.unfreezing import Unfreezing
-from hftrain.trainer.untrained import Untrained
+from hftrain.trainer.untrained import Untrained, check_plateau
 
 if TYPE_CHECKING:
     from hftrain.trainer.session import TrainSession
@@ -75,8 +77,10 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
     # An interrupted run, or the user, may have left gradients.
     trainer.model.zero_grad()
     trainer.optimizer = session.optimizer = optimizer
-    session.checkpoints.unfreezing = Unfreezing(trainer, optimizer, outside)
-    session.checkpoints.untrained = Untrained(trainer, optimizer, session.checkpoints.own)
+    schedule = lambda: trainer.lr_scheduler  # noqa: E731
+    session.checkpoints.unfreezing = Unfreezing(strategy, trainer.model, optimizer, outside, schedule=schedule)
+    check_plateau(trainer.args, trainer.lr_scheduler)
+    session.checkpoints.untrained = Untrained(strategy, trainer.task, optimizer, session.checkpoints.own)
     trainer.task.model = trainer.model_wrapped = wrapped
     trainer._shares = trainer._make_shares()
     trainer._training_mode = TrainingMode(trainer.task, optimizer)
@@ -158,25 +162,10 @@ def empty_cache() -> None:
         torch.mps.empty_cache()
 
 
-def restart(
-    state: TrainerState,
-    loaded: TrainerState,
-    fresh: TrainerState,
-    args: TrainingArguments,
-    *,
-    max_steps: int,
-    num_epochs: int,
-) -> None:
-    """Let the documented state begin a run, in place: callbacks hold it.
-
-    Args:
-        state: Mutated.
-        loaded: What a checkpoint holds, or `fresh`.
-        fresh: A new state, which knows what this process is.
-        args: The run's.
-        max_steps: Optimizer updates of the run.
-        num_epochs: Its passes.
-    """
+def start_state(trainer: Trainer, resume: Path | None, *, max_steps: int, num_epochs: int) -> None:
+    """Let the documented state begin a run, from a checkpoint if there is one; in place: callbacks hold it."""
+    state, args, fresh = trainer.state, trainer.args, trainer._new_state()
+    loaded = fresh if resume is None else load_trainer_state(resume)
     for flag in ("is_local_process_zero", "is_world_process_zero"):
         setattr(loaded, flag, getattr(fresh, flag))
     vars(state).update(vars(loaded))
@@ -185,3 +174,13 @@ def restart(
         state.epoch = 0.0
     state.train_batch_size = args.train_batch_size
     state.compute_steps(args, max_steps)
+    if trainer._trial_run is not None:
+        trainer._trial_run.describe(state)
+    check_cadences(args, trainer._eval_sets, eval_steps=state.eval_steps)
+    reset(trainer.control)
+
+
+def reset(control: TrainerControl) -> None:
+    """Forget what was asked for: a run that was stopped is resumed to go on."""
+    for flag in vars(control):
+        setattr(control, flag, False)

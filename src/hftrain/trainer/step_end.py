@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from hftrain.loops.window import as_number
+from hftrain.callbacks.runner import CallbackHandler
+from hftrain.core.progress import TrainerControl
+from hftrain.core.state import TrainerState
+from hftrain.loops.window import LossWindow, as_number
+from hftrain.trainer.counting import RunCounts
 from hftrain.trainer.hooks import call_with
-
-if TYPE_CHECKING:
-    from hftrain.trainer.session import TrainSession
 
 
 class StepEnd:
@@ -23,43 +24,54 @@ class StepEnd:
     reset the flags they answer.
 
     Args:
-        session: The run.
+        hook: The override.
+        state, control: The run's.
+        events: Tells the callbacks.
+        losses: The open logging window.
+        counts: Brought up to date before a log.
+        values: Further arguments of the override, by name.
     """
 
-    def __init__(self, session: TrainSession) -> None:
-        self.session = session
-        self._start_time = time.time()
-        self._act: Callable[[], None]
+    def __init__(
+        self,
+        hook: Callable[..., None],
+        *,
+        state: TrainerState,
+        control: TrainerControl,
+        events: CallbackHandler,
+        losses: LossWindow,
+        counts: RunCounts,
+        values: Mapping[str, Any],
+    ) -> None:
+        self._hook, self._state, self._control, self._events = hook, state, control, events
+        self._losses, self._counts = losses, counts
+        self._values = {**values, "start_time": time.time()}
+        self._act: Callable[[], None] = lambda: None
 
     def run(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
         """Call the override; `act` is what the base method does."""
-        session, trainer = self.session, self.session.trainer
         self._act = act
-        if trainer.control.should_log:
-            session.counts.read()
+        if self._control.should_log:
+            self._counts.read()
             # What an engine hands out, or a sharded norm, is no plain tensor.
             grad_norm = None if grad_norm is None else as_number(grad_norm)
         values = {
-            "tr_loss": session.losses.open_sum(),
+            **self._values,
+            "tr_loss": self._losses.open_sum(),
             "grad_norm": grad_norm,
-            "model": trainer.model_wrapped,
-            "trial": trainer._trial,
-            "epoch": trainer.state.epoch,
-            "ignore_keys_for_eval": session.ignore_keys,
-            "start_time": self._start_time,
+            "epoch": self._state.epoch,
             "learning_rate": learning_rate,
         }
-        trainer.callback_handler.answers = True
+        self._events.answers = True
         try:
-            call_with(trainer._maybe_log_save_evaluate, values)
+            call_with(self._hook, values)
         finally:
-            trainer.callback_handler.answers = False
+            self._events.answers = False
 
     def act(self, loss: torch.Tensor | None) -> None:
         """Do what callbacks asked for, called back by the base method with the loss that is to be logged."""
-        handler = self.session.trainer.callback_handler
-        handler.answers = False
-        self.session.losses.give(loss)
+        self._events.answers = False
+        self._losses.give(loss)
         self._act()
-        self.session.losses.give(None)
-        handler.answers = True
+        self._losses.give(None)
+        self._events.answers = True

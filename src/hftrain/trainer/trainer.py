@@ -76,6 +76,7 @@ from hftrain.task.module import TaskModule, as_step_output
 from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.acceleration import adopt_accelerator, has_engine, make_accelerator, tell_sync
 from hftrain.trainer.announce import announce_evaluation
+from hftrain.trainer.best import follow_metric
 from hftrain.trainer.capture import saved_tool, task_state, write_model
 from hftrain.trainer.casting import ModelCasting, is_cast_inside, to_float32
 from hftrain.trainer.checks import (
@@ -116,7 +117,6 @@ from hftrain.trainer.generating import align_special_tokens, generates
 from hftrain.trainer.hooks import call_with, check_hooks, in_context, missing_attribute
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.instep import InStep, check_turns
-from hftrain.trainer.interrupts import saves_at_all
 from hftrain.trainer.keywords import refusing_unknown
 from hftrain.trainer.loop_parts import used_in_evaluation, used_in_training
 from hftrain.trainer.means import MeanSearch
@@ -145,6 +145,7 @@ from hftrain.trainer.signatures import accepts, takes_trial, taking
 from hftrain.trainer.tasks import check_not_lightning, check_task
 from hftrain.trainer.weighing import LossHooks, LossShares
 from hftrain.trainer.whereabouts import report_late_ranks, whereabouts
+from hftrain.trainer.writing import saves_at_all
 
 logger = get_logger(__name__)
 
@@ -691,7 +692,7 @@ class Trainer:
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
         self._check_data()
         found = existing_part(self.output_dir)
-        if saves_at_all(self):
+        if saves_at_all(self.args, self.save_policy):
             self._output.check_writable()
         self._check_optimizer()
         check_training(self.args, self.strategy, self.model, compiles=self.compiler.config is not None)
@@ -1326,7 +1327,7 @@ class Trainer:
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
         self._report_to_hp_search(trial, self.state.global_step, metrics)
         if not skip_scheduler:
-            session.follow_metric(metrics)
+            follow_metric(self.lr_scheduler, self.args, self.state, metrics, has_all_sets=self._has_all_sets)
         return metrics
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: Mapping[str, Any]) -> None:
@@ -1338,7 +1339,8 @@ class Trainer:
 
     def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
         """Remember the best evaluation so far in the state, and tell whether this is it."""
-        return self._running_session("_determine_best_metric").note_metric(metrics)
+        session = self._running_session("_determine_best_metric")
+        return session.checkpoints.metric.note(metrics, has_all_sets=self._has_all_sets)
 
     def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
         """Return the processes' tensors, concatenated, in the same nesting; collective, and the logged loss's mean."""
@@ -1937,7 +1939,9 @@ class Trainer:
         Source: the documented `Trainer.num_tokens`.
         """
         with preserved_rng():
-            return count_tokens(train_dl, token_counter(self), max_batches=max_steps)
+            return count_tokens(
+                train_dl, token_counter(self.args, self.model, self.processing_class), max_batches=max_steps
+            )
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the floating-point operations of one micro-batch: what the model's own method says.
@@ -1958,6 +1962,9 @@ class Trainer:
             # Once, for it walks over all parameters.
             self._counted = model, model.num_parameters(exclude_embeddings=True)  # type: ignore[operator]
         return int(6 * inputs[name].numel() * self._counted[1])
+
+    def _add_flos(self, number: float) -> None:
+        self.current_flos += number
 
     def store_flos(self) -> None:
         """Add this process's operations since the last call, over all processes, to `state.total_flos`; collective."""

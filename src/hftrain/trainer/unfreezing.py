@@ -2,52 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
 from hftrain.core.errors import CheckpointError
 from hftrain.core.types import Owns
 from hftrain.optim.added_groups import admit_group
+from hftrain.strategies.base import Strategy
 from hftrain.trainer.outside import OutsideWeights
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 
 class Unfreezing:
     """Let the schedule drive groups that are added, and tell a checkpoint by name what has changed since the start.
 
     Args:
-        trainer: Whose model and schedule.
+        strategy: Whether it steps by itself.
+        model: The bare one.
         optimizer: As the run begins with it; until `close` its `add_param_group` is wrapped. An engine's own is not.
         outside: The parameters that the model does not hold; told of groups that are added.
+        schedule: Returns the run's learning rate schedule.
     """
 
-    def __init__(self, trainer: Trainer, optimizer: torch.optim.Optimizer, outside: OutsideWeights) -> None:
-        self.trainer = trainer
-        self.optimizer = optimizer
-        self.outside = outside
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        outside: OutsideWeights,
+        *,
+        schedule: Callable[[], Any],
+    ) -> None:
+        self._model, self._optimizer, self._outside, self._schedule = model, optimizer, outside, schedule
         self._num_groups = len(optimizer.param_groups)
-        self._is_on = Owns.STEP not in trainer.strategy.owns
-        self._before = {name: p.requires_grad for name, p in trainer.model.named_parameters()}
+        self._is_on = Owns.STEP not in strategy.owns
+        self._before = {name: p.requires_grad for name, p in model.named_parameters()}
         if self._is_on:
             optimizer.add_param_group = self._add  # type: ignore[method-assign]
 
     def _add(self, param_group: dict[str, Any]) -> None:
-        type(self.optimizer).add_param_group(self.optimizer, param_group)
-        admit_group(self.trainer.lr_scheduler, self.optimizer.param_groups[-1])
-        self.outside.find(self.optimizer)
+        type(self._optimizer).add_param_group(self._optimizer, param_group)
+        admit_group(self._schedule(), self._optimizer.param_groups[-1])
+        self._outside.find(self._optimizer)
 
     def facts(self) -> dict[str, Any]:
         """Return what a manifest says: parameters whose `requires_grad` has changed, and the groups that were added."""
         if not self._is_on:
             return {}
-        names = {id(p): name for name, p in self.trainer.model.named_parameters()}
+        names = {id(p): name for name, p in self._model.named_parameters()}
         changed = {
             name: p.requires_grad
-            for name, p in self.trainer.model.named_parameters()
+            for name, p in self._model.named_parameters()
             if p.requires_grad != self._before.get(name, p.requires_grad)
         }
         added = [[names.get(id(p)) for p in group["params"]] for group in self._added()]
@@ -55,7 +62,7 @@ class Unfreezing:
         return {name: value for name, value in facts.items() if value}
 
     def _added(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups[self._num_groups :]
+        return self._optimizer.param_groups[self._num_groups :]
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Put back what `facts` told, so that the optimizer's state fits; groups that are there already are left out.
@@ -63,12 +70,12 @@ class Unfreezing:
         Raises:
             CheckpointError: A group holds parameters that cannot be found by name.
         """
-        parameters = dict(self.trainer.model.named_parameters())
+        parameters = dict(self._model.named_parameters())
         for name, requires_grad in facts.get("requires_grad", {}).items():
             if name in parameters:
                 parameters[name].requires_grad_(requires_grad)
         for number, names in enumerate(facts.get("added_groups", []), start=facts.get("num_groups", 0)):
-            if number < len(self.optimizer.param_groups):
+            if number < len(self._optimizer.param_groups):
                 continue
             missing = [str(name) for name in names if name not in parameters]
             if missing:
@@ -77,8 +84,8 @@ class Unfreezing:
                     f"Some are not in the model under the name they had ({', '.join(missing[:3])}).",
                     "Add the group before the run begins: override create_optimizer, or pass optimizers=(...).",
                 )
-            self.optimizer.add_param_group({"params": [parameters[name] for name in names]})
+            self._optimizer.add_param_group({"params": [parameters[name] for name in names]})
 
     def close(self) -> None:
         """Give the optimizer its own `add_param_group` back; safe to call twice."""
-        vars(self.optimizer).pop("add_param_group", None)
+        vars(self._optimizer).pop("add_param_group", None)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
+from hftrain.strategies.base import Strategy
+from hftrain.task.module import TaskModule
 from hftrain.trainer.acceleration import has_engine
 from hftrain.trainer.own_optimizers import OwnOptimizers
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 _MAX_NAMES = 3
 
@@ -25,21 +25,21 @@ class Untrained:
     Engines that split the parameters, or step themselves, keep others in the optimizer than the model has.
 
     Args:
-        trainer: Whose task is looked through.
+        strategy: The run's.
+        task: Looked through.
         optimizer: The run's.
         own: Finds the optimizers that user code keeps.
     """
 
-    def __init__(self, trainer: Trainer, optimizer: torch.optim.Optimizer, own: OwnOptimizers) -> None:
-        self._trainer, self._optimizer, self._own = trainer, optimizer, own
-        _check_plateau(trainer)
+    def __init__(
+        self, strategy: Strategy, task: TaskModule, optimizer: torch.optim.Optimizer, own: OwnOptimizers
+    ) -> None:
+        self._task, self._optimizer, self._own = task, optimizer, own
         self._hook: Any = None
-        is_split = Owns.STEP in trainer.strategy.owns or any(
-            has_engine(trainer.strategy, engine) for engine in ("fsdp", "deepspeed")
-        )
+        is_split = Owns.STEP in strategy.owns or any(has_engine(strategy, engine) for engine in ("fsdp", "deepspeed"))
         self._frozen: list[tuple[str, nn.Parameter]] = []
         if not is_split and isinstance(optimizer, torch.optim.Optimizer):
-            self._frozen = [(name, p) for name, p in trainer.model.named_parameters() if not p.requires_grad]
+            self._frozen = [(name, p) for name, p in task.model.named_parameters() if not p.requires_grad]
             self._hook = optimizer.register_step_post_hook(lambda *_: self._check_first())
 
     def check_unfrozen(self) -> None:
@@ -62,7 +62,7 @@ class Untrained:
 
     def _check_first(self) -> None:
         self.close()
-        held, task = self._held(), self._trainer.task
+        held, task = self._held(), self._task
         reached = [name for name, p in task.named_parameters() if p.grad is not None and id(p) not in held]
         if reached:
             warn_once(
@@ -82,12 +82,11 @@ class Untrained:
         return {id(p) for each in (self._optimizer, *own) for group in each.param_groups for p in group["params"]}
 
 
-def _check_plateau(trainer: Trainer) -> None:
+def check_plateau(args: TrainingArguments, schedule: Any) -> None:
     """Warn where a schedule of the user's own waits for evaluations that no setting asks for."""
-    follows = isinstance(trainer.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    if follows and trainer.args.eval_strategy == "no":
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) and args.eval_strategy == "no":
         warn_once(
-            f"{type(trainer.lr_scheduler).__name__} is stepped after each evaluation, and eval_strategy='no' asks for "
+            f"{type(schedule).__name__} is stepped after each evaluation, and eval_strategy='no' asks for "
             "none: the learning rate stays as it is unless a callback evaluates. Set eval_strategy."
         )
 

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrain.adapter.checkpoint import checkpoint_config
+from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.agreement import BoardGroup
 from hftrain.checkpoint.background import BackgroundWrite
 from hftrain.checkpoint.manager import CheckpointManager, Group, NoSpaceError, Writer
+from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.states import Keep, shard_writers
 from hftrain.core.errors import StrategyError
@@ -27,7 +29,6 @@ from hftrain.core.state import TrainerState
 from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.trainer.capture import model_writer
 from hftrain.trainer.foresight import watch_states
-from hftrain.trainer.interrupts import saves_at_all
 from hftrain.trainer.room import check_room, checkpoint_bytes, expected_state_bytes
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ logger = get_logger(__name__)
 # A subclass that has one of these wants to see, or writes itself, what is in the folder when it returns.
 _WRITING_HOOKS = ("save_model", "_save", "_save_checkpoint", "_save_optimizer_and_scheduler")
 _SHORT_WAIT_S = 0.1
+
+
+def saves_at_all(args: TrainingArguments, policy: SavePolicy) -> bool:
+    """Tell whether a run writes checkpoints, at whatever time."""
+    return args.save_strategy != "no" or policy.every_s is not None or policy.on_exception
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +109,7 @@ class CheckpointWrites:
         Raises:
             ConfigError: There is no room for a checkpoint, or a state that it cannot hold.
         """
-        if saves_at_all(self.trainer):
+        if saves_at_all(self.trainer.args, self.trainer.save_policy):
             needed = partial(self.checkpoint_bytes, optimizer, is_first=True)
             check_room(self.manager, needed, may_wait=self.trainer.save_policy.on_full_disk != "stop")
             trainer, hook = self.trainer, self.trainer._is_overridden
@@ -121,7 +127,7 @@ class CheckpointWrites:
             reason = str(error)
         if reason is not None and self.manager.is_committer:
             logger.warning("save_async=True changes nothing, every save waits until it is written: %s", reason)
-        if self._copies is not None and saves_at_all(self.trainer):
+        if self._copies is not None and saves_at_all(self.trainer.args, self.trainer.save_policy):
             self._reserve_later(self._copies, optimizer)
 
     @property

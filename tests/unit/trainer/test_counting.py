@@ -13,6 +13,7 @@ from support.tiny import Net, make_arguments
 from torch import nn
 
 from hftrain import Trainer, TrainerCallback
+from hftrain.core.state import TrainerState
 from hftrain.trainer.counting import RunCounts, TokenCounter, count_tokens
 
 PAD = 0
@@ -202,8 +203,13 @@ def test_nothing_stands_in_the_way_where_nothing_is_counted(tmp_path: Path) -> N
     def take(*args: Any) -> Any:
         return [], None
 
-    assert RunCounts(Trainer(Net(), make_arguments(tmp_path))).watching(take) is take
-    assert RunCounts(make_trainer(tmp_path, include_tokens_per_second=True)).watching(take) is not take
+    def watching(**options: Any) -> Any:
+        args = make_arguments(tmp_path, **options)
+        parts = {"counter": TokenCounter("input_ids"), "count_flos": None, "add_flos": float}
+        return RunCounts(args, Trainer(Net(), args).strategy, TrainerState(), **parts).watching(take)
+
+    assert watching() is take
+    assert watching(include_tokens_per_second=True) is not take
 
 
 def test_counting_reads_nothing_from_the_device() -> None:

@@ -203,21 +203,21 @@ def test_processes_without_a_board_leave_signals_alone_and_refuse_the_clock(
 ) -> None:
     """Two processes that share no store, as under MPI, are pretended: the settings are all that is looked at."""
     from hftrain.trainer.interrupts import Interrupts
+    from hftrain.trainer.session import TrainSession
 
     def refuse() -> None:
         raise StrategyError("They share no store.")
 
-    class Session:
-        def __init__(self, policy: SavePolicy) -> None:
-            self.trainer = make_trainer(tmp_path, policy=policy)
-            self.pending: list[Any] = []
-            monkeypatch.setattr(self.trainer.strategy, "world_size", 2)
-            monkeypatch.setattr(self.trainer.strategy, "make_board", refuse)
+    def make(policy: SavePolicy) -> Interrupts:
+        trainer = make_trainer(tmp_path, policy=policy)
+        monkeypatch.setattr(trainer.strategy, "world_size", 2)
+        monkeypatch.setattr(trainer.strategy, "make_board", refuse)
+        return TrainSession(trainer, resume=None, ignore_keys=None)._make_interrupts()
 
     with pytest.warns(UserWarning, match="Signals act as if no training ran. They share no store"):
-        assert Interrupts(Session(SavePolicy()), save=lambda: None).requests is None  # type: ignore[arg-type]
+        assert make(SavePolicy()).requests is None
     with pytest.raises(StrategyError):
-        Interrupts(Session(SavePolicy(every_s=60)), save=lambda: None)  # type: ignore[arg-type]
+        make(SavePolicy(every_s=60))
 
 
 def test_a_signal_noted_after_the_last_look_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
