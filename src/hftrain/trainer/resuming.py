@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any
 from hftrain.adapter.data import data_seed, read_accelerator_config
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.foreign import is_foreign, read_foreign
+from hftrain.checkpoint.foreign import check_foreign, is_foreign, read_foreign
+from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import Manifest, read_manifest
 from hftrain.checkpoint.parts import load_arguments
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
@@ -23,6 +24,7 @@ from hftrain.data.grouping import LengthConfig
 from hftrain.data.offsets import has_own_shares, samples_per_round, with_offset
 from hftrain.data.sizes import has_length
 from hftrain.strategies.base import Strategy
+from hftrain.trainer.output import Output
 
 logger = get_logger(__name__)
 
@@ -30,6 +32,8 @@ logger = get_logger(__name__)
 _OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # When things happen follows the present arguments, and so is no longer what it was before the resume.
 _INTERVALS = ("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps")
+# Resume if there is something to resume.
+AUTO = "auto"
 # Arguments that an override has written may be anything.
 _PLAIN = (int, float, str, type(None))
 
@@ -274,3 +278,57 @@ def report_changed_arguments(args: TrainingArguments, folder: Path) -> None:
         ]
         if changed:
             logger.warning("These arguments changed since the checkpoint, %s: %s.", consequence, ", ".join(changed))
+
+
+def find_resume(
+    args: TrainingArguments,
+    strategy: Strategy,
+    output: Output,
+    make_manager: Callable[[], CheckpointManager],
+    resume: str | bool | None,
+) -> Path | None:
+    """Return the checkpoint to continue from, verified by the main process; nothing is launched.
+
+    Args:
+        args: Asked if they say ``"auto"``.
+        strategy: Not launched yet.
+        output: Where the run's files go.
+        make_manager: Returns what finds checkpoints there.
+        resume: A folder, True for the newest valid checkpoint, ``"auto"`` for that or none, None or False for none.
+
+    Raises:
+        CheckpointError: There is no valid one, or the folder named is none.
+    """
+    if not isinstance(resume, (str, Path, bool, type(None))):
+        raise ConfigError(
+            "train(resume_from_checkpoint=...) was called.",
+            f"A {type(resume).__name__} names no checkpoint.",
+            "Pass a folder, True for the newest one in output_dir, or 'auto' for that if there is one.",
+            resume_from_checkpoint=resume,
+        )
+    if resume is None and args.resume_from_checkpoint == AUTO:
+        resume = AUTO
+    elif resume is None and args.resume_from_checkpoint and strategy.is_main:
+        unused = "The run starts from the beginning: resume_from_checkpoint=%r is for the script to pass on to train()."
+        logger.warning(unused, args.resume_from_checkpoint)
+    if resume is None or resume is False or not strategy.is_main:
+        return None
+    manager = make_manager()
+    if resume is True or resume == AUTO:
+        latest = manager.latest()
+        if resume == AUTO:
+            if args.save_only_model:
+                logger.warning("save_only_model=True: what this run saves, another start with 'auto' cannot resume.")
+            found = "nothing valid to resume; a new run starts" if latest is None else f"{latest.name} to resume"
+            logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, args.output_dir)
+        elif latest is None:
+            raise CheckpointError(
+                "resume_from_checkpoint=True was asked for.",
+                f"There is no valid checkpoint with a manifest in {args.output_dir!r}.",
+                "Leave resume_from_checkpoint out to start a new run, or name a checkpoint's folder.",
+            )
+        return latest
+    folder = output.fetch_named(resume) or output.find(resume)
+    if manager.open(folder) is None:
+        check_foreign(folder)
+    return folder

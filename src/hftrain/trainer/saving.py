@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hftrain.checkpoint.fitting import check_state, naming_the_folder
-from hftrain.checkpoint.foreign import check_foreign, check_foreign_optimizer, is_foreign
+from hftrain.checkpoint.foreign import check_foreign_optimizer, is_foreign
 from hftrain.checkpoint.layout import OPTIMIZER, SCHEDULER, checkpoint_name
 from hftrain.checkpoint.manifest import check_geometry
 from hftrain.checkpoint.parts import (
@@ -33,7 +33,6 @@ from hftrain.checkpoint.states import (
     whole_state,
 )
 from hftrain.checkpoint.weights import load_task_state, load_weights
-from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, preserved_rng, restore_rng
@@ -50,8 +49,8 @@ from hftrain.trainer.outside import OutsideWeights
 from hftrain.trainer.own_optimizers import OwnOptimizers
 from hftrain.trainer.resuming import RunPlan, report_changed_arguments
 from hftrain.trainer.unfreezing import Unfreezing
-from hftrain.trainer.untrained import Untrained
-from hftrain.trainer.writing import CheckpointWrites, Save, as_of, make_manager
+from hftrain.trainer.untrained import Untrained, check_plateau
+from hftrain.trainer.writing import CheckpointWrites, Save, as_of
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer
@@ -59,9 +58,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 Writer = Callable[[Path], None]
-
-# Resume if there is something to resume.
-AUTO = "auto"
 
 
 class RunCheckpoints:
@@ -88,7 +84,7 @@ class RunCheckpoints:
         self.progress = progress
         self.losses = losses
         self.logs = logs
-        self.manager = make_manager(trainer)
+        self.manager = trainer._make_manager()
         self.writes = CheckpointWrites(
             trainer, self.manager, progress=progress, pending=pending, best=lambda: best_checkpoint(trainer)
         )
@@ -105,6 +101,15 @@ class RunCheckpoints:
         self.unfreezing: Unfreezing
         self.untrained: Untrained
         self.feed: TrainFeed
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow what begins to train while the run lasts, and what no optimizer holds; until `let_go`."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        self.unfreezing = Unfreezing(
+            strategy, trainer.model, optimizer, self.outside, schedule=lambda: trainer.lr_scheduler
+        )
+        check_plateau(trainer.args, trainer.lr_scheduler)
+        self.untrained = Untrained(strategy, trainer.task, optimizer, self.own)
 
     def save(self, optimizer: torch.optim.Optimizer) -> None:
         """Commit a checkpoint of everything a resume needs, now or in the background, then rotate; collective."""
@@ -330,51 +335,6 @@ class RunCheckpoints:
         self.manager.open(best)
         self.load_model(best)
         logger.info("Loaded the best model from %s (%s).", best, self.trainer.state.best_metric)
-
-
-def find_resume(trainer: Trainer, resume: str | bool | None) -> Path | None:
-    """Return the checkpoint to continue from, verified by the main process; nothing is launched.
-
-    Args:
-        trainer: Whose folder to look into; its arguments are asked if they say ``"auto"``.
-        resume: A folder, True for the newest valid checkpoint, ``"auto"`` for that or none, None or False for none.
-
-    Raises:
-        CheckpointError: There is no valid one, or the folder named is none.
-    """
-    if not isinstance(resume, (str, Path, bool, type(None))):
-        raise ConfigError(
-            "train(resume_from_checkpoint=...) was called.",
-            f"A {type(resume).__name__} names no checkpoint.",
-            "Pass a folder, True for the newest one in output_dir, or 'auto' for that if there is one.",
-            resume_from_checkpoint=resume,
-        )
-    if resume is None and trainer.args.resume_from_checkpoint == AUTO:
-        resume = AUTO
-    elif resume is None and trainer.args.resume_from_checkpoint and trainer.strategy.is_main:
-        unused = "The run starts from the beginning: resume_from_checkpoint=%r is for the script to pass on to train()."
-        logger.warning(unused, trainer.args.resume_from_checkpoint)
-    if resume is None or resume is False or not trainer.strategy.is_main:
-        return None
-    manager = make_manager(trainer)
-    if resume is True or resume == AUTO:
-        latest = manager.latest()
-        if resume == AUTO:
-            if trainer.args.save_only_model:
-                logger.warning("save_only_model=True: what this run saves, another start with 'auto' cannot resume.")
-            found = "nothing valid to resume; a new run starts" if latest is None else f"{latest.name} to resume"
-            logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, trainer.args.output_dir)
-        elif latest is None:
-            raise CheckpointError(
-                "resume_from_checkpoint=True was asked for.",
-                f"There is no valid checkpoint with a manifest in {trainer.args.output_dir!r}.",
-                "Leave resume_from_checkpoint out to start a new run, or name a checkpoint's folder.",
-            )
-        return latest
-    folder = trainer._output.fetch_named(resume) or trainer._output.find(resume)
-    if manager.open(folder) is None:
-        check_foreign(folder)
-    return folder
 
 
 def best_checkpoint(trainer: Trainer) -> Path | None:

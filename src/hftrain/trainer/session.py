@@ -27,6 +27,7 @@ from hftrain.loops.contract import check_features
 from hftrain.loops.fit import FitLoop
 from hftrain.loops.window import LogWindow, merge_reports
 from hftrain.optim.weight_modes import evaluation_weights, training_weights
+from hftrain.step.stepper import Stepper
 from hftrain.task.overflow import DebugUnderflowOverflow
 from hftrain.trainer.announce import announce_training
 from hftrain.trainer.counting import RunCounts, samples_since, token_counter
@@ -89,45 +90,13 @@ class TrainSession:
         """Train to the end; collective."""
         trainer, args = self.trainer, self.trainer.args
         trainer.is_in_train = True
-        resume = trainer.strategy.broadcast_object(None if self.resume is None else str(self.resume))
-        if resume is not None:
-            copy = trainer._output.own_copy(Path(resume))
-            self.resume = own_checkpoint(args, trainer.strategy, trainer.output_dir, copy)
-        self.checkpoints.manager.parcels = trainer._output.meet()
-        if trainer.model_init is not None:
-            set_seed(args.seed)
-            with trainer.strategy.building():
-                trainer._adopt_model(trainer.call_model_init(trainer._trial))
-            trainer.optimizer = trainer.lr_scheduler = None
-        loader = self.open_data().loader
-        batch_size = trainer.get_total_train_batch_size(args)
-        plan = trainer.set_initial_training_values(args, loader, batch_size)
-        goal = self.checkpoints.plan = trainer._plan_run(self.resume, loader, plan, self.progress)
-        num_epochs, max_steps = plan[0], goal.max_steps
-        plan = (*plan[:6], max_steps)
-        names = "floating_point_ops", "num_parameters"
-        counts_flos = trainer._is_overridden(names[0]) or any(hasattr(trainer.model, name) for name in names)
-        trainer.current_flos = 0
-        self.counts = RunCounts(
-            args,
-            trainer.strategy,
-            trainer.state,
-            counter=token_counter(args, trainer.model, trainer.processing_class),
-            count_flos=trainer.floating_point_ops if counts_flos else None,
-            add_flos=trainer._add_flos,
-        )
-        start_state(trainer, self.resume, max_steps=max_steps, num_epochs=num_epochs)
-        if self.resume is not None:
-            self.checkpoints.take_over(self.resume, goal)
-        if goal.is_reshaped:
-            check_features(self.loop, {"reshaping": "a checkpoint of another number of processes or batch size"})
-        stepper = set_up(self, max_steps)
-        self._watch = watch_overflow(args, trainer.model)
+        plan, batch_size, stepper = self._set_up()
+        goal = self.checkpoints.plan
         if self.resume is not None:
             self._load_rest(self.resume)
         else:
             self.checkpoints.warn_of_others()
-        self._show_parts(loader)
+        self._show_parts(self.checkpoints.feed.loader)
         self.checkpoints.writes.start(self.optimizer, own=self.checkpoints.own_state)
         announce_training(
             args,
@@ -142,10 +111,10 @@ class TrainSession:
         trainer.callback_handler.fire("on_train_begin")
         config = fit_config(
             args,
-            max_steps=max_steps,
+            max_steps=goal.max_steps,
             num_batches=plan[5],
             num_batches_first=goal.num_batches_first,
-            num_epochs=num_epochs if plan[4] else None,
+            num_epochs=plan[0] if plan[4] else None,
             world_size=trainer.strategy.world_size,
         )
         self.phase = None
@@ -169,6 +138,45 @@ class TrainSession:
             output = self._finish(start_s=start_s, first=first)
             self.interrupts.settle()
         return output
+
+    def _set_up(self) -> tuple[tuple[Any, ...], int, Stepper]:
+        """Build the model, open the data, plan, wrap; return the documented plan, the batch size and the step."""
+        trainer, args = self.trainer, self.trainer.args
+        resume = trainer.strategy.broadcast_object(None if self.resume is None else str(self.resume))
+        if resume is not None:
+            copy = trainer._output.own_copy(Path(resume))
+            self.resume = own_checkpoint(args, trainer.strategy, trainer.output_dir, copy)
+        self.checkpoints.manager.parcels = trainer._output.meet()
+        if trainer.model_init is not None:
+            set_seed(args.seed)
+            with trainer.strategy.building():
+                trainer._adopt_model(trainer.call_model_init(trainer._trial))
+            trainer.optimizer = trainer.lr_scheduler = None
+        loader = self.open_data().loader
+        batch_size = trainer.get_total_train_batch_size(args)
+        plan = trainer.set_initial_training_values(args, loader, batch_size)
+        goal = self.checkpoints.plan = trainer._plan_run(self.resume, loader, plan, self.progress)
+        plan = (*plan[:6], goal.max_steps)
+        names = "floating_point_ops", "num_parameters"
+        counts_flos = trainer._is_overridden(names[0]) or any(hasattr(trainer.model, name) for name in names)
+        trainer.current_flos = 0
+        self.counts = RunCounts(
+            args,
+            trainer.strategy,
+            trainer.state,
+            counter=token_counter(args, trainer.model, trainer.processing_class),
+            count_flos=trainer.floating_point_ops if counts_flos else None,
+            add_flos=trainer._add_flos,
+        )
+        start_state(trainer, self.resume, max_steps=goal.max_steps, num_epochs=plan[0])
+        if self.resume is not None:
+            self.checkpoints.take_over(self.resume, goal)
+        if goal.is_reshaped:
+            check_features(self.loop, {"reshaping": "a checkpoint of another number of processes or batch size"})
+        stepper = set_up(self, goal.max_steps)
+        self.checkpoints.watch(self.optimizer)
+        self._watch = watch_overflow(args, trainer.model)
+        return plan, batch_size, stepper
 
     def _make_interrupts(self) -> Interrupts:
         trainer = self.trainer

@@ -22,8 +22,6 @@ from hftrain.task.module import TaskModule
 from hftrain.trainer.checks import check_optimizer
 from hftrain.trainer.engines import is_taken
 from hftrain.trainer.eval_sets import check_cadences
-from hftrain.trainer.unfreezing import Unfreezing
-from hftrain.trainer.untrained import Untrained, check_plateau
 
 if TYPE_CHECKING:
     from hftrain.trainer.session import TrainSession
@@ -41,8 +39,8 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
         session.checkpoints.load_model(session.resume)
     place_task(trainer.task, strategy, is_model_placed=True)
     trainer._align_special_tokens()
-    hooks = trainer._activate_neftune, trainer._deactivate_neftune
-    session.changes.apply(trainer.model, noise_hooks=hooks if trainer.neftune_noise_alpha is not None else None)
+    noise = None if trainer.neftune_noise_alpha is None else (trainer._activate_neftune, trainer._deactivate_neftune)
+    session.changes.apply(trainer.model, noise_hooks=noise)
     trainer._forget_schedule()
     if is_taken(strategy, trainer.model_wrapped):
         trainer.optimizer = trainer.lr_scheduler = None
@@ -77,10 +75,6 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
     # An interrupted run, or the user, may have left gradients.
     trainer.model.zero_grad()
     trainer.optimizer = session.optimizer = optimizer
-    schedule = lambda: trainer.lr_scheduler  # noqa: E731
-    session.checkpoints.unfreezing = Unfreezing(strategy, trainer.model, optimizer, outside, schedule=schedule)
-    check_plateau(trainer.args, trainer.lr_scheduler)
-    session.checkpoints.untrained = Untrained(strategy, trainer.task, optimizer, session.checkpoints.own)
     trainer.task.model = trainer.model_wrapped = wrapped
     trainer._shares = trainer._make_shares()
     trainer._training_mode = TrainingMode(trainer.task, optimizer)

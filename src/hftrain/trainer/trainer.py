@@ -33,6 +33,7 @@ from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback, progress_callback
 from hftrain.callbacks.checks import as_list
+from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.core.errors import ConfigError, TaskError, suggest
 from hftrain.core.log import get_logger, get_verbosity, set_verbosity, sharing_verbosity, warn_once
@@ -136,8 +137,8 @@ from hftrain.trainer.reports import (
     to_plain,
     with_prefix,
 )
-from hftrain.trainer.resuming import RunPlan, find_geometry, plan_run
-from hftrain.trainer.saving import find_resume, load_task
+from hftrain.trainer.resuming import RunPlan, find_geometry, find_resume, plan_run
+from hftrain.trainer.saving import load_task
 from hftrain.trainer.searching import TrialRun, check_search, search, trying
 from hftrain.trainer.session import TrainSession
 from hftrain.trainer.setup import place_task
@@ -145,7 +146,7 @@ from hftrain.trainer.signatures import accepts, takes_trial, taking
 from hftrain.trainer.tasks import check_not_lightning, check_task
 from hftrain.trainer.weighing import LossHooks, LossShares
 from hftrain.trainer.whereabouts import report_late_ranks, whereabouts
-from hftrain.trainer.writing import saves_at_all
+from hftrain.trainer.writing import make_manager, saves_at_all
 
 logger = get_logger(__name__)
 
@@ -698,7 +699,7 @@ class Trainer:
         check_training(self.args, self.strategy, self.model, compiles=self.compiler.config is not None)
         self.strategy.check_model(self.model)
         self._check_ahead()
-        resume = find_resume(self, resume_from_checkpoint)
+        resume = find_resume(self.args, self.strategy, self._output, self._make_manager, resume_from_checkpoint)
         self._check_loop(resume)
         check_fits(self.model, resume, is_split=self.get_tp_size() > 1, is_overridden=self._is_overridden)
 
@@ -1245,6 +1246,10 @@ class Trainer:
     def _get_output_dir(self, trial: Any = None) -> str:
         """Return the folder that checkpoints go to; while a search runs, `output_dir` is the trial's own folder."""
         return str(self.output_dir)
+
+    def _make_manager(self) -> CheckpointManager:
+        folder = Path(self._get_output_dir(self._trial))
+        return make_manager(self.args, self.strategy, self._output, self.save_policy, folder)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push a checkpoint that was just committed, in the background; called with `push_to_hub` only.

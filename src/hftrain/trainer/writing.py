@@ -27,8 +27,10 @@ from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
 from hftrain.storage.space import free_bytes, readable_bytes
+from hftrain.strategies.base import Strategy
 from hftrain.trainer.capture import model_writer
 from hftrain.trainer.foresight import watch_states
+from hftrain.trainer.output import Output
 from hftrain.trainer.room import check_room, checkpoint_bytes, expected_state_bytes
 
 if TYPE_CHECKING:
@@ -332,11 +334,10 @@ def as_of(state: TrainerState, save: Save) -> Iterator[None]:
         state.global_step, state.epoch = now
 
 
-def make_manager(trainer: Trainer) -> CheckpointManager:
-    """Return what saves and finds the run's checkpoints."""
-    folder = Path(trainer._get_output_dir(trainer._trial))
-    config = checkpoint_config(trainer.args, output_dir=folder, url=trainer._output.url_of(folder))
-    config = replace(
-        config, keep_best=trainer.save_policy.keep_best, is_greater_better=bool(trainer.args.greater_is_better)
-    )
-    return CheckpointManager(config, group=trainer.strategy)
+def make_manager(
+    args: TrainingArguments, strategy: Strategy, output: Output, policy: SavePolicy, folder: Path
+) -> CheckpointManager:
+    """Return what saves and finds the checkpoints of a run in a folder."""
+    config = checkpoint_config(args, output_dir=folder, url=output.url_of(folder))
+    config = replace(config, keep_best=policy.keep_best, is_greater_better=bool(args.greater_is_better))
+    return CheckpointManager(config, group=strategy)
