@@ -128,13 +128,6 @@ def _wrapper_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 def _from_words(words: list[str], *, is_cut: bool) -> dict[str, Any]:
     shardings = [word for word in words if word in _SHARDINGS]
-    if len(shardings) > 1:
-        raise ConfigError(
-            f"fsdp={' '.join(words)!r} was asked for.",
-            "A model is split in one way.",
-            f"Keep one of {', '.join(shardings)}.",
-            fsdp=words,
-        )
     return {
         "sharding": shardings[0] if shardings else _SHARDINGS[0],
         "offload": "offload" in words,

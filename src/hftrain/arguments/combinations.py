@@ -32,10 +32,7 @@ def check_combinations(args: ArgumentFields) -> None:
     _check_precision(args)
     _check_workers(args)
     _check_order(args)
-    _check_accumulation(args)
     _check_fsdp(args)
-    _check_fsdp_config(args)
-    _check_deepspeed(args)
     _check_checkpointing(args)
     _warn_of_idle(args)
     if args.warmup_steps > 0 and (args.warmup_ratio or 0) > 0:
@@ -48,6 +45,11 @@ def _warn_of_idle(args: ArgumentFields) -> None:
         for name, idle in names.items():
             if not getattr(args, switch) and getattr(args, name) not in idle:
                 warn_once(f"{name} has no effect without {switch}=True.")
+    if args.deepspeed == {}:
+        warn_once("deepspeed={} holds no settings, so it does not choose DeepSpeed; strategy='deepspeed' does.")
+    config = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
+    if not config.get("xla") and any(config.get(key) for key in _XLA_KEYS):
+        warn_once("fsdp_config's xla_fsdp_* keys have no effect without the key xla.")
 
 
 def _refuse(args: ArgumentFields, reason: str, remedy: str, *names: str) -> ConfigError:
@@ -137,17 +139,6 @@ def _check_order(args: ArgumentFields) -> None:
         raise _refuse(args, reason, "Keep one of the two.", "group_by_length", "train_sampling_strategy")
 
 
-def _check_accumulation(args: ArgumentFields) -> None:
-    config: Any = args.accelerator_config
-    nested = getattr(config, "gradient_accumulation_kwargs", None)
-    steps = args.gradient_accumulation_steps
-    # Equal where a Trainer has let num_steps be the setting.
-    if steps > 1 and (nested or {}).get("num_steps", steps) != steps:
-        reason = "accelerator_config's gradient_accumulation_kwargs already say num_steps."
-        names = ("gradient_accumulation_steps", "accelerator_config")
-        raise _refuse(args, reason, "Remove num_steps there.", *names)
-
-
 def _check_fsdp(args: ArgumentFields) -> None:
     options = args.fsdp or []
     if options and args.deepspeed is not None:
@@ -156,35 +147,14 @@ def _check_fsdp(args: ArgumentFields) -> None:
     if FSDPOption.OFFLOAD in options and not any(option in options for option in _SHARDING):
         reason = "Only what is sharded can be offloaded."
         raise _refuse(args, reason, "Add 'full_shard' or 'shard_grad_op'.", "fsdp")
-    if FSDPOption.FULL_SHARD in options and FSDPOption.SHARD_GRAD_OP in options:
-        reason = "A model is sharded in one way."
-        raise _refuse(args, reason, "Keep 'full_shard' or 'shard_grad_op'.", "fsdp")
-
-
-def _check_deepspeed(args: ArgumentFields) -> None:
-    if args.deepspeed == {}:
-        warn_once("deepspeed={} holds no settings, so it does not choose DeepSpeed; strategy='deepspeed' does.")
-
-
-def _check_fsdp_config(args: ArgumentFields) -> None:
-    config = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
-    if config.get("min_num_params") and config.get("transformer_layer_cls_to_wrap"):
-        reason = "min_num_params and transformer_layer_cls_to_wrap are two ways to choose what is wrapped."
-        raise _refuse(args, reason, "Keep one of the two keys.", "fsdp_config")
-    if config.get("cpu_ram_efficient_loading") and not config.get("sync_module_states", True):
-        reason = "cpu_ram_efficient_loading reads weights on one process, which sync_module_states then sends out."
-        raise _refuse(args, reason, "Set the key sync_module_states to true.", "fsdp_config")
-    if not config.get("xla") and any(config.get(key) for key in _XLA_KEYS):
-        warn_once("fsdp_config's xla_fsdp_* keys have no effect without the key xla.")
+    shardings = [str(option) for option in options if option in (*_SHARDING, FSDPOption.NO_SHARD)]
+    if len(shardings) > 1:
+        raise _refuse(args, "A model is sharded in one way.", f"Keep one of {', '.join(shardings)}.", "fsdp")
 
 
 def _check_checkpointing(args: ArgumentFields) -> None:
     if not args.gradient_checkpointing:
         return
-    config = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
-    if args.fsdp and config.get("activation_checkpointing"):
-        reason = "fsdp_config's activation_checkpointing recomputes the same activations."
-        raise _refuse(args, reason, "Keep activation_checkpointing alone.", "gradient_checkpointing", "fsdp_config")
     if any(option in (args.fsdp or []) for option in (FSDPOption.FULL_SHARD, *_HYBRID)):
         warn_once(
             "gradient_checkpointing gathers fully sharded parameters once more in the backward pass; "

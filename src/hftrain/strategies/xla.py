@@ -21,7 +21,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.environment import launched_world_size
-from hftrain.strategies.fsdp.units import find_units
+from hftrain.strategies.fsdp.units import check_choice, find_units
 from hftrain.strategies.xla_wrapper import WrappedModel
 
 logger = get_logger(__name__)
@@ -83,6 +83,7 @@ class XLAStrategy(Strategy):
                 "Start one process; tpu_num_cores says how many devices it uses.",
                 world_size=launched_world_size(),
             )
+        check_choice(self.name, layer_classes=layer_classes, min_num_params=min_num_params)
         super().__init__(torch.device("xla"), place_model=place_model)
         self.num_cores, self.shards, self.wraps, self.settings = num_devices, shards, wraps, dict(settings or {})
         self.layer_classes, self.min_num_params, self.recomputes = layer_classes, min_num_params, recomputes

@@ -92,9 +92,7 @@ def check_model(model: Any, model_init: Any) -> None:
         warn_once("model and model_init were given: train() replaces model with what model_init returns.")
 
 
-def check_parts(
-    args: Any, *, model_init: Any, optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any, collator: Any
-) -> None:
+def check_parts(*, model_init: Any, optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any, collator: Any) -> None:
     """Raise where constructor arguments contradict each other."""
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
         raise ConfigError(
@@ -121,13 +119,6 @@ def check_parts(
             f"Cannot use a {type(collator).__name__} as data_collator:",
             "it is not callable.",
             "Pass a function that takes a list of samples; datasets go by name (train_dataset=..., eval_dataset=...).",
-        )
-    if args.label_smoothing_factor and not 0 <= args.label_smoothing_factor <= 1:
-        raise ConfigError(
-            "Label smoothing was asked for.",
-            "The share of the target that is spread must lie in [0, 1].",
-            "Use a value such as 0.1.",
-            label_smoothing_factor=args.label_smoothing_factor,
         )
 
 

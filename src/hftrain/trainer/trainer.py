@@ -228,7 +228,6 @@ class Trainer:
         self.args, self.fast_dev_run = _settled(args), number_of_batches(fast_dev_run)
         check_model(model, model_init)
         check_parts(
-            self.args,
             model_init=model_init,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,

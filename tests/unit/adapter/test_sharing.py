@@ -73,6 +73,12 @@ def test_file_is_checked_like_a_dict(tmp_path: Path) -> None:
         settle_sharing(arguments)
 
 
+@pytest.mark.parametrize("config", [with_accumulation(num_steps=3), Config()], ids=type)
+def test_two_numbers_of_accumulation_steps_are_refused(tmp_path: Path, config: Any) -> None:
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps=2 says otherwise"):
+        settle_sharing(make_arguments(tmp_path, accelerator_config=config, gradient_accumulation_steps=2))
+
+
 def test_class_in_place_of_settings_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Give Config\(\)"):
         make_arguments(tmp_path, accelerator_config=Config)

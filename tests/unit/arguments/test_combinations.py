@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 
@@ -32,36 +31,11 @@ FSDP = {"fsdp": "full_shard"}
         ({"use_ipex": True}, "bf16=True and torch_compile=True are its successors"),
         ({"dataloader_prefetch_factor": 2}, "there are none"),
         ({"dataloader_persistent_workers": True}, "there are none"),
-        (
-            {
-                "gradient_accumulation_steps": 2,
-                "accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 3}},
-            },
-            "already say num_steps",
-        ),
-        (
-            {
-                "gradient_accumulation_steps": 2,
-                "accelerator_config": SimpleNamespace(gradient_accumulation_kwargs={"num_steps": 3}),
-            },
-            "already say num_steps",
-        ),
         ({**FSDP, "deepspeed": "ds.json"}, "shared between processes"),
         ({"fsdp": "offload"}, "can be offloaded"),
         ({"fsdp": "no_shard offload"}, "can be offloaded"),
         ({"fsdp": "full_shard shard_grad_op"}, "sharded in one way"),
-        (
-            {**FSDP, "fsdp_config": {"min_num_params": 5, "transformer_layer_cls_to_wrap": "Block"}},
-            "what is wrapped",
-        ),
-        (
-            {**FSDP, "fsdp_config": {"cpu_ram_efficient_loading": True, "sync_module_states": "false"}},
-            "sync_module_states",
-        ),
-        (
-            {**FSDP, "gradient_checkpointing": True, "fsdp_config": {"activation_checkpointing": True}},
-            "same activations",
-        ),
+        ({"fsdp": "full_shard no_shard"}, "Keep one of full_shard, no_shard"),
     ],
 )
 def test_contradiction_raises(given, reason):

@@ -21,7 +21,7 @@ from hftrain.core.log import get_logger
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.fsdp.changes import SplitParameters, split_again
 from hftrain.strategies.fsdp.states import gather, pieces, split_like
-from hftrain.strategies.fsdp.units import find_units, recompute_activations
+from hftrain.strategies.fsdp.units import check_choice, find_units, recompute_activations
 from hftrain.strategies.lockstep import SplittingStrategy
 from hftrain.strategies.unfreezing import follow
 
@@ -272,6 +272,7 @@ class FSDPStrategy(SplittingStrategy):
     # -- how it is done ------------------------------------------------------------------------------------------
 
     def _check_options(self) -> None:
+        check_choice(self.name, layer_classes=self.layer_classes, min_num_params=self.min_num_params)
         reason, remedy = None, ""
         received: dict[str, Any] = {}
         for option, value, known in (
@@ -282,9 +283,6 @@ class FSDPStrategy(SplittingStrategy):
                 reason, remedy, received = f"There is no such {option}.", suggest(str(value), known), {option: value}
         if self.sharding == "no_shard" and self.offload:
             reason, remedy = "Only what is split can be offloaded.", "Use sharding='full_shard' or 'shard_grad_op'."
-        if self.min_num_params and self.layer_classes:
-            reason = "min_num_params and transformer_layer_cls_to_wrap are two ways to choose what is wrapped."
-            remedy = "Keep one of the two."
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             reason = "cpu_ram_efficient_loading reads weights in one process, which sync_module_states then sends out."
             remedy = "Set sync_module_states to True."

@@ -12,6 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from hftrain.core.errors import ConfigError, suggest
 
 
+def check_choice(strategy: str, *, layer_classes: Sequence[str] | None, min_num_params: int) -> None:
+    """Raise where two ways to choose a strategy's units are asked for; see `find_units`."""
+    if min_num_params and layer_classes:
+        reason = "min_num_params and transformer_layer_cls_to_wrap are two ways to choose what is wrapped."
+        raise ConfigError(f"strategy={strategy!r} was asked for.", reason, "Keep one of the two.")
+
+
 def find_units(model: nn.Module, *, layer_classes: Sequence[str] | None, min_num_params: int) -> list[nn.Module]:
     """List the parts of a model that become units of their own, inner ones first; the rest is one more unit.
 
