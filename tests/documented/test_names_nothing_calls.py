@@ -82,8 +82,6 @@ class Helped(Task):
 
     def configure_optimizer_groups(self) -> None: ...
 
-    def backward(self) -> None: ...
-
 
 class Both(Task):
     """Serves two names with one method."""

@@ -104,7 +104,10 @@ def test_schedule_of_torch_resumes_exactly(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_of_torch_resumes_exactly_with_milestones(tmp_path: Path, name: str) -> None:
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        parameters = [p for p in model.parameters() if name != "Muon" or p.dim() == 2]
+        for parameter in model.parameters():
+            # Muon takes matrices alone.
+            parameter.requires_grad_(name != "Muon" or parameter.dim() == 2)
+        parameters = [p for p in model.parameters() if p.requires_grad]
         return getattr(torch.optim, name)(parameters, lr=0.01, **OPTIMIZERS[name])
 
     check(tmp_path, make_optimizer, SCHEDULES["MultiStepLR"], model=Sparse if name == "SparseAdam" else None)
