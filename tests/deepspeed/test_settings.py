@@ -193,7 +193,7 @@ def test_what_deepspeed_cannot_do_is_refused_at_once(tmp_path: Path, options: di
 
 
 @pytest.mark.parametrize("part", ["offload_optimizer", "offload_param"])
-@pytest.mark.parametrize(("path", "reason"), [({}, "Nothing says where"), ({"nvme_path": "drive"}, "does not find it")])
+@pytest.mark.parametrize(("path", "reason"), [({}, "It has no path"), ({"nvme_path": "drive"}, "does not find it")])
 def test_offload_to_nvme_that_cannot_be_is_refused_before_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, path: dict[str, str], reason: str
 ) -> None:

@@ -198,7 +198,7 @@ def test_alias_of_the_runs_own_optimizer_is_not_saved_twice(tmp_path: Path) -> N
 def test_state_that_the_resumed_run_never_asks_for_is_told_of_and_kept(tmp_path: Path) -> None:
     make(Early, tmp_path).train()
     resumed = make(Plain, tmp_path, save_steps=2)
-    with pytest.warns(UserWarning, match=r"trainer.critic_optimizer, trainer.critic_schedule, which it never made"):
+    with pytest.warns(UserWarning, match=r"trainer.critic_optimizer, trainer.critic_schedule, which it never created"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert (tmp_path / "checkpoint-4" / "own_optimizers.pt").exists()
 
@@ -221,7 +221,7 @@ def test_weights_that_only_the_second_optimizer_knows_are_told_of(tmp_path: Path
             return super().training_step(batch)
 
     arguments = make_arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
-    with pytest.warns(UserWarning, match=r"state of task.optimizer and not all the weights"):
+    with pytest.warns(UserWarning, match=r"state of task.optimizer but not all the weights"):
         Trainer(Outside(), arguments, train_dataset=make_rows()).train()
 
 

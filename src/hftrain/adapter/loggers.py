@@ -32,7 +32,7 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
         names = available_loggers()
         if names and args.process_index == 0:
             logger.info(
-                "report_to was not given: this run reports to %s, all that are installed. Set report_to='none' for "
+                "report_to was not given, so this run reports to all installed trackers: %s. Set report_to='none' for "
                 "none, or name those you want.",
                 ", ".join(names),
             )

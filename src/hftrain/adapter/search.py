@@ -15,7 +15,7 @@ from hftrain.arguments.settle import settle
 from hftrain.core.errors import ConfigError, suggest
 
 _EXTRA = {"seed", "data_seed", "eval_steps", "save_steps", "logging_steps", "run_name", "metric_for_best_model"}
-# Read anew by each run; the others decide what a Trainer is made of.
+# Read again by each run; the others decide what a Trainer is made of.
 SEARCHABLE = frozenset(
     {
         field.name

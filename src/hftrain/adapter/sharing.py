@@ -1,4 +1,4 @@
-"""What `accelerator_config` says beside how loaders are shared: accumulation, copies to the device, the state."""
+"""What `accelerator_config` says besides how loaders are shared: accumulation, copies to the device, the state."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class TrainingArguments(ArgumentSetters, ArgumentSerialization):
 
     Building reads no file, no environment variable and no device, with one exception: an `output_dir` or `logging_dir`
     that begins with "~" has the home folder looked up. Settings that are left open and follow from others are filled
-    in; `dataclasses.replace` copies them, so give them anew when what they follow from changes.
+    in; `dataclasses.replace` copies them, so give them again when what they follow from changes.
 
     Each setting is described where it is declared: the modules of `hftrain.arguments` hold one concern each.
 

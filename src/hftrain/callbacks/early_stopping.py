@@ -17,7 +17,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     """Stop training once `metric_for_best_model` has failed to improve for a number of evaluations.
 
     Needs `metric_for_best_model` and an evaluation strategy. The count is part of checkpoints; a run that starts at
-    step 0 starts counting anew. A metric that is not a number never counts as better.
+    step 0 starts counting again. A metric that is not a number never counts as better.
 
     Args:
         early_stopping_patience: Evaluations in a row without an improvement after which training stops.

@@ -140,7 +140,7 @@ class PredictionWriter(TrainerCallback):
                 yield from batches
 
     def _start_if_new(self, loader: Any, rank: int) -> None:
-        """Begin anew where the loader is another: another predict(), also where the one before has failed."""
+        """Begin again where the loader is another: another predict(), also where the one before has failed."""
         if self._loader is not loader:
             self._start(loader)
             self._clear(rank)

@@ -37,7 +37,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
 
     tracker: ClassVar[str] = ""
     by_tracker: ClassVar[dict[str, type[TrackerCallback]]] = {}
-    # A logger cannot be built anew from a checkpoint.
+    # A logger cannot be built again from a checkpoint.
     is_rebuilt = False
 
     def __init_subclass__(cls, *, tracker: str | None = None, **kwargs: Any) -> None:

@@ -34,7 +34,7 @@ def save_adapters(model: Any, folder: Path, state: Mapping[str, Any], *, safe: b
 
 
 def load_adapters(model: Any, folder: Path) -> None:
-    """Overwrite every adapter of a model, and what is trained beside it, in place.
+    """Overwrite every adapter of a model, and what is trained next to it, in place.
 
     Raises:
         CheckpointError: An adapter's weights are absent, damaged, or do not fit.

@@ -64,7 +64,7 @@ def check_state(path: Path, state: Mapping[str, Any], owner: Any, *, own: Mappin
     Args:
         path: The file.
         state: What it holds.
-        owner: What the state is for; names that it has beside those of its state stay its own.
+        owner: What the state is for; names that it has next to those of its state stay its own.
         own: The owner's present state. Its names must be there, except those that begin with an underscore.
     """
     for name in own.keys() | state.keys():

@@ -66,7 +66,7 @@ class CheckpointConfig:
         safe_weights: Whether weights are written as safetensors.
         on_each_node: Whether each machine writes to storage of its own.
         url: The remote folder where the checkpoints are kept; `output_dir` is then its local mirror.
-        keep_best: How many of those with the best metrics are kept beside the newest; without a limit, no others are.
+        keep_best: How many of those with the best metrics are kept next to the newest; without a limit, no others are.
         is_greater_better: Which way a metric is better.
 
     Source: the documented `output_dir`, `save_total_limit`, `save_only_model`, `save_safetensors`,
@@ -121,7 +121,7 @@ class CheckpointManager:
             step: The optimizer updates done.
             main: What the main process writes; each is called with the folder to write to.
             each: What every process writes, under names that differ by rank.
-            facts: What the manifest tells beside the files: numbers, text, lists and dictionaries.
+            facts: What the manifest tells besides the files: numbers, text, lists and dictionaries.
             group: Lets the processes agree; by default as the manager's own does, by collectives.
 
         Returns:

@@ -81,7 +81,7 @@ def read_manifest(folder: Path) -> Manifest:
 def verify(folder: Path) -> Manifest:
     """Prove that a checkpoint is whole: each file present, of the recorded size and SHA-256, and not a link.
 
-    Files that the manifest does not name may lie beside, unless a resume would read them.
+    Files that the manifest does not name may lie next to them, unless a resume would read them.
 
     Raises:
         CheckpointError: It is not; the message names the file.

@@ -22,8 +22,8 @@ class SavePolicy:
             one and goes on. Handlers that the program has set itself stay.
         on_exception: Whether an error in training leaves a checkpoint of the last whole step; in a run of one process.
             Each step then begins with a copy of what it changes before the weights.
-        every_s: Save when this much time has passed since the last checkpoint, beside what `save_strategy` says.
-        keep_best: How many checkpoints with the best metric rotation keeps, beside the newest; needs
+        every_s: Save when this much time has passed since the last checkpoint, besides what `save_strategy` says.
+        keep_best: How many checkpoints with the best metric rotation keeps, next to the newest; needs
             `metric_for_best_model`. Without `save_total_limit` no others are kept. None keeps the one best, as
             documented.
         on_full_disk: What to do about a checkpoint for which there is no room: ``"warn"`` and train on with the last

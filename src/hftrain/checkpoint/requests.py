@@ -88,7 +88,7 @@ class StepRequests:
         return strongest(self._asked.intersection(STOPS))
 
     def note_save(self) -> None:
-        """Hear that a checkpoint was saved: the clock starts anew."""
+        """Hear that a checkpoint was saved: the clock starts again."""
         self._saved_at_s = time.monotonic()
 
     def start(self) -> None:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 def commit_order(manifest: Manifest | None, *, step: int) -> tuple[float, int]:
     """Return what sorts checkpoints as they were committed; those without a manifest that can be read come last.
 
-    Within a run that is the order of steps; after a run was begun anew in its folder, or resumed from an older
+    Within a run that is the order of steps; after a run was begun again in its folder, or resumed from an older
     checkpoint, higher steps may belong to the abandoned one.
     """
     saved_at_s = math.inf if manifest is None else manifest.facts.get("saved_at_s", 0.0)

@@ -120,7 +120,7 @@ class HostCopies:
             with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]  # a thread begins on the first device
                 room = self._make(like, is_pinned=key[-1])
             # New memory is only a promise, and keeping it takes longer than the copy. Not by torch, whose threads
-            # would be as many again as those of the training beside it.
+            # would be as many again as those of the training next to it.
             ctypes.memset(room.data_ptr(), 0, room.nbytes)
             self._free.setdefault(key, []).append(room)
 

@@ -109,7 +109,7 @@ def load_weights(
         return load_adapters(model, folder)
     state = matching_weights(model, folder, strict=strict, own=own)
     try:
-        with restoring(folder):  # what a model keeps beside its tensors is its own to check
+        with restoring(folder):  # what a model keeps next to its tensors is its own to check
             load(model, state) if load else model.load_state_dict(state, strict=strict)
     except CheckpointError as error:
         raise _unfit(model, folder, str(error.__cause__ or error)) from error
@@ -165,7 +165,7 @@ def read_weights(folder: Path) -> dict[str, Any]:
 
 
 def save_task_state(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write what a task learns beside its model, such as a loss's parameters; without any, no file is written."""
+    """Write what a task learns outside its model, such as a loss's parameters; without any, no file is written."""
     if tensors:
         save_tensors(tensors, folder / TASK_STATE)
 

@@ -86,7 +86,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         Args:
             args: The words; the process's own if None.
             return_remaining_strings: Return unknown words as a last list, instead of raising.
-            look_for_args_file: Read the file beside the script that is named like it, with the suffix ".args", if
+            look_for_args_file: Read the file next to the script that is named like it, with the suffix ".args", if
                 there is one.
             args_filename: A file of arguments to read instead. Its words are separated by white space; one that holds
                 some is put in quotes.

@@ -44,7 +44,7 @@ def is_samples(batch: Any) -> bool:
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """Return how many samples a batch holds, or None if nothing in it tells.
+    """Return how many samples a batch holds, or None if that is unknown.
 
     A mapping's ``"labels"`` tell, else what most of its tensors agree on, the first of several; so does a list of
     mappings, which are samples.

@@ -94,7 +94,7 @@ class TrainFeed:
         self._state, feed._state = feed._state, None
 
     def close(self) -> None:
-        """Put a dataset of this process back to where it was before a state was loaded, for a run that starts anew."""
+        """Put a dataset of this process back to where it was before a state was loaded, for a new run."""
         if self._before is not None:
             self._reader.dataset.load_state_dict(self._before)
             self._before = None
@@ -157,7 +157,7 @@ class TrainFeed:
                 "%s goes on from its own state, which leaves out the random numbers that its workers draw.",
                 type(reader).__name__,
             )
-        # A torch loader begins each epoch anew; its state is one within an epoch.
+        # A torch loader begins each epoch again; its state is one within an epoch.
         if "loader" in state and has_state(reader) and (is_within or not isinstance(reader, DataLoader)):
             reader.load_state_dict(state["loader"])
             return True
@@ -170,7 +170,7 @@ class TrainFeed:
     def _placed(self, loader: Any, *, may_start_over: bool) -> Iterator[Any]:
         """Iterate data whose state was put back, and may be that of its end.
 
-        Then this epoch is over. The next one begins anew, for which each of data and wrapper has to be asked again.
+        Then this epoch is over. The next one begins again, for which each of data and wrapper has to be asked again.
         """
         iterator = iter(loader)
 

@@ -194,7 +194,7 @@ def build_eval_loader(
                 "sample counts several times. Use dataloader_num_workers=1 to be sure."
             )
         if config.persistent_workers:
-            # Each pass starts the random numbers anew, as it does in workers that are new themselves.
+            # Each pass starts the random numbers again, as it does in workers that are new themselves.
             dataset = EpochStream(dataset, seed=config.seed, rank=rank)
             dataset.set_epoch(0)
         return RankLoader(dataset, batch_size=size, drop_last=config.drop_last, **options)

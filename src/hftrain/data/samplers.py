@@ -15,13 +15,13 @@ from hftrain.data.sizes import has_length
 
 
 class EpochShuffleSampler(Sampler[int]):
-    """Shuffle anew in each epoch, as a function of the seed and the epoch alone.
+    """Reshuffle in each epoch, as a function of the seed and the epoch alone.
 
     The order of epoch e is `torch.randperm(n)` drawn from a generator seeded with `seed + e`: the order in which the
     Hugging Face Trainer reads the same dataset with the same data seed.
 
     Args:
-        data_source: The dataset; only its length is used, read anew at each epoch.
+        data_source: The dataset; only its length is used, read again at each epoch.
         seed: The data seed.
 
     Example:

@@ -1,4 +1,4 @@
-"""The model card: a draft in `README.md` that says how the model was trained, beside what people wrote there."""
+"""The model card: a draft in `README.md` that says how the model was trained, besides what people wrote there."""
 
 from __future__ import annotations
 

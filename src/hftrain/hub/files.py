@@ -15,7 +15,7 @@ from hftrain.storage.files import begin, discard, walk_files
 LAST_CHECKPOINT = "last-checkpoint"
 CARD = "README.md"
 
-# What only a resume needs, in the layouts of every strategy; and SageMaker's marks beside the files that it copies.
+# What only a resume needs, in the layouts of every strategy; and SageMaker's marks next to the files that it copies.
 _RESUME_ONLY = re.compile(
     r"(optimizer|scheduler|scaler)([._].*)?|rng_state.*|global_step[0-9]+|latest|zero_to_fp32\.py"
     r"|pytorch_model_fsdp(_[0-9]+)?|.*\.sagemaker-upload(ing|ed)"

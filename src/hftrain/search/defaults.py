@@ -8,7 +8,7 @@ from typing import Any
 from hftrain.core.errors import ConfigError
 
 _BATCH_SIZES = [4, 8, 16, 32, 64]
-# What an evaluation reports beside losses and metrics.
+# What an evaluation reports besides losses and metrics.
 _NOT_METRICS = ("_runtime", "_per_second", "_time")
 _COUNTS = ("epoch", "num_input_tokens_seen", "total_flos")
 

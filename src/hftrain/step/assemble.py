@@ -42,7 +42,7 @@ def assemble_stepper(
         optimizer: As `Strategy.setup` returned it; its parameters are clipped.
         max_grad_norm: The largest norm of all gradients together; None or 0 turns clipping off.
         args: Tell it instead, as `max_grad_norm`, and are read at each step: a callback may change it.
-        unclipped: Parameters of the optimizer that are left as they are, and not counted; read anew at each step.
+        unclipped: Parameters of the optimizer that are left as they are, and not counted; read again at each step.
         untrained: Parameters of the model that the optimizer does not hold. Their gradients are cleared after each
             step, and clipped and counted with the others, unless these are unscaled first: nothing unscales them.
         before_clip: Is called once the gradients of a step are complete, before they are unscaled and clipped.
@@ -113,7 +113,7 @@ def _make_clip(
             return None
         if unscale is not None:
             unscale()
-        # Read anew, because a callback may add a parameter group.
+        # Read again, because a callback may add a parameter group.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if untrained:
             held = set(map(id, parameters))

@@ -217,7 +217,7 @@ class _Reader:
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> _Opaque:
         storage = _expect(storage, _Storage)
         item_bytes = storage.item_bytes
-        for part in rest:  # in newer versions the dtype stands beside memory without one
+        for part in rest:  # in newer versions the dtype stands next to memory without one
             dtype = getattr(torch, part.name.partition(" ")[2], None) if isinstance(part, _Global) else None
             item_bytes = dtype.itemsize if isinstance(dtype, torch.dtype) else item_bytes
         shape, strides = _counts(size), _counts(stride)

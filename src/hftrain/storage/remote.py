@@ -20,7 +20,7 @@ T = TypeVar("T")
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://(?P<path>.+)", re.IGNORECASE)
 # fsspec chains such as simplecache::s3://..., and what pathlib makes of a URL.
 _SPOILT = re.compile(r"[a-z][a-z0-9+.-]+(::.*|:/[^/].*)", re.IGNORECASE)
-# Seconds between attempts, beside what the store's own package retries.
+# Seconds between attempts, besides what the store's own package retries.
 _WAITS_S = (0.5, 1.0, 2.0, 4.0)
 _FINAL = (FileNotFoundError, PermissionError, NotImplementedError, ValueError, TypeError)
 

@@ -32,7 +32,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: M
     Args:
         tensors: What to write, by name.
         path: The file.
-        metadata: Text to store beside.
+        metadata: Text to store with them.
 
     Raises:
         CheckpointError: The format has no such layout (sparse) or dtype.

@@ -1,4 +1,4 @@
-"""Several GPUs in one process: the model is copied to each of them anew for every batch."""
+"""Several GPUs in one process: the model is copied to each of them again for every batch."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Lockstep:
         self._is_repeating = False
         hook = self._before_forward
         if model._compiled_call_impl is not None:
-            # Else the compiler writes the exchange anew, in a form that a rank which runs the model as written lacks.
+            # Else the compiler writes the exchange again, in a form that a rank which runs the model as written lacks.
             hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
         self._handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 

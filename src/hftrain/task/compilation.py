@@ -96,7 +96,7 @@ class Compiler:
 class _Call:
     """Call the compiled model, or the model as written for a rare smaller batch.
 
-    torch would compile anew for the short batch that ends an epoch. Where smaller batches are no exception, it does:
+    torch would compile again for the short batch that ends an epoch. Where smaller batches are no exception, it does:
     its second graph then serves every size.
     """
 

@@ -53,7 +53,7 @@ class DebugUnderflowOverflow:
         self.batch_number = 0
         self._frames: deque[str] = deque(maxlen=max_frames_to_save)
         self._names = {module: name or "(the model)" for name, module in model.named_modules()}
-        # Traced into a compiled model, the batch's number would have it compiled anew for every batch.
+        # Traced into a compiled model, the batch's number would have it compiled again for every batch.
         hook = torch.compiler.disable(self._after_forward)  # type: ignore[no-untyped-call]
         self._handles = [module.register_forward_hook(hook, with_kwargs=True) for module in model.modules()]
 

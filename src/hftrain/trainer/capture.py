@@ -19,12 +19,12 @@ from hftrain.core.state import TrainerState
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
 
-# What a model writes beside its weights, and what may change while it trains.
+# What a model writes next to its weights, and what may change while it trains.
 _CONFIGS = ("config", "generation_config")
 
 
 def task_state(task: TaskModule) -> dict[str, torch.Tensor]:
-    """Return what the task itself holds beside its model."""
+    """Return what the task itself holds next to its model."""
     with without_model(task):
         return task.state_dict()
 
@@ -74,7 +74,7 @@ def write_model(
     tool: Any,
     arguments: dict[str, Any],
 ) -> None:
-    """Write a model, what its task holds beside it, the processing class and the arguments."""
+    """Write a model, what its task holds next to it, the processing class and the arguments."""
     save_weights(model, folder, state_dict=weights, safe=bool(arguments["save_safetensors"]))
     save_task_state(own, folder)
     if hasattr(tool, "save_pretrained"):
@@ -83,7 +83,7 @@ def write_model(
 
 
 def saved_tool(processing_class: Any, collator: Any) -> Any:
-    """Return what is saved beside a model: the processing class, else the collator's tokenizer."""
+    """Return what is saved next to a model: the processing class, else the collator's tokenizer."""
     return getattr(collator, "tokenizer", None) if processing_class is None else processing_class
 
 

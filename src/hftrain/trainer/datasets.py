@@ -38,8 +38,8 @@ def check_one_set(dataset: Any) -> None:
     """Raise where a dict of datasets, such as what load_dataset returns, stands where one of them belongs."""
     if isinstance(dataset, Mapping) and len(dataset) and 0 not in dataset:
         raise ConfigError(
-            f"A {type(dataset).__name__} was given as one dataset.",
-            f"It has no sample 0, but the keys {', '.join(map(repr, dataset))}.",
+            f"Cannot use a {type(dataset).__name__} as one dataset:",
+            f"it has no sample 0, but the keys {', '.join(map(repr, dataset))}.",
             "Pass one of its values; eval_dataset and evaluate() alone take several sets.",
         )
 

@@ -17,7 +17,7 @@ from hftrain.core.errors import ConfigError
 from hftrain.precision.base import Precision
 from hftrain.strategies.base import Strategy
 
-# The optimizer makes its state in the first step, DDP its buckets anew in the second: the third is like all others.
+# The optimizer makes its state in the first step, DDP its buckets again in the second: the third is like all others.
 _NUM_STEPS = 3
 # A scaled loss overflows at first, and a step that is skipped makes no state: more than it takes to bring 2**16 to 1.
 _MOST_STEPS = 24

@@ -182,7 +182,7 @@ class MicroBatches:
 def split_batch(batch: Any, size: int) -> list[Any]:
     """Cut a batch into parts of at most `size` samples; what has no batch dimension is in every part.
 
-    A list beside its tensors that is as long as they are, such as one of names, holds an entry for each sample.
+    A list next to its tensors that is as long as they are, such as one of names, holds an entry for each sample.
 
     Raises:
         TaskError: It must be cut and cannot: no tensor has a batch dimension, or it is no mapping or sequence.

@@ -137,7 +137,7 @@ def check_fits(model: nn.Module, folder: Path | None, *, is_split: bool, is_over
 
     Args:
         model: Unwrapped.
-        folder: The checkpoint; None starts anew.
+        folder: The checkpoint; None starts again.
         is_split: Whether processes hold parts of a layer.
         is_overridden: Tells whether the user's class has a hook of its own.
 

@@ -147,7 +147,7 @@ def _is_private(name: str) -> bool:
 
 
 def _defines(kind: type, base: type, name: str) -> bool:
-    """Tell whether somebody outside the package defines a name anew."""
+    """Tell whether somebody outside the package defines a name again."""
     owner = next(each for each in kind.__mro__ if name in vars(each))
     return owner is not base and not owner.__module__.startswith("hftrain.")
 

@@ -74,7 +74,7 @@ def check_turns(kind: type, *, is_overridden: bool) -> None:
         raise ConfigError(
             "batch_eval_metrics=True was asked for on several processes, with trainer.accelerator in use.",
             f"{kind.__name__} overrides the evaluation step, which may gather with it, and the "
-            "metrics are gathered after each batch too: processes with fewer batches would be waited for.",
+            "metrics are gathered after each batch too: the others would wait for processes with fewer batches.",
             "Leave batch_eval_metrics out, or gather with trainer.strategy in compute_metrics alone.",
             batch_eval_metrics=True,
         )

@@ -96,7 +96,7 @@ def used_in_training(
     Args:
         args: The training arguments.
         strategy, precision: As chosen.
-        policy: When the run saves beside what the arguments say.
+        policy: When the run saves besides what the arguments say.
         dataset: What to train on; None where a loader is overridden.
         resume: The checkpoint to go on from, if any.
     """

@@ -141,7 +141,7 @@ class OwnOptimizers:
             groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else []
             if any(id(parameter) not in saved for group in groups for parameter in group["params"]):
                 warn_once(
-                    f"Checkpoints hold the state of {name} and not all the weights that it trains. Make their module a "
+                    f"Checkpoints hold the state of {name} but not all the weights that it trains. Make their module a "
                     "part of the model (or of a TaskModule)."
                 )
 

@@ -15,7 +15,7 @@ from hftrain.trainer.placement import is_spread
 
 
 def forget_devices(args: Any, model: Any) -> None:
-    """Let the arguments count the devices anew; a model that is spread over them counts as on one. Mutates `args`."""
+    """Let the arguments count the devices again; a model that is spread over them counts as on one. Mutates `args`."""
     vars(args).pop("_n_gpu", None)
     if model is not None and any(map(is_spread, (model, getattr(model, "model", model)))):
         args._n_gpu = min(args.n_gpu, 1)
@@ -44,7 +44,7 @@ def check_copies(args: TrainingArguments, strategy: Strategy, model: nn.Module, 
     elif compiles:
         reason = "torch_compile compiles for one device, and every batch would have new copies."
     elif DebugOption.UNDERFLOW_OVERFLOW in args.debug:
-        reason = "debug='underflow_overflow' watches modules, and every batch would have new copies of them."
+        reason = "debug='underflow_overflow' watches modules, but every batch would run new copies of them."
     elif "layer_classes" in (_recomputes(args) or ()):
         reason = "gradient_checkpointing_kwargs' layer_classes would run the layers of the first GPU in every copy."
     if reason:

@@ -82,7 +82,7 @@ def plan_run(
     Args:
         args: The run's.
         strategy: Launched.
-        folder: The checkpoint it goes on from; None starts anew.
+        folder: The checkpoint it goes on from; None starts a new run.
         loader: This rank's batches.
         values: What `Trainer.set_initial_training_values` returned.
         progress: Mutated.
@@ -203,7 +203,7 @@ def _read(args: TrainingArguments, folder: Path, geometry: Mapping[str, Any], gr
 def _say(progress: Progress, changes: list[str], *, grid: Grid, num_steps: int, plan: Mapping[str, Any]) -> None:
     samples = progress.offset_in_epoch + progress.micro_steps_in_epoch * (grid.round_size or 0)
     logger.warning(
-        "The run goes on in another shape (%s). Its position is kept: epoch %d, sample %s of %s%s. Planned anew: %d "
+        "The run goes on in another shape (%s). Its position is kept: epoch %d, sample %s of %s%s. Planned again: %d "
         "steps left, %d in all (before: %s); the schedule is that of %d steps, and stands at step %d.",
         ", ".join(changes),
         progress.epoch,

@@ -238,7 +238,7 @@ class RunCheckpoints:
         return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
 
     def warn_of_others(self) -> None:
-        """Say so if the folder of a run that starts anew holds checkpoints already."""
+        """Say so if the folder of a new run holds checkpoints already."""
         if not self.manager.is_committer or self.trainer.args.overwrite_output_dir:
             return
         found = self.manager.names()
@@ -260,7 +260,7 @@ class RunCheckpoints:
 
     @naming_the_folder
     def load_model(self, folder: Path) -> None:
-        """Load the weights, and what the task holds beside its model, in place."""
+        """Load the weights, and what the task holds outside its model, in place."""
         self.trainer._load_from_checkpoint(str(folder))
 
     @naming_the_folder
@@ -318,7 +318,7 @@ class RunCheckpoints:
             refresh_rate(trainer.lr_scheduler)
         saved, name = self.plan.saved, trainer.precision.policy.name
         is_same = saved is None or saved.facts["geometry"]["precision"] == name
-        if is_same:  # else its loss scale begins anew
+        if is_same:  # else its loss scale begins again
             restore_scaler(folder, trainer.precision)
         self.outside.load(folder)
         self.own.load(folder)
@@ -348,7 +348,7 @@ def best_checkpoint(trainer: Trainer) -> Path | None:
 
 
 def load_task(trainer: Trainer, folder: Path, *, model: nn.Module | None = None) -> None:
-    """Load a checkpoint's weights, and what the task holds beside its model, in place."""
+    """Load a checkpoint's weights, and what the task holds outside its model, in place."""
     strategy = trainer.strategy
     target = trainer.model if model is None else strategy.unwrap(model)
     load = strategy.load_model_state if target is trainer.model else None

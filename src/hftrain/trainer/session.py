@@ -234,7 +234,7 @@ class TrainSession:
     # -- set-up --------------------------------------------------------------------------------------------------
 
     def _load_rest(self, folder: Path) -> None:
-        """Load what a checkpoint holds beside the model."""
+        """Load what a checkpoint holds outside the model."""
         self._rng, self._left = self.checkpoints.load_rest(folder, self.optimizer), left_in(folder)
         reset(self.trainer.control)
         if self.trainer.args.ignore_data_skip:

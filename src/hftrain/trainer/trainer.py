@@ -179,8 +179,9 @@ class Trainer:
             files there, mapped into memory as NumPy arrays. A file's space is free again when its array is gone.
         save_policy: When and how to save beyond what the arguments say.
         fast_dev_run: Rehearse: `train` takes so many steps with a copy of the model, evaluates, saves and resumes in a
-            temporary folder, says how long a step took, and leaves nothing behind; `evaluate` and `predict` take so
-            many batches. Callbacks hear it all; trackers and the Hub do not. None for a real run, True for one batch.
+            temporary folder, logs how long a step took, and leaves nothing behind; `evaluate` and `predict` take so
+            many batches. Callbacks are called as usual; trackers and the Hub are not. None for a real run, True for one
+            batch.
         count_items: What a plain model's loss is a mean over, where it is not to be found out: ``"labels"``,
             ``"shifted_labels"``, ``"samples"``, ``"sum"``, or a function that counts a batch's items. Batches of one
             sample each, of unequal length, do not tell, and a loss of your own is not tried.
@@ -1507,7 +1508,7 @@ class Trainer:
         changed = align_special_tokens(self.model, self.processing_class)
         if changed and self.strategy.is_main:
             logger.warning(
-                "The special tokens of the tokenizer are not those of the model. The model's config and generation "
+                "The tokenizer's special tokens differ from the model's. The model's config and generation "
                 "config were changed to the tokenizer's: %s.",
                 ", ".join(f"{name}={token}" for name, token in changed.items()),
             )
@@ -1995,7 +1996,7 @@ class Trainer:
         return 1
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make `accelerator` anew; launches the strategy. Collective."""
+        """Make `accelerator` again; launches the strategy. Collective."""
         self._accelerator = make_accelerator(self.args, self.strategy, self.precision, self._computing)
 
     def propagate_args_to_deepspeed(self, auto_find_batch_size: bool = False) -> None:

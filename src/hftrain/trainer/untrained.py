@@ -86,7 +86,7 @@ def check_plateau(args: TrainingArguments, schedule: Any) -> None:
     """Warn where a schedule of the user's own waits for evaluations that no setting asks for."""
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) and args.eval_strategy == "no":
         warn_once(
-            f"{type(schedule).__name__} is stepped after each evaluation, and eval_strategy='no' asks for "
+            f"{type(schedule).__name__} is stepped after each evaluation, but eval_strategy='no' asks for "
             "none: the learning rate stays as it is unless a callback evaluates. Set eval_strategy."
         )
 

@@ -352,8 +352,8 @@ class _CountWatch:
             if self._strategy.is_main:
                 logger.warning(
                     "The loss of %s does not use num_items_in_batch, and the samples hold unequal numbers of labels: "
-                    "it is taken for a mean over them, and weighed by their number. If it is a mean over samples, pass "
-                    'count_items="samples" to the Trainer; count_items="%s" says that this is meant.',
+                    "it is treated as a mean over them, weighted by their number. If it is a mean over samples, pass "
+                    'count_items="samples" to the Trainer; count_items="%s" keeps this without a warning.',
                     "compute_loss_func" if self._has_function else "compute_loss",
                     task.kind,
                 )

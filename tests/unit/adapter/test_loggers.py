@@ -47,7 +47,7 @@ def test_report_to_not_given_means_all_and_names_them_in_the_log(
     args = make_arguments(tmp_path, report_to=None)
     with caplog.at_level(logging.INFO, logger="hftrain"):
         trainer = Trainer(Net(), args)  # a warning would be an error
-    said = [record for record in caplog.records if "this run reports to tensorboard, wandb" in record.getMessage()]
+    said = [record for record in caplog.records if "all installed trackers: tensorboard, wandb" in record.getMessage()]
     assert [record.levelno for record in said] == [logging.INFO]
     assert args.report_to == ["tensorboard", "wandb"]
     kinds = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]

@@ -141,7 +141,7 @@ def test_empty_dataset_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", [Net, Task])
 def test_dict_of_datasets_is_refused_where_one_is_meant(tmp_path: Path, model: Any) -> None:
     sets = {"train": make_rows(), "test": make_rows(4)}
-    with pytest.raises(ConfigError, match=r"A dict was given as one dataset\. .* the keys 'train', 'test'"):
+    with pytest.raises(ConfigError, match=r"Cannot use a dict as one dataset: .* the keys 'train', 'test'"):
         train(tmp_path, model(), data=sets)
 
 

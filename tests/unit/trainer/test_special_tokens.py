@@ -79,7 +79,7 @@ def test_special_tokens_are_the_tokenizers(tmp_path: Path, name: str, caplog: py
     if generation is not None:
         assert vars(model.generation_config) == aligned_generation
     has_changed = (config, generation) != (aligned, aligned_generation)
-    assert ("special tokens of the tokenizer" in caplog.text) == has_changed
+    assert ("special tokens differ from the model's" in caplog.text) == has_changed
 
 
 def test_special_tokens_of_a_model_of_several_are_those_of_its_text(tmp_path: Path) -> None:
