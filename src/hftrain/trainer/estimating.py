@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -45,14 +45,9 @@ class MemoryEstimate:
     peak_bytes: int
 
     def __str__(self) -> str:
-        lines = [
-            ("parameters", self.parameters_bytes),
-            ("gradients", self.gradients_bytes),
-            ("optimizer state", self.optimizer_bytes),
-            ("activations", self.activations_bytes),
-            ("peak", self.peak_bytes),
-        ]
-        return "\n".join(f"{name:<16}{count / 2**20:>12,.1f} MiB" for name, count in lines)
+        names = ("parameters", "gradients", "optimizer state", "activations", "peak")
+        counts = zip(names, astuple(self), strict=True)
+        return "\n".join(f"{name:<16}{count / 2**20:>12,.1f} MiB" for name, count in counts)
 
 
 def estimate_memory(
@@ -94,6 +89,7 @@ def estimate_memory(
     return found[-1]
 
 
+@dataclass(eq=False)
 class _StepWatch(TrainerCallback):
     """Count what is alive in the course of each step, with what was there before it.
 
@@ -104,14 +100,10 @@ class _StepWatch(TrainerCallback):
         found: Takes an estimate for each step; a rehearsal forgets what callbacks note in themselves.
     """
 
-    def __init__(
-        self,
-        device_type: str,
-        precision: Precision,
-        read_wrapped: Callable[[], nn.Module],
-        found: list[MemoryEstimate],
-    ) -> None:
-        self.device_type, self.precision, self.read_wrapped, self.found = device_type, precision, read_wrapped, found
+    device_type: str
+    precision: Precision
+    read_wrapped: Callable[[], nn.Module]
+    found: list[MemoryEstimate]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs["optimizer"]

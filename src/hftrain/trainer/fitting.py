@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,6 +49,7 @@ def check_fitting(args: TrainingArguments, strategy: Strategy) -> None:
         )
 
 
+@dataclass(eq=False, kw_only=True)
 class MicroBatches:
     """Run a batch in as many micro-batches as fit; stands in for the two hooks of the loop that see batches.
 
@@ -65,32 +67,25 @@ class MicroBatches:
         model: Unwrapped; holds the gradients.
         state: `train_batch_size` is set to what was found, and so recorded in checkpoints.
         logs: What the steps have reported; a rehearsal is taken out again.
-        batch_size: Where to begin with batches that do not tell their size.
-        found: What an earlier run has found; None searches.
+        size: Samples of a micro-batch, as an earlier run has found; None searches.
     """
 
-    def __init__(
-        self,
-        training_step: Callable[[nn.Module, Any, Any], torch.Tensor],
-        *,
-        shares: LossShares,
-        owner: str,
-        strategy: Strategy,
-        task: TaskModule,
-        model: nn.Module,
-        state: TrainerState,
-        logs: LogWindow,
-        batch_size: int,
-        found: int | None,
-    ) -> None:
-        self.training_step, self.shares, self.owner, self.strategy = training_step, shares, owner, strategy
-        self.task, self.model, self.state, self.logs = task, model, state, logs
-        self.batch_size, self.size = batch_size, found
-        self._done: list[Any] = []
-        if found is not None:
-            state.train_batch_size = found
+    training_step: Callable[[nn.Module, Any, Any], torch.Tensor]
+    shares: LossShares
+    owner: str
+    strategy: Strategy
+    task: TaskModule
+    model: nn.Module
+    state: TrainerState
+    logs: LogWindow
+    size: int | None
+    _done: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.size is not None:
+            self.state.train_batch_size = self.size
         # From the first step on, so that every micro-batch can be weighed by its share of the items.
-        shares.is_on = True
+        self.shares.is_on = True
 
     def take(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Take a step's batches; see `LossShares.take`."""
@@ -115,7 +110,7 @@ class MicroBatches:
 
     def _find(self, model: nn.Module, batch: Any, num_items: Any) -> None:
         strategy = self.strategy
-        self.size = batch_size_of(batch) or self.batch_size
+        self.size = batch_size_of(batch) or self.state.train_batch_size or 1
         logs, buffers = self.logs.state_dict(), [(b, b.clone()) for b in self.task.buffers()]
 
         def rehearse() -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hftrain.trainer.output import Output
 logger = get_logger(__name__)
 
 
+@dataclass(eq=False, kw_only=True)
 class TrainerHub:
     """Push what a Trainer saves; only the world's main process talks to the Hub.
 
@@ -33,34 +35,18 @@ class TrainerHub:
         read_model: Returns the model as it is now, unwrapped.
         fire: Calls the callbacks of an event.
         create_model_card, save_model: The documented hooks.
+        uploads: What was and is pushed, once the repository was created or found.
     """
 
-    def __init__(
-        self,
-        args: TrainingArguments,
-        output: Output,
-        strategy: Strategy,
-        *,
-        read_model: Callable[[], nn.Module],
-        fire: Callable[[str], object],
-        create_model_card: Callable[..., None],
-        save_model: Callable[[], None],
-    ) -> None:
-        self.args, self.output, self.strategy = args, output, strategy
-        self._read_model, self._fire = read_model, fire
-        self._create_model_card, self._save_model = create_model_card, save_model
-        self.uploads: Uploads | None = None
-        self._licenses: dict[str, str | None] = {}
-
-    @property
-    def repo_id(self) -> str | None:
-        """The repository's full name, once it was created or found."""
-        return None if self.uploads is None else self.uploads.repo_id
-
-    @property
-    def newest(self) -> Any:
-        """The future of the newest push in the background."""
-        return None if self.uploads is None else self.uploads.newest
+    args: TrainingArguments
+    output: Output
+    strategy: Strategy
+    read_model: Callable[[], nn.Module]
+    fire: Callable[[str], object]
+    create_model_card: Callable[..., None]
+    save_model: Callable[[], None]
+    uploads: Uploads | None = None
+    _licenses: dict[str, str | None] = field(default_factory=dict)
 
     def open(self, *, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository, or find it.
@@ -94,10 +80,22 @@ class TrainerHub:
         """
         if not self.strategy.is_main:
             return
-        try:
-            self._push_checkpoint(checkpoint, step=step)
-        except Exception as error:
-            self._warn(f"step {step}", error)
+        with self._warning(f"step {step}"):
+            uploads = self._made()
+            strategy = uploads.config.strategy
+            if strategy == "end":
+                return
+            keeps_all = strategy == "all_checkpoints"
+            if keeps_all or strategy == "checkpoint":
+                uploads.remember(checkpoint.name if keeps_all else LAST_CHECKPOINT, checkpoint)
+            # A skipped checkpoint may be rotated away before the next push, so where all are wanted none is skipped.
+            if uploads.is_busy and not (uploads.config.always_push or keeps_all):
+                logger.info("Skipped the push of step %d: the previous one has not ended.", step)
+                return
+            self._write_card_of_push({})
+            files = {**model_files(checkpoint), CARD: self.output.folder / CARD}
+            message = f"Training in progress, step {step}"
+            uploads.submit(Push(message=message, files=files, revision=uploads.config.revision, shows_progress=False))
 
     def after_save_model(self, *, message: str, folder: Path | None = None) -> None:
         """Push the model, which was just saved to `folder`, and wait; a failed push is warned of, never raised.
@@ -105,24 +103,17 @@ class TrainerHub:
         Collective: it is saved to the output folder first, unless that is where it is.
         """
         if folder is None or folder.resolve() != self.output.folder.resolve():
-            self._save_model()
-        if not self.strategy.is_main:
-            return
-        try:
-            self._push_output(message=message, blocking=True)
-        except Exception as error:
-            self._warn(message, error)
+            self.save_model()
+        if self.strategy.is_main:
+            with self._warning(message):
+                self._push_output(message=message, blocking=True)
 
     def after_training(self) -> None:
         """Push the final model and what earlier pushes left out; collective. Says how many pushes failed."""
         self.after_save_model(message="End of training")
         if self.uploads is not None and self.uploads.num_failed:
-            logger.warning(
-                "%d of %d pushes to %s failed.",
-                self.uploads.num_failed,
-                self.uploads.num_pushes,
-                self.uploads.config.model_id,
-            )
+            counts = self.uploads.num_failed, self.uploads.num_pushes
+            logger.warning("%d of %d pushes to %s failed.", *counts, self.uploads.config.model_id)
 
     def push(
         self,
@@ -136,7 +127,7 @@ class TrainerHub:
     ) -> Any:
         """Save the model to the output folder and push that; collective. See `Trainer.push_to_hub`."""
         require_hub("push_to_hub()")
-        self._save_model()
+        self.save_model()
         if not self.strategy.is_main:
             return None
         self._made(private=private)
@@ -155,7 +146,7 @@ class TrainerHub:
         require_hub("create_model_card()")
         if not self.strategy.is_main:
             return
-        folder, model = self.output.folder, self._read_model()
+        folder, model = self.output.folder, self.read_model()
         folder.mkdir(parents=True, exist_ok=True)
         config = getattr(model, "config", None)
         base = given["finetuned_from"] or _hub_name(getattr(config, "_name_or_path", None))
@@ -185,23 +176,6 @@ class TrainerHub:
             self.uploads.config = replace(self.uploads.config, private=private)
         return self.uploads
 
-    def _push_checkpoint(self, checkpoint: Path, *, step: int) -> None:
-        uploads = self._made()
-        strategy = uploads.config.strategy
-        if strategy == "end":
-            return
-        keeps_all = strategy == "all_checkpoints"
-        if keeps_all or strategy == "checkpoint":
-            uploads.remember(checkpoint.name if keeps_all else LAST_CHECKPOINT, checkpoint)
-        # A skipped checkpoint may be rotated away before the next push, so where all are wanted none is skipped.
-        if uploads.is_busy and not (uploads.config.always_push or keeps_all):
-            logger.info("Skipped the push of step %d: the previous one has not ended.", step)
-            return
-        self._write_card_of_push({})
-        files = {**model_files(checkpoint), CARD: self.output.folder / CARD}
-        message = f"Training in progress, step {step}"
-        uploads.submit(Push(message=message, files=files, revision=uploads.config.revision, shows_progress=False))
-
     def _push_output(
         self,
         *,
@@ -222,20 +196,22 @@ class TrainerHub:
         return uploads.upload(push) if blocking else uploads.submit(push)
 
     def _write_card_of_push(self, card: Mapping[str, Any]) -> None:
-        self._fire("on_push_begin")
-        tags = [*_as_list(getattr(self._read_model(), "model_tags", None)), *_as_list(card.get("tags"))]
-        self._create_model_card(**{"model_name": self._model_name(), **card, "tags": list(dict.fromkeys(tags))})
+        self.fire("on_push_begin")
+        tags = [*_as_list(getattr(self.read_model(), "model_tags", None)), *_as_list(card.get("tags"))]
+        self.create_model_card(**{"model_name": self._model_name(), **card, "tags": list(dict.fromkeys(tags))})
 
-    def _warn(self, what: str, error: Exception) -> None:
-        uploads = self.uploads
-        where = uploads.config.model_id if uploads is not None else "the Hub"
-        logger.warning(
-            "Could not push %r to %s: %s Nothing is lost, the files are in %s; try again with push_to_hub().",
-            what,
-            where,
-            reason(error),
-            self.output.folder,
-        )
+    @contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            logger.warning(
+                "Could not push %r to %s: %s Nothing is lost, the files are in %s; try again with push_to_hub().",
+                what,
+                self.uploads.config.model_id if self.uploads is not None else "the Hub",
+                reason(error),
+                self.output.folder,
+            )
 
     def _model_name(self) -> str:
         config = hub_config(self.args, output_dir=self.output.folder)

@@ -34,7 +34,7 @@ def fit_parts(session: TrainSession, config: FitConfig, stepper: Stepper) -> Fit
     take, step = trainer._shares.take, trainer._slot_training_step
     if trainer.args.auto_find_batch_size is True:
         fitting = MicroBatches(
-            step,
+            training_step=step,
             shares=trainer._shares,
             owner=type(trainer).__name__,
             strategy=strategy,
@@ -42,8 +42,7 @@ def fit_parts(session: TrainSession, config: FitConfig, stepper: Stepper) -> Fit
             model=trainer.model,
             state=trainer.state,
             logs=session.logs,
-            batch_size=trainer.args.train_batch_size,
-            found=found_size(trainer.args, session.resume),
+            size=found_size(trainer.args, session.resume),
         )
         take, step = fitting.take, fitting.step
 

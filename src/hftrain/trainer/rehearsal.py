@@ -11,6 +11,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,6 +135,7 @@ class _FirstBatches:
         return islice(iter(self._loader), self._number)
 
 
+@dataclass(eq=False)
 class _Director(TrainerCallback):
     """Stop after a few steps, once everything has happened that the arguments ask for; take the times.
 
@@ -142,16 +144,13 @@ class _Director(TrainerCallback):
         acts: Whether the last of them logs, evaluates and saves, whatever the cadence.
     """
 
-    def __init__(self, num_steps: int, *, acts: bool) -> None:
-        self.num_steps = num_steps
-        self.acts = acts
-        self.step_s: list[float] = []
-        self.evaluated: dict[str, float] = {}
-        self.saved_step: int | None = None
-        self.save_s = 0.0
-        self.planned_steps = 0
-        self._stop_at = num_steps
-        self._since_s = 0.0
+    num_steps: int
+    acts: bool
+    step_s: list[float] = field(default_factory=list)
+    evaluated: dict[str, float] = field(default_factory=dict)
+    saved_step: int | None = None
+    save_s: float = 0.0
+    planned_steps: int = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.planned_steps = state.max_steps

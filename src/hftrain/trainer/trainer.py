@@ -466,9 +466,9 @@ class Trainer:
         """Set what only a running verb changes."""
         self._output = Output(lambda: self.args.output_dir, self.strategy)
         self._hub = TrainerHub(
-            self.args,
-            self._output,
-            self.strategy,
+            args=self.args,
+            output=self._output,
+            strategy=self.strategy,
             read_model=lambda: self.model,
             fire=lambda event: self.callback_handler.fire(event),
             create_model_card=lambda **card: self.create_model_card(**card),
@@ -1100,12 +1100,12 @@ class Trainer:
     @property
     def hub_model_id(self) -> str | None:
         """The full name of the repository on the Hub, known once it was created or found; the main process knows it."""
-        return self._hub.repo_id
+        return None if self._hub.uploads is None else self._hub.uploads.repo_id
 
     @property
     def push_in_progress(self) -> Any:
         """The future of the newest push in the background, None before the first; it may be done."""
-        return self._hub.newest
+        return None if self._hub.uploads is None else self._hub.uploads.newest
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository on the Hub, or find it; the main process does.
