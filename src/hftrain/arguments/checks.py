@@ -111,9 +111,7 @@ def _check_flags(args: ArgumentFields) -> None:
 
 def _check_interval(args: ArgumentFields, name: str, strategy: str) -> None:
     value = getattr(args, name)
-    if value is None:
-        return
-    if value == -1:
+    if value is None or value == -1:
         return
     _check_number(args, name, 0, math.inf, kind=Real)
     if value > 1 and not float(value).is_integer():

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.distributed import DistributedStrategy
 from hftrain.strategies.unfreezing import follow_parameters
+from hftrain.strategies.whole import check_trainable
 
 # Newer versions of torch renamed the option and warn about the older name.
 _BUFFERS_OPTION = "forward_sync_buffers"
@@ -90,12 +90,7 @@ class DDPStrategy(DistributedStrategy):
             if isinstance(wrapped, DistributedDataParallel):
                 follow_parameters(wrapped, self)
             return wrapped, optimizer
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ConfigError(
-                f"strategy={self.name!r} was to train {type(model).__name__}.",
-                "None of its parameters requires a gradient.",
-                "Unfreeze some, or use strategy='single'.",
-            )
+        check_trainable(model, name=self.name)
         device_ids = [self.device.index] if self.place_model and self.device_type != "cpu" else None
         wrapped = DistributedDataParallel(self.place(model), device_ids=device_ids, **self._options)
         follow_parameters(wrapped, self)

@@ -1,4 +1,4 @@
-"""Whether a model is whole, or parts of it that another strategy made."""
+"""What several strategies ask of a model: that it is whole, and that there is something to train."""
 
 from __future__ import annotations
 
@@ -26,4 +26,18 @@ def check_whole(model: nn.Module, *, name: str, world_size: int) -> None:
             f"strategy={name!r} was given a {type(model).__name__}.",
             f"{'FSDP' if by_fsdp else 'ZeRO-3'} has split it among processes already, for another strategy.",
             "Go on with that one (strategy=trainer.strategy), or build the model again and load what was saved.",
+        )
+
+
+def check_trainable(model: nn.Module, *, name: str) -> None:
+    """Raise where a strategy is to exchange or split the gradients of a model that has none.
+
+    Raises:
+        ConfigError: No parameter requires a gradient.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"strategy={name!r} was to train {type(model).__name__}.",
+            "None of its parameters requires a gradient.",
+            "Unfreeze some, or use strategy='single'.",
         )

@@ -17,59 +17,40 @@ _LOOP = (
 )
 _SEARCH = "Override train(), which gets the trial, or _report_to_hp_search."
 
+# Those that a Trainer calls; `DOCUMENTED` has them too.
+_CALLED = (
+    "_activate_neftune", "_align_special_tokens", "_deactivate_neftune", "_determine_best_metric", "_evaluate",
+    "_get_collator_with_removed_columns", "_get_dataloader", "_get_eval_sampler", "_get_learning_rate",
+    "_get_num_items_in_batch", "_get_output_dir", "_get_train_sampler", "_load_best_model", "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler", "_load_rng_state", "_maybe_log_save_evaluate", "_nested_gather",
+    "_prepare_context_parallel_inputs", "_prepare_input", "_prepare_inputs", "_push_from_checkpoint",
+    "_remove_unused_columns", "_report_to_hp_search", "_rotate_checkpoints", "_save", "_save_checkpoint",
+    "_save_optimizer_and_scheduler", "_set_signature_columns_if_needed", "_wrap_model", "floating_point_ops",
+)  # fmt: skip
+
 # Every underscored hook the Hugging Face Trainer has, and what to do where this Trainer does not call it. Which ones it
 # does call is told by the class itself: it defines them.
 DOCUMENTED: dict[str, str] = {
+    **dict.fromkeys(_CALLED, ""),
     "_add_sm_patterns_to_gitignore": "Write the file before training.",
-    "_activate_neftune": "",
-    "_align_special_tokens": "",
-    "_deactivate_neftune": "",
-    "_determine_best_metric": "",
-    "_evaluate": "",
     "_finish_current_push": "Push from on_save of a callback.",
     "_fsdp_qlora_plugin_updates": "Pass strategy=FSDPStrategy(...) with the policy you want.",
     "_gather_and_numpify": "Override evaluation_loop or prediction_step.",
-    "_get_collator_with_removed_columns": "",
-    "_get_dataloader": "",
-    "_get_eval_sampler": "",
-    "_get_learning_rate": "",
-    "_get_num_items_in_batch": "",
-    "_get_output_dir": "",
-    "_get_train_sampler": "",
     "_hp_search_setup": _SEARCH,
     "_inner_training_loop": _LOOP,
     "_is_attention_mask_causal": "Prepare the batch in the collator or in _prepare_inputs.",
     "_issue_warnings_after_load": "Override _load_from_checkpoint.",
-    "_load_best_model": "",
     "_load_callback_state": _STATEFUL,
-    "_load_from_checkpoint": "",
-    "_load_optimizer_and_scheduler": "",
-    "_load_rng_state": "",
     "_load_scaler": _STATEFUL,
-    "_maybe_log_save_evaluate": "",
     "_move_model_to_device": "Override place_model_on_device, or pass a strategy.",
-    "_nested_gather": "",
-    "_prepare_context_parallel_inputs": "",
-    "_prepare_input": "",
-    "_prepare_inputs": "",
-    "_push_from_checkpoint": "",
-    "_remove_unused_columns": "",
-    "_report_to_hp_search": "",
-    "_rotate_checkpoints": "",
-    "_save": "",
-    "_save_checkpoint": "",
-    "_save_optimizer_and_scheduler": "",
     "_save_rng_state": _STATEFUL,
     "_save_scaler": _STATEFUL,
     "_save_tpu": "Override _save.",
-    "_set_signature_columns_if_needed": "",
     "_sorted_checkpoints": "Override _rotate_checkpoints.",
     "_tune_save_checkpoint": _SEARCH,
-    "_wrap_model": "",
     "compare_trainer_and_checkpoint_args": (
         "A resume checks the arguments and reports changes by itself; compare more in on_train_begin of a callback."
     ),
-    "floating_point_ops": "",
     "ipex_optimize_model": "Override _wrap_model: Intel's extension is discontinued.",
     "store_flos": "",
 }

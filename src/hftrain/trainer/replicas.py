@@ -45,7 +45,7 @@ def check_copies(args: TrainingArguments, strategy: Strategy, model: nn.Module, 
         reason = "torch_compile compiles for one device, and every batch would have new copies."
     elif DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         reason = "debug='underflow_overflow' watches modules, but every batch would run new copies of them."
-    elif "layer_classes" in (_recomputes(args) or ()):
+    elif args.gradient_checkpointing and "layer_classes" in (args.gradient_checkpointing_kwargs or ()):
         reason = "gradient_checkpointing_kwargs' layer_classes would run the layers of the first GPU in every copy."
     if reason:
         raise ConfigError(
@@ -53,8 +53,3 @@ def check_copies(args: TrainingArguments, strategy: Strategy, model: nn.Module, 
             reason,
             "Start one process per GPU with torchrun, or use strategy='single' (CUDA_VISIBLE_DEVICES=0).",
         )
-
-
-def _recomputes(args: Any) -> dict[str, Any] | None:
-    options = args.gradient_checkpointing_kwargs
-    return options if args.gradient_checkpointing and isinstance(options, dict) else None

@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.errors import StrategyError
 from hftrain.core.log import warn_once
 from hftrain.core.optional import require
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
@@ -37,6 +37,7 @@ from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, 
 from hftrain.strategies.deepspeed.zero3 import is_partitioned, load_whole, rows_of, settled, split_for_nvme, whole_of
 from hftrain.strategies.lockstep import SplittingStrategy
 from hftrain.strategies.unfreezing import FixedParameters
+from hftrain.strategies.whole import check_trainable
 
 # Known once the data is open.
 _PLANNED = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
@@ -155,12 +156,7 @@ class DeepSpeedStrategy(SplittingStrategy):
                 reason += f" {type(model).__name__} has no config with a hidden_size."
             raise refused(reason, "Write numbers in the config, or leave the keys out.")
         check_for_training(config, model, world_size=self.world_size)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ConfigError(
-                f"strategy={self.name!r} was to train {type(model).__name__}.",
-                "None of its parameters requires a gradient.",
-                "Unfreeze some, or use strategy='single'.",
-            )
+        check_trainable(model, name=self.name)
 
     # -- processes -----------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from hftrain.strategies.fsdp.states import gather, pieces, split_like
 from hftrain.strategies.fsdp.units import check_choice, find_units, recompute_activations
 from hftrain.strategies.lockstep import SplittingStrategy
 from hftrain.strategies.unfreezing import follow
+from hftrain.strategies.whole import check_trainable
 
 logger = get_logger(__name__)
 
@@ -123,10 +124,9 @@ class FSDPStrategy(SplittingStrategy):
         if self._split_root(model) is not None:
             return
         super().check_model(model)
+        check_trainable(model, name=self.name)
         units = self._units(model)
         reason, remedy = None, ""
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            reason, remedy = "None of its parameters requires a gradient.", "Unfreeze some, or use another strategy."
         scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
         if scalars:
             reason = f"Parameters without a dimension have no rows to split ({', '.join(scalars[:3])})."
