@@ -251,6 +251,32 @@ def test_samplers_of_the_user_are_shared_out(tmp_path: Path, run_distributed: An
 # -- loaders that accelerate has prepared ------------------------------------------------------------------------------
 
 
+def shuffle_by_rank(folder: str) -> list[int]:
+    """Train with a generator that each rank seeds in its own way, and return the rows of this rank."""
+    seen: list[int] = []
+
+    class Shuffling(Trainer):
+        def get_train_dataloader(self) -> Any:
+            generator = torch.Generator().manual_seed(self.args.process_index)
+            return DataLoader(rows, batch_size=2, shuffle=True, generator=generator)
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            seen.extend(row_of(rows, x) for x in inputs["x"])
+            return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+    rows = make_rows(8)
+    Shuffling(Net(), make_arguments(Path(folder), num_train_epochs=1), train_dataset=rows).train()
+    return seen
+
+
+def test_ranks_share_the_order_of_the_first_ones_generator(tmp_path: Path, run_distributed: Any) -> None:
+    first, second = run_distributed(shuffle_by_rank, folder=str(tmp_path))
+    generator = torch.Generator().manual_seed(0)
+    order = [int(batch) for batch in DataLoader(range(8), 1, shuffle=True, generator=generator)]
+    assert sorted(first + second) == list(range(8))
+    assert first == order[:2] + order[4:6]
+
+
 def prepare(accelerator: Any, data: Any, *, even: bool, dispatch: bool) -> Any:
     accelerator.even_batches = even
     accelerator.dataloader_config.dispatch_batches = dispatch

@@ -265,8 +265,8 @@ def own_sampler(library: Any, notes: list[Any]) -> dict[str, Any]:
     class BalancedTrainer(library.Trainer):
         def get_train_dataloader(self):
             weights = [1.0 + row["label"] for row in self.train_dataset]
-            # hftrain seeds a sampler's generator with seed + epoch, here 42: a resumed run finds the order again.
-            sampler = WeightedRandomSampler(weights, len(weights), generator=torch.Generator().manual_seed(42))
+            # Not the data seed; hftrain seeds it so again plus the epoch, so that a resumed run finds the order.
+            sampler = WeightedRandomSampler(weights, len(weights), generator=torch.Generator().manual_seed(5))
             return DataLoader(
                 self.train_dataset,
                 batch_size=self.args.train_batch_size,

@@ -13,7 +13,7 @@ from hftrain.core.log import get_logger
 from hftrain.data.dispatch import DispatchLoader
 from hftrain.data.offsets import with_offset
 from hftrain.data.samplers import SkippedBatches, give_generator, samplers_of
-from hftrain.data.seeding import derive_seed, new_generator, with_own_numbers
+from hftrain.data.seeding import derive_seed, new_generator, own_seed, seed_generator, with_own_numbers
 from hftrain.data.sharding import is_plain_loader, rebuild_loader
 from hftrain.data.sizes import has_length
 from hftrain.data.states import StatefulLoader
@@ -36,6 +36,10 @@ class TrainFeed:
         loader: The loader of this rank.
         seed: The data seed.
 
+    Attributes:
+        own_seeds: For each generator in a torch loader what the user seeded it with, or None, for which the data seed
+            is taken. The ranks that share a loader's samples need the same ones.
+
     Example:
         >>> feed = TrainFeed([10, 11, 12], seed=0)
         >>> feed.num_batches, list(feed.open(0, skip=1))
@@ -57,6 +61,8 @@ class TrainFeed:
             if loader.generator is None:
                 loader.generator = new_generator(seed)
             give_generator(loader, seed=seed)
+        self._generators = _generators_of(self.loader)
+        self.own_seeds = [own_seed(generator) for generator in self._generators]
 
     @property
     def num_batches(self) -> int | None:
@@ -72,6 +78,8 @@ class TrainFeed:
         """Return the states of the loader and of the dataset, where they have one, as of the batch taken last."""
         reader = self._reader
         state = {name: getattr(reader, name, None) for name in _SHAPE}
+        if any(seed is not None for seed in self.own_seeds):
+            state["own_seeds"] = list(self.own_seeds)
         if self._is_open and has_state(reader):
             state["loader"] = copy.deepcopy(reader.state_dict())
         if _is_read_here(reader) and has_state(reader.dataset):
@@ -84,8 +92,10 @@ class TrainFeed:
         Raises:
             ValueError: It is something else.
         """
-        is_fit = state is None or isinstance(state, dict)
-        if not is_fit or any(isinstance((state or {}).get(name), torch.Tensor) for name in _SHAPE):
+        found = {} if state is None else state
+        is_fit = isinstance(found, dict) and not any(isinstance(found.get(name), torch.Tensor) for name in _SHAPE)
+        own_seeds = found.get("own_seeds", []) if is_fit else None
+        if not isinstance(own_seeds, list) or not all(isinstance(seed, int | None) for seed in own_seeds):
             raise ValueError("The state of the training data is none that was saved.")
         self._state = state
 
@@ -103,8 +113,8 @@ class TrainFeed:
         """Start an epoch.
 
         Tells the epoch to whatever takes part in the loading and has `set_epoch`, and seeds every generator there
-        with `seed + epoch`; mutates them. Workers that persist go on living, except that a skip starts others for
-        this epoch.
+        with the epoch plus the user's own seed, or else the data seed; mutates them. Workers that persist go on
+        living, except that a skip starts others for this epoch.
 
         Args:
             epoch: Which pass, from 0.
@@ -117,9 +127,16 @@ class TrainFeed:
         """
         state, self._state = self._state, None
         is_within = skip > 0 or offset > 0
+        if state is not None:
+            # Those of the run that was saved, if another run of the script draws others.
+            self.own_seeds = [*state.get("own_seeds", []), *[None] * len(self.own_seeds)][: len(self.own_seeds)]
         is_placed = state is not None and self._restore(state, is_within=is_within)
         loader = with_offset(self.loader, offset) if offset and not is_placed else self.loader
         loader, to_drop = (loader, 0) if is_placed or skip == 0 else _skip_indices(loader, skip)
+        own_seeds = {id(generator): own for generator, own in zip(self._generators, self.own_seeds, strict=False)}
+        for generator in _generators_of(loader):
+            own = own_seeds.get(id(generator))
+            seed_generator(generator, (self._seed if own is None else own) + epoch, own=own)
         _start_epoch(loader, epoch=epoch, seed=self._seed)
         # A loader that begins elsewhere is another object, and leaves the state of this one as it was.
         self._is_open = loader is self.loader
@@ -216,11 +233,14 @@ def _skip_indices(loader: Any, skip: int) -> tuple[Any, int]:
     return loader, skip
 
 
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """List the generators of a loader and its samplers, each once."""
+    found = [getattr(part, "generator", None) for part in (loader, *samplers_of(loader))]
+    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+
+
 def _start_epoch(loader: Any, *, epoch: int, seed: int) -> None:
     for part in (loader, *samplers_of(loader)):
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed + epoch)
         if callable(getattr(part, "set_epoch", None)):
             part.set_epoch(epoch)
     collate = getattr(loader, "collate_fn", None)

@@ -249,6 +249,9 @@ class TrainSession:
         loader = resumable_loader(loader, seed=seed, rank=trainer.strategy.rank)
         end_workers(self._loader)
         feed = TrainFeed(loader, seed=seed)
+        if trainer.strategy.world_size > 1:
+            main = trainer.strategy.broadcast_object(feed.own_seeds)
+            feed.own_seeds = [*main, *feed.own_seeds[len(main) :]]
         if self._loader is not None:
             feed.take_over(self.checkpoints.feed)
             trainer.callback_handler.refresh(train_dataloader=loader)

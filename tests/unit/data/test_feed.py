@@ -207,11 +207,46 @@ def test_a_users_shuffling_loader_becomes_reproducible(num_workers):
     assert [batch[0][0] for batch in user_feed().open(1, skip=3)] == orders[1][3:]
 
 
-def test_a_users_generator_is_kept_and_reseeded():
-    sampler = RandomSampler(range(11), generator=torch.Generator().manual_seed(9))
-    data = TrainFeed(DataLoader(range(11), 1, sampler=sampler), seed=42)
-    orders = [[int(batch) for batch in data.open(1)] for _ in range(2)]
-    assert orders == [formula(11, 1)] * 2
+def orders_of(feed, epochs=(0, 1)):
+    return [[int(batch) for batch in feed.open(epoch)] for epoch in epochs]
+
+
+def seeded_loader(seed):
+    return DataLoader(range(11), 1, sampler=RandomSampler(range(11), generator=torch.Generator().manual_seed(seed)))
+
+
+def test_a_users_generator_is_kept_and_starts_from_its_own_seed():
+    plain = [int(batch) for batch in seeded_loader(9)]
+    loader = seeded_loader(9)
+    orders = orders_of(TrainFeed(loader, seed=42))
+    assert orders == [plain, formula(11, 1, seed=9)]
+    # Another run over the same loader, and one with another data seed.
+    assert orders_of(TrainFeed(loader, seed=42)) == orders_of(TrainFeed(loader, seed=1)) == orders
+    assert orders_of(TrainFeed(seeded_loader(10), seed=42)) != orders
+
+
+def test_a_user_can_seed_a_generator_again():
+    loader = seeded_loader(9)
+    orders_of(TrainFeed(loader, seed=42))
+    loader.sampler.generator.manual_seed(5)
+    assert orders_of(TrainFeed(loader, seed=42)) == [formula(11, 0, seed=5), formula(11, 1, seed=5)]
+
+
+def test_the_data_seed_counts_where_a_user_gave_none():
+    loader = DataLoader(range(11), 1, shuffle=True)
+    assert orders_of(TrainFeed(loader, seed=1), [1]) == [formula(11, 1, seed=1)]
+    assert orders_of(TrainFeed(loader, seed=7), [1]) == [formula(11, 1, seed=7)]
+
+
+def test_own_seeds_of_the_saved_run_go_on_where_a_script_draws_others():
+    saved = TrainFeed(seeded_loader(9), seed=42)
+    orders = orders_of(saved)
+    for skip in (0, 4):
+        resumed = TrainFeed(seeded_loader(10), seed=42)
+        resumed.load_state_dict(saved.state_dict())
+        assert [int(batch) for batch in resumed.open(1, skip=skip)] == orders[1][skip:]
+    with pytest.raises(ValueError, match="none that was saved"):
+        resumed.load_state_dict({"own_seeds": ["nine"]})
 
 
 def test_loaders_that_iterate_in_their_own_way_are_read_and_dropped():
