@@ -32,9 +32,9 @@ def search_with_optuna(config: SearchConfig, attempt: Attempt, *, group: Strateg
     """
     import optuna
 
-    creating = _options(config.options, optuna.create_study)
-    running = _options(config.options, optuna.Study.optimize)
-    _check_options(config.options, {**_known(optuna.create_study), **_known(optuna.Study.optimize)})
+    known = _known(optuna.create_study), _known(optuna.Study.optimize)
+    _check_options(config.options, known[0] | known[1])
+    creating, running = ({name: value for name, value in config.options.items() if name in each} for each in known)
     has_one = len(config.directions) == 1
 
     def attempt_trial(trial: Any) -> Any:
@@ -79,15 +79,11 @@ def report_to_optuna(trial: Any, values: Any, *, step: int, folder: str = "") ->
         raise optuna.TrialPruned(f"Pruned at step {step} with {values}.")
 
 
-def _known(function: Any) -> dict[str, Any]:
-    return {name: p for name, p in inspect.signature(function).parameters.items() if name not in _OURS}
+def _known(function: Any) -> set[str]:
+    return {name for name in inspect.signature(function).parameters if name not in _OURS}
 
 
-def _options(options: Mapping[str, Any], function: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name in _known(function)}
-
-
-def _check_options(options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def _check_options(options: Mapping[str, Any], known: set[str]) -> None:
     for name in options:
         if name not in known:
             raise ConfigError(

@@ -45,11 +45,9 @@ def search_with_ray(config: SearchConfig, attempt: Attempt, *, evaluates: bool) 
     best = analysis.get_best_trial(OBJECTIVE, mode, scope=config.scope)
     if best is None:
         raise ConfigError("The best trial was asked for.", "No trial reported a number.", "Look into Ray's results.")
-    value = best.metric_analysis[OBJECTIVE]["last" if config.scope == "last" else mode]
-    if config.scope.startswith("last-"):
-        value = best.metric_analysis[OBJECTIVE][f"{config.scope}-avg"]
-    if config.scope == "avg":
-        value = best.metric_analysis[OBJECTIVE]["avg"]
+    scope = config.scope
+    kind = f"{scope}-avg" if scope.startswith("last-") else scope if scope in ("last", "avg") else mode
+    value = best.metric_analysis[OBJECTIVE][kind]
     return BestRun(best.trial_id, value, best.config, analysis)
 
 
