@@ -96,6 +96,7 @@ if TYPE_CHECKING:
         seed_worker,
     )
     from hftrain.data.sizes import has_length
+    from hftrain.engine.engine import Engine
     from hftrain.loggers.base import Logger
     from hftrain.loops.contract import Loop
     from hftrain.loops.evaluate import EvaluateLoop, EvaluateParts
@@ -187,6 +188,7 @@ _HOMES = {
         "SequentialDistributedSampler get_length_grouped_indices seed_worker"
     ),
     "hftrain.data.sizes": "has_length",
+    "hftrain.engine.engine": "Engine",
     "hftrain.loggers.base": "Logger",
     "hftrain.loops.contract": "Loop",
     "hftrain.loops.evaluate": "EvaluateLoop EvaluateParts",
@@ -252,6 +254,7 @@ __all__ = [
     "DefaultFlowCallback",
     "DistributedLengthGroupedSampler",
     "EarlyStoppingCallback",
+    "Engine",
     "EvalLoopOutput",
     "EvalPrediction",
     "EvalSet",

@@ -16,7 +16,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("arguments",),
     ("precision", "strategies", "data", "optim", "storage", "loggers"),
     ("task", "step", "callbacks", "checkpoint"),
-    ("loops", "hub", "search"),
+    ("loops", "hub", "search", "engine"),
     ("adapter",),
     ("trainer",),
     ("cli",),

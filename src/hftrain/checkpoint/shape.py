@@ -78,7 +78,8 @@ def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_with
             "With that the position in the data is lost, or the optimizer's state means something else.",
             "Resume with the values of the checkpoint, or start a new run from its weights.",
         )
-    return [f"{name} {saved.get(name)} -> {current[name]}" for name in _FREE if saved.get(name) != current[name]]
+    changed = [name for name in _FREE if name in current and saved.get(name) != current[name]]
+    return [f"{name} {saved.get(name)} -> {current[name]}" for name in changed]
 
 
 def move(progress: Progress, saved: Grid, current: Grid) -> Progress:

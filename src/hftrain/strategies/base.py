@@ -143,6 +143,9 @@ class Strategy:
     def plan(self, *, num_steps: int, num_warmup_steps: int) -> None:
         """Hear how long a run is, in optimizer updates, before `setup`; for strategies that make the schedule."""
 
+    def plan_clipping(self, max_norm: float | None) -> None:
+        """Hear the largest norm of gradients before `setup`; for strategies that clip themselves."""
+
     def building(self) -> AbstractContextManager[Any]:
         """Return the context to build a model in that is to be trained."""
         return nullcontext()

@@ -138,6 +138,10 @@ class DeepSpeedStrategy(SplittingStrategy):
         planned = zip(_PLANNED, values, strict=True)
         fill(self.config, [Fill(key=key, value=value, name=key.rpartition(".")[2]) for key, value in planned])
 
+    def plan_clipping(self, max_norm: float | None) -> None:
+        if max_norm is not None:
+            fill(self.config, [Fill(key="gradient_clipping", value=max_norm, name="max_grad_norm", creates=True)])
+
     def check_model(self, model: nn.Module) -> None:
         """Raise unless the config can be completed for a model; touches no device.
 
@@ -229,8 +233,7 @@ class DeepSpeedStrategy(SplittingStrategy):
         if "train_batch_size" not in config:
             config.setdefault("train_micro_batch_size_per_gpu", 1)  # without a Trainer; nothing but its timers read it
         # Neither is what people choose one by one: they chose the optimizer.
-        config.setdefault("zero_allow_untested_optimizer", True)
-        config.setdefault("zero_force_ds_cpu_optimizer", False)
+        config = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **config}
         optimizer = None if "optimizer" in self.makes else make_optimizer(model)
         engine = self._engine = self._initialize(model, optimizer, config)
         self._trained = FixedParameters(self.unwrap(engine), engine="DeepSpeed")

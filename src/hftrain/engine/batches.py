@@ -1,0 +1,147 @@
+"""One rank's batches, and how far the training has read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hftrain.checkpoint.shape import Grid, check_shape, move
+from hftrain.core.errors import ConfigError
+from hftrain.core.log import get_logger
+from hftrain.core.progress import Progress
+from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
+from hftrain.data.feed import TrainFeed
+from hftrain.data.offsets import has_own_shares, samples_per_round
+from hftrain.data.persistent import end_workers
+from hftrain.data.sharding import shard_loader
+from hftrain.data.sizes import has_length
+from hftrain.data.states import resumable_loader
+from hftrain.strategies.base import Strategy
+
+logger = get_logger(__name__)
+
+
+class ShardedBatches:
+    """Iterate one rank's share of a loader, on its device, from where the last iteration or a checkpoint left it.
+
+    In training, an iteration reads the rest of the current epoch and then raises `epoch` by one. After a ``break`` the
+    next iteration goes on with the batch that follows.
+
+    Args:
+        loader: What the user made, the same on all ranks.
+        strategy: Launched.
+        seed: Seeds the order; epoch e is shuffled with `seed + e`.
+        is_training: Whether the position is kept and the shares are of equal length; otherwise each iteration reads
+            the whole share, and no sample is read twice.
+
+    Raises:
+        ConfigError: The loader cannot be split, or ranks would get different numbers of training batches. Collective.
+    """
+
+    def __init__(self, loader: Any, *, strategy: Strategy, seed: int, is_training: bool) -> None:
+        rank, world_size = strategy.rank, strategy.world_size
+        shared = shard_loader(loader, rank=rank, world_size=world_size, is_training=is_training, seed=seed)
+        self._loader = resumable_loader(shared, seed=seed, rank=rank)
+        self._feed = TrainFeed(self._loader, seed=seed)
+        self._strategy, self._seed, self._is_training = strategy, seed, is_training
+        self._progress, self._epoch_rng = Progress(), dict[str, Any]()
+        counts = strategy.gather_object(self._feed.num_batches) if is_training else []
+        if len(set(counts)) > 1:
+            raise ConfigError(
+                "Cannot train on different numbers of batches:",
+                "a rank that has run out would leave the others waiting for its gradients.",
+                "Give every rank as many, or pass the whole loader, which shard() splits evenly.",
+                batches_by_rank=counts,
+            )
+
+    @property
+    def epoch(self) -> int:
+        """How many passes are done."""
+        return self._progress.epoch
+
+    def __len__(self) -> int:
+        """Return the batches of a whole epoch on this rank; raises `TypeError` where the loader cannot tell."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        progress, to_device = self._progress, self._strategy.to_device
+        if not self._is_training:
+            yield from map(to_device, self._feed.open(0))
+            return
+        is_empty = not progress.is_within_epoch
+        for batch in self._open():
+            is_empty = False
+            progress.micro_steps_in_epoch += 1
+            yield to_device(batch)
+        if is_empty:
+            raise ConfigError(
+                f"Cannot train on epoch {progress.epoch}:",
+                "its data gave no batch.",
+                "Pass data that is not empty and can be iterated once per epoch (a generator cannot).",
+            )
+        self._progress.load_state_dict({"epoch": progress.epoch + 1, "micro_steps_in_epoch": 0, "offset_in_epoch": 0})
+
+    def _open(self) -> Iterator[Any]:
+        progress = self._progress
+        if not progress.is_within_epoch:
+            self._epoch_rng = capture_rng()
+            draw_as_a_loader()
+            return self._feed.open(progress.epoch)
+        with preserved_rng():
+            # What the epoch's order was drawn from, where a sampler draws it from the global generators.
+            restore_rng(self._epoch_rng)
+            draw_as_a_loader()
+            skip, offset = progress.micro_steps_in_epoch, progress.offset_in_epoch
+            return self._feed.open(progress.epoch, skip=skip, offset=offset)
+
+    def close(self) -> None:
+        """End the workers, and put a dataset whose state was loaded back."""
+        self._feed.close()
+        end_workers(self._loader)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """Return the position, which is the same on all ranks, and what it depends on."""
+        return {"progress": self._progress.state_dict(), "shape": self._shape()}
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what differs by rank."""
+        return {"epoch_rng": self._epoch_rng, "data": self._feed.state_dict()}
+
+    def restore(self, facts: dict[str, Any], own: dict[str, Any], *, step: int) -> None:
+        """Go on where a checkpoint was saved, possibly by another number of ranks.
+
+        Raises:
+            CheckpointError: The position means nothing here.
+        """
+        saved, now, progress = facts["shape"], self._shape(), Progress(**facts["progress"])
+        changes = check_shape(saved, now, is_within_epoch=progress.is_within_epoch, step=step)
+        if changes:
+            logger.warning("The data goes on in another shape (%s); its position is kept.", ", ".join(changes))
+        self._progress = move(progress, _grid(saved), _grid(now))
+        self._epoch_rng = own["epoch_rng"]
+        with preserved_rng():  # now, as the next iteration is no place to find out that they are none
+            restore_rng(self._epoch_rng or capture_rng())
+        # Where several ranks read a stream, each may have stood elsewhere in it than all together.
+        self._feed.load_state_dict(None if changes and self._feed.is_stream else own["data"])
+
+    def _shape(self) -> dict[str, Any]:
+        world_size = self._strategy.world_size
+        dataset: Any = getattr(self._loader, "dataset", None)
+        return {
+            "world_size": world_size,
+            "batch_size": getattr(self._loader, "batch_size", None),
+            "round_size": samples_per_round(self._loader, world_size=world_size),
+            "num_batches": self._feed.num_batches,
+            "samples": len(dataset) if has_length(dataset) else None,
+            "data_seed": self._seed,
+            "drop_last": getattr(self._loader, "drop_last", None),
+            "own_shares": has_own_shares(self._loader),
+        }
+
+
+def _grid(shape: dict[str, Any]) -> Grid:
+    return Grid(
+        round_size=shape["round_size"], accumulation=1, num_batches=shape["num_batches"], num_samples=shape["samples"]
+    )
