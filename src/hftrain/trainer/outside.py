@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,9 @@ from hftrain.checkpoint.layout import OUTSIDE_WEIGHTS
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
-from hftrain.storage.tensors import load_tensors, save_tensors
+from hftrain.storage.tensors import load_tensors
 
 if TYPE_CHECKING:
-    from hftrain.checkpoint.states import Keep
     from hftrain.trainer.trainer import Trainer
 
 
@@ -78,12 +77,11 @@ class OutsideWeights:
                 elif sums[number] > 0:
                     parameter.grad = mean.view_as(parameter).to(parameter.device, copy=True)
 
-    def writers(self, keep: Keep) -> list[Callable[[Path], None]]:
-        """Return what writes them into a checkpoint's folder; nothing if there are none."""
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Return them by their places in the optimizer; None if there are none to save."""
         if not self._by_place or Owns.STEP in self.trainer.strategy.owns:
-            return []
-        kept: dict[str, torch.Tensor] = keep({name: value.detach() for name, value in self._by_place.items()})
-        return [lambda folder: save_tensors(kept, folder / OUTSIDE_WEIGHTS)]
+            return None
+        return {name: value.detach() for name, value in self._by_place.items()}
 
     def load(self, folder: Path) -> None:
         """Restore them from a checkpoint's folder.

@@ -7,7 +7,7 @@ the user's objects in these, alone or in lists, tuples and dicts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,10 @@ from torch.utils.data import Dataset
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, restoring
 from hftrain.checkpoint.layout import OWN_OPTIMIZERS
 from hftrain.core.log import warn_once
-from hftrain.storage.tensors import load_containers, save_containers
+from hftrain.storage.tensors import load_containers
 from hftrain.trainer.acceleration import has_engine
 
 if TYPE_CHECKING:
-    from hftrain.checkpoint.states import Keep
     from hftrain.trainer.trainer import Trainer
 
 _KINDS = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
@@ -71,20 +70,19 @@ class OwnOptimizers:
                     found[f"{owner}.{name}"] = value
         return found
 
-    def writers(self, keep: Keep) -> list[Callable[[Path], None]]:
-        """Return what writes their states into a checkpoint's folder; nothing where there are none."""
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return their states by where they are kept; None where there are none to save."""
         found = self.find()
         if not found and not self._awaited:
-            return []
+            return None
         if self._is_split:
             warn_once(
                 f"Checkpoints do not hold {', '.join(found)}, and a resumed run starts them from scratch: "
                 f"strategy={self.trainer.strategy.name!r} splits the parameters over processes."
             )
-            return []
+            return None
         self._tell_of_weights(found)
-        states = keep({**self._awaited, **{name: each.state_dict() for name, each in found.items()}})
-        return [lambda folder: save_containers(states, folder / OWN_OPTIMIZERS)]
+        return {**self._awaited, **{name: each.state_dict() for name, each in found.items()}}
 
     def load(self, folder: Path) -> None:
         """Restore what a checkpoint holds; what does not exist yet is restored before its first step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +13,11 @@ from torch import nn
 
 from hftrain.checkpoint.fitting import check_state, naming_the_folder
 from hftrain.checkpoint.foreign import check_foreign_optimizer, is_foreign
-from hftrain.checkpoint.layout import OPTIMIZER, SCHEDULER, checkpoint_name
+from hftrain.checkpoint.layout import OPTIMIZER, OUTSIDE_WEIGHTS, OWN_OPTIMIZERS, SCALER, SCHEDULER, checkpoint_name
 from hftrain.checkpoint.manifest import check_geometry
-from hftrain.checkpoint.parts import (
-    load_scheduler,
-    save_optimizer,
-    save_rng,
-    save_scaler,
-    save_scheduler,
-    save_trainer_state,
-)
+from hftrain.checkpoint.participants import InFile, Participant, gather, restore, writers
+from hftrain.checkpoint.parts import load_scheduler, save_rng, save_trainer_state
 from hftrain.checkpoint.states import (
-    Keep,
     as_it_is,
     check_engine,
     load_own,
@@ -40,6 +34,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.data.feed import TrainFeed
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
+from hftrain.storage.tensors import save_tensors
 from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.trainer.best import BestMetric
 from hftrain.trainer.capture import frozen_state, model_writer, saved_tool, without_model
@@ -146,7 +141,8 @@ class RunCheckpoints:
             if trainer._is_overridden("_save_optimizer_and_scheduler"):
                 each.append(lambda folder: trainer._save_optimizer_and_scheduler(str(folder)))
             else:
-                main += self._resume_writers(optimizer, keep)
+                # Others only take part in gathering.
+                main += writers(self._files(optimizer), keep if self.manager.is_committer else as_it_is)
             each.append(self._rank_writer())
         sharded = None if trainer.args.save_only_model else optimizer
         each += shard_writers(trainer.strategy, trainer.model_wrapped, sharded, keep)
@@ -156,8 +152,7 @@ class RunCheckpoints:
         facts["left"] = to_do(
             trainer.control, self.progress, max_steps=state.max_steps, is_within_epoch=is_within_epoch
         )
-        facts |= self.unfreezing.facts()
-        facts |= self.metric.state_dict()
+        facts |= self.unfreezing.state_dict() | self.metric.state_dict()
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
         # An override of _maybe_log_save_evaluate that saves tells the callbacks itself, as documented.
         tells = not trainer.callback_handler.answers
@@ -199,37 +194,85 @@ class RunCheckpoints:
 
     def write_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Write optimizer, schedule and scaler; the main process writes, all take part. Collective."""
-        writers = self._resume_writers(optimizer)
-        for write in writers if self.manager.is_committer else ():
+        found = writers(self._files(optimizer), as_it_is)
+        for write in found if self.manager.is_committer else ():
             write(folder)
 
-    def _resume_writers(self, optimizer: torch.optim.Optimizer, keep: Keep = as_it_is) -> list[Writer]:
-        trainer = self.trainer
-        if not self.manager.is_committer:
-            keep = as_it_is  # it only takes part in gathering, and writes nothing of it
-        state = keep(whole_state(trainer.strategy, trainer.model_wrapped, optimizer))
-        writers: list[Writer] = [lambda folder: save_optimizer(state, folder)]
-        if trainer.lr_scheduler is not None:
-            schedule = keep(trainer.lr_scheduler.state_dict())
-            writers.append(lambda folder: save_scheduler(schedule, folder))
-        scaler = keep(trainer.precision.state_dict())
-        if scaler:
-            writers.append(lambda folder: save_scaler(scaler, folder))
-        return writers + self.outside.writers(keep) + self.own.writers(keep)
+    def read_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
+        """Load optimizer, schedule and scaler. Collective."""
+        for each in self._files(optimizer):
+            each.load(folder)
+
+    def _files(self, optimizer: torch.optim.Optimizer) -> list[InFile]:
+        """Return what has a file of its own. A new feature adds one entry."""
+        strategy, model, schedule = self.trainer.strategy, self.trainer.model_wrapped, self.trainer.lr_scheduler
+        precision = self.trainer.precision
+
+        def check(folder: Path, state: dict[str, Any]) -> None:
+            check_engine(state, folder / OPTIMIZER, is_deepspeed=self.trainer.is_deepspeed_enabled)
+            if is_foreign(folder):
+                check_foreign_optimizer(state, optimizer, folder)
+
+        def load_optimizer(folder: Path) -> None:
+            restore_optimizer(folder, strategy, model, optimizer, check=partial(check, folder))
+
+        def load_schedule(folder: Path) -> None:
+            if schedule is not None:
+                state = load_scheduler(folder)
+                check_state(folder / SCHEDULER, state, schedule, own=schedule.state_dict())
+                schedule.load_state_dict(state)
+                refresh_rate(schedule)
+
+        def load_scale(folder: Path) -> None:
+            saved = self.plan.saved
+            # A run in another precision begins with a loss scale of its own.
+            if saved is None or saved.facts["geometry"]["precision"] == precision.policy.name:
+                restore_scaler(folder, precision)
+
+        return [
+            InFile(OPTIMIZER, lambda: whole_state(strategy, model, optimizer), load_optimizer),
+            InFile(SCHEDULER, lambda: None if schedule is None else schedule.state_dict(), load_schedule),
+            InFile(SCALER, lambda: precision.state_dict() or None, load_scale),
+            InFile(OUTSIDE_WEIGHTS, self.outside.state_dict, self.outside.load, save_tensors),
+            InFile(OWN_OPTIMIZERS, self.own.state_dict, self.own.load),
+        ]
+
+    def _own_parts(self) -> list[Participant]:
+        """Return what differs by process, besides random numbers. A new feature adds one entry."""
+        trainer, device = self.trainer, self.trainer.strategy.device
+
+        def load_data(state: Any) -> None:
+            assert self.plan.saved is not None
+            # Where several processes read a stream, each may have stood elsewhere in it than all together.
+            is_alone = self.plan.saved.facts["geometry"]["world_size"] == trainer.strategy.world_size == 1
+            is_elsewhere = not is_alone and self.plan.is_reshaped and self.feed.is_stream
+            self.feed.load_state_dict(None if is_elsewhere else state)
+
+        def load_metrics(states: Any) -> None:
+            unknown = restore_metric_states(trainer.task.metrics("train"), states, device=device)
+            if unknown and self.losses.num_steps and not trainer.args.ignore_data_skip:
+                logger.warning(
+                    "The checkpoint does not tell what these metrics had gathered since the last log: %s.",
+                    ", ".join(unknown),
+                )
+
+        def load_memory(past: Any) -> None:
+            if self.progress.micro_steps_in_epoch and not self.plan.is_reshaped and trainer.args.past_index >= 0:
+                trainer._past = trainer.strategy.to_device(past)
+
+        return [
+            Participant("epoch_rng", lambda: self.epoch_rng, partial(setattr, self, "epoch_rng"), {}),
+            Participant("data", self.feed.state_dict, load_data),
+            Participant("loss_window", self.losses.state_dict, partial(self.losses.load_state_dict, device=device), {}),
+            Participant("log_window", self.logs.state_dict, partial(self.logs.load_state_dict, device=device), {}),
+            Participant("train_metrics", lambda: metric_states(trainer.task.metrics("train")), load_metrics, {}),
+            Participant("loops", lambda: self.loops.state_dict() or None, self.loops.load_state_dict, {}),
+            Participant("past", lambda: trainer._past, load_memory),
+        ]
 
     def own_state(self) -> dict[str, Any]:
-        """Return what differs by rank: random numbers, and this rank's part of the logging window."""
-        loops = self.loops.state_dict()
-        return {
-            **({"loops": loops} if loops else {}),
-            **capture_rng(),
-            "epoch_rng": self.epoch_rng,
-            "data": self.feed.state_dict(),
-            "loss_window": self.losses.state_dict(),
-            "log_window": self.logs.state_dict(),
-            "train_metrics": metric_states(self.trainer.task.metrics("train")),
-            "past": self.trainer._past,
-        }
+        """Return what differs by process."""
+        return {**capture_rng(), **gather(self._own_parts())}
 
     def _rank_writer(self) -> Writer:
         strategy = self.trainer.strategy
@@ -270,29 +313,11 @@ class RunCheckpoints:
         assert self.plan.saved is not None
         if not is_foreign(folder):
             check_geometry(self.plan.saved, optimizer=type(optimizer).__name__)
-        self.unfreezing.restore(self.plan.saved.facts)
+        self.unfreezing.load_state_dict(self.plan.saved.facts)
         trainer._load_optimizer_and_scheduler(str(folder))
         num_saved = self.plan.saved.facts["geometry"]["world_size"]
         own = load_own(folder, rank=strategy.rank, world_size=strategy.world_size, num_saved=num_saved)
-        self.epoch_rng = own.pop("epoch_rng", {})
-        data = own.pop("data", None)
-        # Where several processes read a stream, each may have stood elsewhere in it than all together.
-        is_alone = num_saved == strategy.world_size == 1
-        self.feed.load_state_dict(data if is_alone or not (self.plan.is_reshaped and self.feed.is_stream) else None)
-        self.losses.load_state_dict(own.pop("loss_window", {}), device=strategy.device)
-        self.logs.load_state_dict(own.pop("log_window", {}), device=strategy.device)
-        unknown = restore_metric_states(
-            trainer.task.metrics("train"), own.pop("train_metrics", {}), device=strategy.device
-        )
-        if unknown and self.losses.num_steps and not trainer.args.ignore_data_skip:
-            logger.warning(
-                "The checkpoint does not tell what these metrics had gathered since the last log: %s.",
-                ", ".join(unknown),
-            )
-        self.loops.load_state_dict(own.pop("loops", {}))
-        past = own.pop("past", None)
-        if self.progress.micro_steps_in_epoch and not self.plan.is_reshaped and trainer.args.past_index >= 0:
-            trainer._past = strategy.to_device(past)
+        restore(self._own_parts(), own)
         trainer.callback_handler.restore(
             trainer.state.stateful_callbacks, is_full=trainer.args.restore_callback_states_from_checkpoint
         )
@@ -300,28 +325,6 @@ class RunCheckpoints:
             for numbers in (self.epoch_rng, own) if self.epoch_rng else (own,):
                 restore_rng(numbers)
         return own
-
-    def read_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
-        """Load optimizer, schedule and scaler. Collective."""
-        trainer, strategy = self.trainer, self.trainer.strategy
-
-        def check(state: dict[str, Any]) -> None:
-            check_engine(state, folder / OPTIMIZER, is_deepspeed=trainer.is_deepspeed_enabled)
-            if is_foreign(folder):
-                check_foreign_optimizer(state, optimizer, folder)
-
-        restore_optimizer(folder, strategy, trainer.model_wrapped, optimizer, check=check)
-        if trainer.lr_scheduler is not None:
-            schedule = load_scheduler(folder)
-            check_state(folder / SCHEDULER, schedule, trainer.lr_scheduler, own=trainer.lr_scheduler.state_dict())
-            trainer.lr_scheduler.load_state_dict(schedule)
-            refresh_rate(trainer.lr_scheduler)
-        saved, name = self.plan.saved, trainer.precision.policy.name
-        is_same = saved is None or saved.facts["geometry"]["precision"] == name
-        if is_same:  # else its loss scale begins again
-            restore_scaler(folder, trainer.precision)
-        self.outside.load(folder)
-        self.own.load(folder)
 
     def load_best(self) -> None:
         """Load the best checkpoint's model, saying so if there is none."""

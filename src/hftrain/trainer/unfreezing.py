@@ -47,7 +47,7 @@ class Unfreezing:
         admit_group(self._schedule(), self._optimizer.param_groups[-1])
         self._outside.find(self._optimizer)
 
-    def facts(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a manifest says: parameters whose `requires_grad` has changed, and the groups that were added."""
         if not self._is_on:
             return {}
@@ -64,8 +64,8 @@ class Unfreezing:
     def _added(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups[self._num_groups :]
 
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Put back what `facts` told, so that the optimizer's state fits; groups that are there already are left out.
+    def load_state_dict(self, facts: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` told, so that the optimizer's state fits; existing groups are left out.
 
         Raises:
             CheckpointError: A group holds parameters that cannot be found by name.
