@@ -4,37 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from hftrain.checkpoint.layout import OUTSIDE_WEIGHTS
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
 from hftrain.storage.tensors import load_tensors
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
+from hftrain.strategies.base import Strategy
 
 
 class OutsideWeights:
     """Save them with the optimizer, and keep them the same on all processes; an engine does both for its own.
 
     Args:
-        trainer: Whose model, task and strategy; the model's wrapper averages the gradients of the model alone.
+        strategy: The run's; the model's wrapper averages the gradients of the model alone.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
         # By their place in the optimizer: the numbers of the group and of the parameter.
         self._by_place: dict[str, torch.Tensor] = {}
         # The same list for the whole run; a callback may add a group.
         self.parameters: list[torch.Tensor] = []
 
-    def find(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look which of the optimizer's parameters the model does not hold; share new ones. Collective."""
-        own = set(map(id, self.trainer.task.parameters()))
+    def find(self, optimizer: torch.optim.Optimizer, task: nn.Module) -> None:
+        """Look which of the optimizer's parameters the task does not hold; share new ones. Collective."""
+        own = set(map(id, task.parameters()))
         self._by_place = {
             f"{number}.{index}": parameter
             for number, group in enumerate(optimizer.param_groups)
@@ -49,12 +48,12 @@ class OutsideWeights:
     @property
     def is_averaged(self) -> bool:
         """Whether `average` has anything to do in this run."""
-        return self.trainer.strategy.world_size > 1 and Owns.STEP not in self.trainer.strategy.owns
+        return self._strategy.world_size > 1 and Owns.STEP not in self._strategy.owns
 
     @torch.no_grad()
     def _share(self, parameters: list[torch.Tensor]) -> None:
         """Give all processes the main one's values, as the model's wrapper does."""
-        strategy = self.trainer.strategy
+        strategy = self._strategy
         for parameter in parameters:
             value = parameter.detach() if strategy.is_main else torch.zeros_like(parameter)
             parameter.copy_(strategy.reduce(value))
@@ -69,7 +68,7 @@ class OutsideWeights:
             parameters = [parameter for parameter in self.parameters if parameter.dtype == dtype]
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             flags = parts[0].new_tensor([float(p.grad is not None) for p in parameters])
-            sums = self.trainer.strategy.reduce(torch.cat([flags, *(part.reshape(-1) for part in parts)]), "mean")
+            sums = self._strategy.reduce(torch.cat([flags, *(part.reshape(-1) for part in parts)]), "mean")
             means = torch.split(sums[len(flags) :], [p.numel() for p in parameters])
             for number, (parameter, mean) in enumerate(zip(parameters, means, strict=True)):
                 if parameter.grad is not None:
@@ -79,7 +78,7 @@ class OutsideWeights:
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return them by their places in the optimizer; None if there are none to save."""
-        if not self._by_place or Owns.STEP in self.trainer.strategy.owns:
+        if not self._by_place or Owns.STEP in self._strategy.owns:
             return None
         return {name: value.detach() for name, value in self._by_place.items()}
 
@@ -89,7 +88,7 @@ class OutsideWeights:
         Raises:
             CheckpointError: The file holds parameters of other shapes.
         """
-        if not self._by_place or Owns.STEP in self.trainer.strategy.owns:
+        if not self._by_place or Owns.STEP in self._strategy.owns:
             return
         path = folder / OUTSIDE_WEIGHTS
         if not path.exists():

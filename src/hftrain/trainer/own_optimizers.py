@@ -7,9 +7,9 @@ the user's objects in these, alone or in lists, tuples and dicts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,11 +20,10 @@ from torch.utils.data import Dataset
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, restoring
 from hftrain.checkpoint.layout import OWN_OPTIMIZERS
 from hftrain.core.log import warn_once
+from hftrain.loops.contract import Loop
 from hftrain.storage.tensors import load_containers
+from hftrain.strategies.base import Strategy
 from hftrain.trainer.acceleration import has_engine
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 _KINDS = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 _DEPTH = 3
@@ -41,11 +40,21 @@ class OwnOptimizers:
     """Find, save and restore what user code keeps, for one run.
 
     Args:
-        trainer: Whose attributes are looked through, with those of its task and its callbacks.
+        strategy: The run's; what it splits cannot be saved here.
+        task: Returns the run's, whose modules are looked through.
+        holders: Returns what else is looked through, each by its name.
+        known: Returns what the run saves anyway.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        task: Callable[[], nn.Module],
+        holders: Callable[[], list[tuple[str, Any]]],
+        known: Callable[[], list[Any]],
+    ) -> None:
+        self._strategy, self._task, self._holders, self._known = strategy, task, holders, known
         # What a checkpoint holds for objects that do not exist yet.
         self._awaited: dict[str, Any] = {}
         self._path = Path()
@@ -53,15 +62,13 @@ class OwnOptimizers:
 
     def find(self) -> dict[str, Any]:
         """Return what is kept now, by where it is kept."""
-        trainer = self.trainer
-        run = (trainer.optimizer, getattr(trainer.optimizer, "optimizer", None), trainer.lr_scheduler)
-        modules = [(f"task.{name}".rstrip("."), module) for name, module in trainer.task.named_modules()]
-        callbacks = [(type(each).__name__, each) for each in trainer.callback_handler.callbacks]
-        holders = [("trainer", trainer), *modules, *callbacks]
+        modules = [(f"task.{name}".rstrip("."), module) for name, module in self._task().named_modules()]
+        first, *others = self._holders()
+        holders = [first, *modules, *others]
+        known = self._known()
+        seen = set(map(id, known))
         # Each is looked through under its own name.
-        own = {id(holder) for _, holder in holders}
-        own |= {id(loop) for loop in trainer._loops.values() if loop.keeps_state}
-        seen = {id(each) for each in run}
+        own = {id(holder) for _, holder in holders} | {id(each) for each in known if isinstance(each, Loop)}
         found = {}
         for owner, holder in holders:
             for name, value in _kept(_attributes(holder), own):
@@ -78,7 +85,7 @@ class OwnOptimizers:
         if self._is_split:
             warn_once(
                 f"Checkpoints do not hold {', '.join(found)}, and a resumed run starts them from scratch: "
-                f"strategy={self.trainer.strategy.name!r} splits the parameters over processes."
+                f"strategy={self._strategy.name!r} splits the parameters over processes."
             )
             return None
         self._tell_of_weights(found)
@@ -111,7 +118,7 @@ class OwnOptimizers:
 
     @property
     def _is_split(self) -> bool:
-        return any(has_engine(self.trainer.strategy, engine) for engine in ("fsdp", "deepspeed"))
+        return any(has_engine(self._strategy, engine) for engine in ("fsdp", "deepspeed"))
 
     def _restore(self) -> None:
         found = self.find()
@@ -134,7 +141,7 @@ class OwnOptimizers:
 
     def _tell_of_weights(self, found: Mapping[str, Any]) -> None:
         """Warn of parameters that are trained and saved nowhere."""
-        saved = {id(parameter) for parameter in self.trainer.task.parameters()}
+        saved = {id(parameter) for parameter in self._task().parameters()}
         for name, each in found.items():
             groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else []
             if any(id(parameter) not in saved for group in groups for parameter in group["params"]):

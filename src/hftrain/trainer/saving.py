@@ -83,9 +83,17 @@ class RunCheckpoints:
         self.writes = CheckpointWrites(
             trainer, self.manager, progress=progress, pending=pending, best=lambda: best_checkpoint(trainer)
         )
-        self.own = OwnOptimizers(trainer)
+        self.own = OwnOptimizers(
+            trainer.strategy,
+            task=lambda: trainer.task,
+            holders=lambda: [
+                ("trainer", trainer),
+                *((type(each).__name__, each) for each in trainer.callback_handler.callbacks),
+            ],
+            known=self._known,
+        )
         self.loops = LoopStates(trainer._loops)
-        self.outside = OutsideWeights(trainer)
+        self.outside = OutsideWeights(trainer.strategy)
         self.saved_step: int | None = None
         self.tried_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
@@ -101,7 +109,11 @@ class RunCheckpoints:
         """Follow what begins to train while the run lasts, and what no optimizer holds; until `let_go`."""
         trainer, strategy = self.trainer, self.trainer.strategy
         self.unfreezing = Unfreezing(
-            strategy, trainer.model, optimizer, self.outside, schedule=lambda: trainer.lr_scheduler
+            strategy,
+            trainer.model,
+            optimizer,
+            schedule=lambda: trainer.lr_scheduler,
+            added=lambda: self.outside.find(optimizer, trainer.task),
         )
         check_plateau(trainer.args, trainer.lr_scheduler)
         self.untrained = Untrained(strategy, trainer.task, optimizer, self.own)
@@ -269,6 +281,12 @@ class RunCheckpoints:
             Participant("loops", lambda: self.loops.state_dict() or None, self.loops.load_state_dict, {}),
             Participant("past", lambda: trainer._past, load_memory),
         ]
+
+    def _known(self) -> list[Any]:
+        """Return what is saved anyway, whatever attribute of the user's refers to it."""
+        trainer = self.trainer
+        loops = [loop for loop in trainer._loops.values() if loop.keeps_state]
+        return [trainer.optimizer, getattr(trainer.optimizer, "optimizer", None), trainer.lr_scheduler, *loops]
 
     def own_state(self) -> dict[str, Any]:
         """Return what differs by process."""

@@ -59,7 +59,7 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
         assert trainer.optimizer is not None
         # Here, for a strategy may put parameters of its own into the groups.
         check_optimizer(trainer.optimizer, trainer.lr_scheduler, trainer.model)
-        outside.find(trainer.optimizer)
+        outside.find(trainer.optimizer, trainer.task)
         trained = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
         untrained[:] = [p for p in trainer.task.parameters() if id(p) not in trained and p.requires_grad]
         return precision.attach(trainer.model, trainer.optimizer)

@@ -12,7 +12,6 @@ from hftrain.core.errors import CheckpointError
 from hftrain.core.types import Owns
 from hftrain.optim.added_groups import admit_group
 from hftrain.strategies.base import Strategy
-from hftrain.trainer.outside import OutsideWeights
 
 
 class Unfreezing:
@@ -22,8 +21,8 @@ class Unfreezing:
         strategy: Whether it steps by itself.
         model: The bare one.
         optimizer: As the run begins with it; until `close` its `add_param_group` is wrapped. An engine's own is not.
-        outside: The parameters that the model does not hold; told of groups that are added.
         schedule: Returns the run's learning rate schedule.
+        added: Called after a group is added.
     """
 
     def __init__(
@@ -31,11 +30,11 @@ class Unfreezing:
         strategy: Strategy,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        outside: OutsideWeights,
         *,
         schedule: Callable[[], Any],
+        added: Callable[[], None],
     ) -> None:
-        self._model, self._optimizer, self._outside, self._schedule = model, optimizer, outside, schedule
+        self._model, self._optimizer, self._schedule, self._tell = model, optimizer, schedule, added
         self._num_groups = len(optimizer.param_groups)
         self._is_on = Owns.STEP not in strategy.owns
         self._before = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -45,7 +44,7 @@ class Unfreezing:
     def _add(self, param_group: dict[str, Any]) -> None:
         type(self._optimizer).add_param_group(self._optimizer, param_group)
         admit_group(self._schedule(), self._optimizer.param_groups[-1])
-        self._outside.find(self._optimizer)
+        self._tell()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a manifest says: parameters whose `requires_grad` has changed, and the groups that were added."""
