@@ -150,29 +150,18 @@ def check_sharding(args: Any, strategy: Strategy, *, optimizers: tuple[Any, Any]
         )
 
 
-def check_evaluation(args: Any, *, eval_dataset: Any, has_own_loader: bool) -> None:
-    """Raise where evaluations are planned without data."""
-    has_none = eval_dataset is None or (isinstance(eval_dataset, Mapping) and not eval_dataset)
-    if args.eval_strategy != "no" and has_none and not has_own_loader:
-        raise ConfigError(
-            f"eval_strategy={str(args.eval_strategy)!r} was asked for.",
-            "There is no eval_dataset to evaluate on.",
-            "Pass eval_dataset, override get_eval_dataloader, or set eval_strategy='no'.",
-        )
-
-
-def check_eval_data(args: Any, eval_dataset: Any) -> None:
-    """Raise where evaluations are planned on an empty set."""
+def check_eval_data(args: Any, eval_dataset: Any, *, has_own_loader: bool) -> None:
+    """Raise where evaluations are planned without data, or on an empty set."""
     if args.eval_strategy == "no":
         return
+    asked = f"eval_strategy={str(args.eval_strategy)!r} was asked for."
     sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
     for name, dataset in sets.items():
         if has_length(dataset) and len(dataset) == 0:
-            raise ConfigError(
-                f"eval_strategy={str(args.eval_strategy)!r} was asked for.",
-                f"{name} is empty.",
-                "Pass a dataset with at least one sample.",
-            )
+            raise ConfigError(asked, f"{name} is empty.", "Pass a dataset with at least one sample.")
+    if (eval_dataset is None or not sets) and not has_own_loader:
+        remedy = "Pass eval_dataset, override get_eval_dataloader, or set eval_strategy='no'."
+        raise ConfigError(asked, "There is no eval_dataset to evaluate on.", remedy)
 
 
 def check_train_data(args: Any, dataset: Any) -> None:

@@ -83,7 +83,6 @@ from hftrain.trainer.casting import ModelCasting, is_cast_inside, to_float32
 from hftrain.trainer.checks import (
     check_arguments,
     check_eval_data,
-    check_evaluation,
     check_model,
     check_optimizer,
     check_parts,
@@ -277,10 +276,8 @@ class Trainer:
                 check_kind(dataset, "eval_dataset")
         check_save_policy(self.args, self.save_policy)
         check_cadences(self.args, self._eval_sets, eval_steps=self.args.eval_steps)
-        check_eval_data(self.args, self.eval_dataset)
-        check_evaluation(
-            self.args, eval_dataset=self.eval_dataset, has_own_loader=self._is_overridden("get_eval_dataloader")
-        )
+        has_own_loader = self._is_overridden("get_eval_dataloader")
+        check_eval_data(self.args, self.eval_dataset, has_own_loader=has_own_loader)
 
     def _check_ahead(self) -> None:
         """Refuse a training that would fail late, see `check_ahead`."""

@@ -18,7 +18,6 @@ from hftrain.trainer.checks import (
     check_arguments,
     check_best_metric,
     check_eval_data,
-    check_evaluation,
     check_model,
     check_optimizer,
     check_parts,
@@ -142,17 +141,17 @@ def test_parts_that_agree_pass(parts: dict[str, Any]) -> None:
 def test_evaluations_need_data(tmp_path: Path, strategy: str, dataset: Any) -> None:
     args = make_arguments(tmp_path, eval_strategy=strategy)
     with pytest.raises(ConfigError, match=f"eval_strategy='{strategy}' was asked for. There is no eval_dataset"):
-        check_evaluation(args, eval_dataset=dataset, has_own_loader=False)
+        check_eval_data(args, dataset, has_own_loader=False)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "dataset", "has_own_loader"), [("no", None, False), ("epoch", [], False), ("epoch", None, True)]
+    ("strategy", "dataset", "has_own_loader"), [("no", None, False), ("epoch", [1], False), ("epoch", None, True)]
 )
 def test_evaluations_with_data_or_without_a_plan_pass(
     tmp_path: Path, strategy: str, dataset: Any, has_own_loader: bool
 ) -> None:
     args = make_arguments(tmp_path, eval_strategy=strategy)
-    check_evaluation(args, eval_dataset=dataset, has_own_loader=has_own_loader)
+    check_eval_data(args, dataset, has_own_loader=has_own_loader)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +170,14 @@ def test_data_with_an_end_passes(tmp_path: Path, dataset: Any, max_steps: int) -
 
 @pytest.mark.parametrize(("dataset", "name"), [([], "eval_dataset"), ({"a": [1], "b": []}, "b")])
 def test_evaluations_on_an_empty_set_are_refused(tmp_path: Path, dataset: Any, name: str) -> None:
-    check_eval_data(make_arguments(tmp_path), dataset)
+    check_eval_data(make_arguments(tmp_path), dataset, has_own_loader=False)
     with pytest.raises(ConfigError, match=rf"eval_strategy='epoch' was asked for\. {name} is empty"):
-        check_eval_data(make_arguments(tmp_path, eval_strategy="epoch"), dataset)
+        check_eval_data(make_arguments(tmp_path, eval_strategy="epoch"), dataset, has_own_loader=False)
 
 
-@pytest.mark.parametrize("dataset", [[1], {"a": [1], "b": Stream(make_rows())}, None])
+@pytest.mark.parametrize("dataset", [[1], {"a": [1], "b": Stream(make_rows())}])
 def test_evaluations_on_samples_pass(tmp_path: Path, dataset: Any) -> None:
-    check_eval_data(make_arguments(tmp_path, eval_strategy="epoch"), dataset)
+    check_eval_data(make_arguments(tmp_path, eval_strategy="epoch"), dataset, has_own_loader=False)
 
 
 # -- optimizers ------------------------------------------------------------------------------------------------------
