@@ -188,16 +188,15 @@ def _copies(trainer: Trainer, folder: Path, director: _Director, copy_parts: Cal
     handler, callbacks = trainer.callback_handler, list(trainer.callback_handler.callbacks)
     try:
         with preserved(trainer, trainer.args, trainer.state, trainer.control, *callbacks):
-            if trainer.model_init is None:
-                try:
-                    copy_parts()
-                except Exception as error:
-                    raise TaskError(
-                        f"fast_dev_run={director.num_steps} was asked for.",
-                        f"It trains a copy, and {type(trainer.model).__name__} or its optimizer cannot be copied: "
-                        f"{error!r}.",
-                        "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
-                    ) from error
+            try:
+                copy_parts()
+            except Exception as error:
+                held = ", its optimizer or its loop" if trainer.loops else " or its optimizer"
+                raise TaskError(
+                    f"fast_dev_run={director.num_steps} was asked for.",
+                    f"It trains a copy, and {type(trainer.model).__name__}{held} cannot be copied: {error!r}.",
+                    "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
+                ) from error
             trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
             # The constructor left the trackers out of a run that was to be a rehearsal; an estimate comes later.
             handler.callbacks[:] = [*without_trackers(callbacks), director]

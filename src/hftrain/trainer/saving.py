@@ -92,7 +92,7 @@ class RunCheckpoints:
             ],
             known=self._known,
         )
-        self.loops = LoopStates(trainer._loops)
+        self.loops = LoopStates(trainer.loops)
         self.outside = OutsideWeights(trainer.strategy)
         self.saved_step: int | None = None
         self.tried_step: int | None = None
@@ -285,7 +285,7 @@ class RunCheckpoints:
     def _known(self) -> list[Any]:
         """Return what is saved anyway, whatever attribute of the user's refers to it."""
         trainer = self.trainer
-        loops = [loop for loop in trainer._loops.values() if loop.keeps_state]
+        loops = [loop for loop in trainer.loops.values() if loop.keeps_state]
         return [trainer.optimizer, getattr(trainer.optimizer, "optimizer", None), trainer.lr_scheduler, *loops]
 
     def own_state(self) -> dict[str, Any]:

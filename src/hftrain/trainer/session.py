@@ -80,7 +80,7 @@ class TrainSession:
         self.step_end: StepEnd
         self.used_rate: float | None = None
         self.counts: RunCounts
-        self.loop = cast(FitLoop, trainer._loops.get("fit") or FitLoop())
+        self.loop = cast(FitLoop, trainer.loops.get("fit") or FitLoop())
         self.interrupts: Interrupts
         self.salvage: Salvage
         # In words; None in a step or an evaluation.

@@ -233,7 +233,7 @@ class Trainer:
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             collator=data_collator,
         )
-        self._loops = create_loops(loop)
+        self.loops = create_loops(loop)
         self._make_parts(model, strategy, precision)
         check_sharding(self.args, self.strategy, optimizers=optimizers)
         callbacks = self._with_trackers(loggers, [*as_list(callbacks), *as_list(callback)])
@@ -758,9 +758,12 @@ class Trainer:
         return self._num_estimated or int(self.fast_dev_run)
 
     def _copy_parts(self) -> None:
-        """Train copies of model, optimizer and schedule from now on; made together, for they refer to each other."""
-        self.task, self._outermost, self.optimizer, self.lr_scheduler = copy.deepcopy(
-            (self.task, self._outermost, self.optimizer, self.lr_scheduler)
+        """Train copies of model, optimizer, schedule and loops from now on; together, for they refer to each other."""
+        if self.model_init is not None:
+            self.loops = copy.deepcopy(self.loops)
+            return
+        self.task, self._outermost, self.optimizer, self.lr_scheduler, self.loops = copy.deepcopy(
+            (self.task, self._outermost, self.optimizer, self.lr_scheduler, self.loops)
         )
         self.model, self.model_wrapped = self.task.model, self._outermost
 
@@ -895,7 +898,7 @@ class Trainer:
         parts = self._evaluate_parts(loss_only=loss_only, ignore_keys=ignore_keys, jit=jit)
         batches = self._in_step(dataloader, loss_only=loss_only, ignore_keys=ignore_keys)
         kind = PredictLoop if self._stage == "predict" else EvaluateLoop
-        loop = cast(EvaluateLoop, self._loops.get(kind.stage) or kind())
+        loop = cast(EvaluateLoop, self.loops.get(kind.stage) or kind())
         used = used_in_evaluation(
             self.args,
             self.strategy,
@@ -1801,18 +1804,18 @@ class Trainer:
 
     def _check_loop(self, resume: Path | None) -> None:
         """Refuse what the training loop does not support."""
-        if "fit" in self._loops:
+        if "fit" in self.loops:
             dataset = None if self._is_overridden("get_train_dataloader") else self.train_dataset
             parts = self.args, self.strategy, self.precision, self.save_policy
-            check_features(self._loops["fit"], used_in_training(*parts, dataset=dataset, resume=resume))
-        if "evaluate" in self._loops and self.args.eval_strategy != "no":
+            check_features(self.loops["fit"], used_in_training(*parts, dataset=dataset, resume=resume))
+        if "evaluate" in self.loops and self.args.eval_strategy != "no":
             is_mapping = isinstance(self.eval_dataset, Mapping)
             for dataset in self.eval_dataset.values() if is_mapping else [self.eval_dataset]:
                 is_per_batch = self.args.batch_eval_metrics and self.compute_metrics is not None
                 used = used_in_evaluation(
                     self.args, self.strategy, dataset=dataset, takes_turns=False, is_per_batch=is_per_batch
                 )
-                check_features(self._loops["evaluate"], used)
+                check_features(self.loops["evaluate"], used)
 
     def _check_optimizer(self) -> None:
         """Refuse, before anything is launched, an optimizer that cannot be made."""

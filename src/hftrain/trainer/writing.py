@@ -115,7 +115,7 @@ class CheckpointWrites:
             needed = partial(self.checkpoint_bytes, optimizer, is_first=True)
             check_room(self.manager, needed, may_wait=self.trainer.save_policy.on_full_disk != "stop")
             trainer, hook = self.trainer, self.trainer._is_overridden
-            parts = trainer.args, trainer.strategy, optimizer, trainer.lr_scheduler, trainer._loops
+            parts = trainer.args, trainer.strategy, optimizer, trainer.lr_scheduler, trainer.loops
             watch_states(*parts, own=own, pending=self.pending, is_overridden=hook)
         if not self.trainer.save_policy.save_async:
             return
