@@ -50,7 +50,7 @@ def test_number_of_accumulation_steps_acts_in_every_form(tmp_path: Path, form: s
     [
         ({"non_blocking": 1}, "neither true nor false"),
         ({"dispatch_batches": "yes"}, "neither true, false nor null"),
-        ({"gradient_accumulation_kwargs": [1]}, "no mapping"),
+        ({"gradient_accumulation_kwargs": [1]}, "not a mapping"),
         (with_accumulation(num_step=3), "Did you mean 'num_steps'"),
         (with_accumulation(num_steps=0), "counts micro-batches"),
         (with_accumulation(adjust_scheduler=False), "counts optimizer updates"),
