@@ -35,7 +35,9 @@ from hftrain.data.feed import TrainFeed
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.optim.schedules import refresh_rate
 from hftrain.storage.tensors import save_tensors
+from hftrain.strategies.base import Strategy
 from hftrain.task.metric_state import metric_states, restore_metric_states
+from hftrain.task.module import TaskModule
 from hftrain.trainer.best import BestMetric
 from hftrain.trainer.capture import frozen_state, model_writer, saved_tool, without_model
 from hftrain.trainer.leftovers import to_do
@@ -80,9 +82,7 @@ class RunCheckpoints:
         self.losses = losses
         self.logs = logs
         self.manager = trainer._make_manager()
-        self.writes = CheckpointWrites(
-            trainer, self.manager, progress=progress, pending=pending, best=lambda: best_checkpoint(trainer)
-        )
+        self.writes = CheckpointWrites(trainer, self.manager, progress=progress, pending=pending, best=self.best)
         self.own = OwnOptimizers(
             trainer.strategy,
             task=lambda: trainer.task,
@@ -202,7 +202,7 @@ class RunCheckpoints:
 
     def rotate(self) -> None:
         """Delete the oldest checkpoints beyond the limit."""
-        self.manager.rotate(best=best_checkpoint(self.trainer))
+        self.manager.rotate(best=self.best())
 
     def write_optimizer(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Write optimizer, schedule and scaler; the main process writes, all take part. Collective."""
@@ -344,10 +344,19 @@ class RunCheckpoints:
                 restore_rng(numbers)
         return own
 
+    def best(self) -> Path | None:
+        """Return the folder of the best model so far."""
+        best, output = self.trainer.state.best_model_checkpoint, self.trainer._output
+        if best is None:
+            return None
+        # By name first: the folder of the run may have been moved or copied since.
+        here = output.folder / Path(best).name
+        return here if here.is_dir() or output.url_of(here.parent) else Path(best)
+
     def load_best(self) -> None:
         """Load the best checkpoint's model, saying so if there is none."""
         self.settle()
-        best = best_checkpoint(self.trainer)
+        best = self.best()
         if best is not None:
             self.trainer._output.fetch_best(best)
         if best is None or not best.is_dir():
@@ -358,23 +367,22 @@ class RunCheckpoints:
         logger.info("Loaded the best model from %s (%s).", best, self.trainer.state.best_metric)
 
 
-def best_checkpoint(trainer: Trainer) -> Path | None:
-    """Return the folder of the best model so far."""
-    best = trainer.state.best_model_checkpoint
-    if best is None:
-        return None
-    # By name first: the folder of the run may have been moved or copied since.
-    here = trainer.output_dir / Path(best).name
-    return here if here.is_dir() or trainer._output.url_of(here.parent) else Path(best)
+def load_task(
+    task: TaskModule, bare: nn.Module, strategy: Strategy, folder: Path, *, model: nn.Module | None = None
+) -> None:
+    """Load a checkpoint's weights, and what the task holds outside its model, in place.
 
-
-def load_task(trainer: Trainer, folder: Path, *, model: nn.Module | None = None) -> None:
-    """Load a checkpoint's weights, and what the task holds outside its model, in place."""
-    strategy = trainer.strategy
-    target = trainer.model if model is None else strategy.unwrap(model)
-    load = strategy.load_model_state if target is trainer.model else None
+    Args:
+        task: The run's.
+        bare: Its model, not wrapped.
+        strategy: Loads what it splits.
+        folder: The checkpoint.
+        model: Another model to load the weights into.
+    """
+    target = bare if model is None else strategy.unwrap(model)
+    load = strategy.load_model_state if target is bare else None
     # Where there are none yet, the process that holds the weights sends them.
     if not any(parameter.is_meta for parameter in target.parameters()):
         load_weights(target, folder, load=load, own=strategy.own_state(target) if load else None)
-    with without_model(trainer.task) as task:
+    with without_model(task):
         task.load_state_dict(load_task_state(folder, task.state_dict().keys()))

@@ -39,7 +39,7 @@ from hftrain.trainer.nodes import own_checkpoint
 from hftrain.trainer.numerics import ModelChanges
 from hftrain.trainer.reports import speed_metrics
 from hftrain.trainer.salvage import Salvage
-from hftrain.trainer.saving import RunCheckpoints, best_checkpoint
+from hftrain.trainer.saving import RunCheckpoints
 from hftrain.trainer.setup import loss_window, reset, set_up, start_state, tear_down
 from hftrain.trainer.step_end import StepEnd
 
@@ -65,7 +65,9 @@ class TrainSession:
         self.progress = Progress()
         strategy = trainer.strategy
         self.logs = LogWindow(gather_object=strategy.gather_object)
-        self.losses = trainer._loss_window = loss_window(trainer)
+        self.losses = trainer._loss_window = loss_window(
+            trainer.args, strategy, gather=trainer._nested_gather, is_overridden=trainer._is_overridden
+        )
         self._rng: Mapping[str, Any] | None = None
         self._left: frozenset[str] = frozenset()
         self.changes = ModelChanges(trainer.args, strategy)
@@ -376,7 +378,7 @@ class TrainSession:
         trainer.is_in_train = False
         trainer._report_memory(metrics)
         trainer._slot_log(metrics)
-        best = best_checkpoint(trainer)
+        best = self.checkpoints.best()
         # SavePolicy(keep_best=1) asks for the newest next to the best one.
         with_newest = trainer.save_policy.keep_best is not None and not trainer.args.load_best_model_at_end
         keeps_one = trainer.args.save_total_limit == 1 and trainer.save_policy.keep_best in (None, 1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.errors import ConfigError
 from hftrain.core.progress import TrainerControl
@@ -136,16 +137,20 @@ def place_task(task: TaskModule, strategy: Strategy, *, is_model_placed: bool = 
     task.model = model if is_model_placed else strategy.place(model)
 
 
-def loss_window(trainer: Trainer) -> LossWindow:
-    """Return what sums the losses between two log lines, over all processes."""
-    if trainer._is_overridden("_nested_gather"):
-        reduce: Callable[[torch.Tensor], torch.Tensor] = lambda loss: trainer._nested_gather(loss).mean()  # noqa: E731
-    else:
-        reduce = partial(trainer.strategy.reduce, op="mean")
+def loss_window(
+    args: TrainingArguments,
+    strategy: Strategy,
+    *,
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    is_overridden: Callable[[str], bool],
+) -> LossWindow:
+    """Return what sums the losses between two log lines, over all processes; an overridden hook gathers them."""
+    reduce: Callable[[torch.Tensor], torch.Tensor] = partial(strategy.reduce, op="mean")
+    if is_overridden("_nested_gather"):
+        reduce = lambda loss: gather(loss).mean()  # noqa: E731
     # Documented: not on XLA.
-    filters = trainer.args.logging_nan_inf_filter and trainer.strategy.device_type != "xla"
-    is_live = trainer._is_overridden("_maybe_log_save_evaluate")
-    return LossWindow(filters_nonfinite=filters, reduce=reduce, is_live=is_live)
+    filters = args.logging_nan_inf_filter and strategy.device_type != "xla"
+    return LossWindow(filters_nonfinite=filters, reduce=reduce, is_live=is_overridden("_maybe_log_save_evaluate"))
 
 
 def empty_cache() -> None:

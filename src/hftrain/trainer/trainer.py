@@ -1274,7 +1274,7 @@ class Trainer:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load a checkpoint's weights into the model in place; at a resume, and for the best model."""
-        load_task(self, Path(resume_from_checkpoint), model=model)
+        load_task(self.task, self.model, self.strategy, Path(resume_from_checkpoint), model=model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Put the random number generators where a checkpoint has them; at a resume, when the data are open."""
