@@ -45,7 +45,7 @@ class StepEnd:
     ) -> None:
         self._hook, self._state, self._control, self._events = hook, state, control, events
         self._losses, self._counts = losses, counts
-        self._values = {**values, "start_time": time.time()}
+        self._values, self._start_time = values, time.time()
         self._act: Callable[[], None] = lambda: None
 
     def run(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
@@ -55,11 +55,15 @@ class StepEnd:
             self._counts.read()
             # What an engine hands out, or a sharded norm, is no plain tensor.
             grad_norm = None if grad_norm is None else as_number(grad_norm)
+        # In the documented order: an override may take them by position.
         values = {
-            **self._values,
             "tr_loss": self._losses.open_sum(),
             "grad_norm": grad_norm,
+            "model": self._values["model"],
+            "trial": self._values["trial"],
             "epoch": self._state.epoch,
+            "ignore_keys_for_eval": self._values["ignore_keys_for_eval"],
+            "start_time": self._start_time,
             "learning_rate": learning_rate,
         }
         self._events.answers = True
