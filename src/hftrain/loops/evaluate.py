@@ -18,6 +18,7 @@ from hftrain.loops.contract import Loop, Stage
 from hftrain.loops.fit import Events
 from hftrain.loops.gather import Group, Kept, KeptBatches, put_back
 from hftrain.loops.window import LogWindow, merge_reports
+from hftrain.task.module import checked_count
 
 _END = object()
 
@@ -229,7 +230,10 @@ class EvaluateLoop(Loop[EvaluateParts]):
         if output.loss is not None:
             if output.loss.numel() != 1:
                 raise _no_number(output.loss)
-            self._add_loss(output.loss.detach(), self.parts.hooks.count_items(batch))
+            count = self.parts.hooks.count_items(batch)
+            if not isinstance(count, Mapping):
+                checked_count(count, self.parts.hooks.count_items)
+            self._add_loss(output.loss.detach(), count)
         if self.parts.hooks.compute_metrics is not None and self.parts.hooks.needs_labels:
             _check_complete(output, batch)
         self._logs.add(output.logs, weight=size or 1)

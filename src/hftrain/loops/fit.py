@@ -315,6 +315,13 @@ class FitLoop(Loop[FitParts]):
 
 
 def _no_batch(epoch: int) -> TaskError:
+    if epoch:
+        return TaskError(
+            f"Cannot train epoch {epoch}.",
+            "The data gave no batch in this pass, though it did before: an iterator or generator is used up after one.",
+            "Use a DataLoader, a list or a class whose __iter__ starts again, or a max_steps that one pass is enough "
+            "for.",
+        )
     return TaskError(
         f"Epoch {epoch} was to be trained.",
         "Its data gave no batch.",

@@ -69,10 +69,37 @@ def warn_of_unreported(task: nn.Module, metrics: Mapping[str, Any]) -> None:
         )
 
 
+def warn_of_unread(children: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+    """Say once which metrics of a task were updated in training and are read by nobody.
+
+    Args:
+        children: The task's own metrics.
+        metrics: What is reported.
+    """
+    told = {id(part) for metric in metrics.values() for part in _parts_of(metric)}
+    names = []
+    for name, metric in children.items():
+        parts = [part for part in _parts_of(metric) if id(part) not in told]
+        # A user who asks for the value, of all batches or of one (torchmetrics' `forward`), reports it.
+        is_asked = any(
+            getattr(part, value, None) is not None for part in parts for value in ("_computed", "_forward_cache")
+        )
+        if not is_asked and any(getattr(part, "update_called", None) is True for part in parts):
+            names.append(name)
+    if names:
+        warn_once(
+            f"The metrics {', '.join(names)} are updated in training but not reported there. Return them from the "
+            'task\'s metrics("train"), or update them in evaluation_step alone.'
+        )
+
+
+def _parts_of(metric: Any) -> list[Any]:
+    return list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
+
+
 def _is_updated(metric: Any) -> bool:
     """Tell whether a metric was updated since its last reset, as far as it tells; a wrapper's metrics tell for it."""
-    parts = metric.modules() if isinstance(metric, nn.Module) else (metric,)
-    told = [part.update_called for part in parts if hasattr(part, "update_called")]
+    told = [part.update_called for part in _parts_of(metric) if hasattr(part, "update_called")]
     return any(told) or not told
 
 

@@ -23,7 +23,7 @@ from hftrain.task.introspect import (
 )
 from hftrain.task.items import KINDS, LABELS, SAMPLES, SHIFTED, SUM, MeanOver, counted
 from hftrain.task.loss import read_loss, smoothed_loss
-from hftrain.task.module import TaskModule
+from hftrain.task.module import TaskModule, checked_count
 from hftrain.task.noted import NotedCount
 
 LossFunction = Callable[..., torch.Tensor]
@@ -249,12 +249,16 @@ class ModelTask(TaskModule):
         Labels are those other than -100, without the first of each sample if they are shifted, unless the collator
         shifted them (`shift_labels`). Without integer labels the samples are counted.
         """
-        return self.count_rule(batch) if callable(self.count_rule) else self.count_as(self.kind, batch)
+        return (
+            checked_count(self.count_rule(batch), self.count_rule)
+            if callable(self.count_rule)
+            else self.count_as(self.kind, batch)
+        )
 
     def count_labels(self, batch: Any) -> int | torch.Tensor:
         """Return the documented item count, `num_items_in_batch`: the labels that are predicted."""
         if callable(self.count_rule):
-            return self.count_rule(batch)
+            return checked_count(self.count_rule(batch), self.count_rule)
         return self.count_as(self.label_kind, batch)
 
     def count_as(self, kind: str, batch: Any) -> int | torch.Tensor:
@@ -290,7 +294,7 @@ class ModelTask(TaskModule):
     def weights(self, batch: Any) -> dict[str, tuple[int | torch.Tensor, int | torch.Tensor]]:
         """Return, for each kind of `kinds`, the factor of a batch's loss in the set's, and the items it stands for."""
         if callable(self.count_rule):
-            count = self.count_rule(batch)
+            count = checked_count(self.count_rule(batch), self.count_rule)
             return {"": (count, count)}
         found = {}
         for kind in self.kinds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -120,6 +121,22 @@ class TaskModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         return self.model(*args, **kwargs)
+
+
+def checked_count(count: Any, function: Any) -> int | torch.Tensor:
+    """Return what a function of the user's counted in a batch.
+
+    Raises:
+        TaskError: It is not a number.
+    """
+    if not isinstance(count, (int, torch.Tensor, Real)):
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise TaskError(
+            f"Cannot weigh a batch by {count!r}, which {name} returned.",
+            "The loss of a batch weighs as many items as it is a mean over.",
+            "Return their number, as an int or a 0-d tensor.",
+        )
+    return count  # type: ignore[return-value]
 
 
 def _metrics_in(children: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:

@@ -70,7 +70,7 @@ from hftrain.strategies.registry import create_strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.introspect import is_recomputing
 from hftrain.task.loss import LabelSmoother
-from hftrain.task.metric_state import read_metrics, warn_of_unreported
+from hftrain.task.metric_state import read_metrics, warn_of_unread, warn_of_unreported
 from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.modes import TrainingMode, is_on
 from hftrain.task.module import TaskModule, as_step_output
@@ -1582,6 +1582,8 @@ class Trainer:
         metrics = self.task.metrics(stage)
         if stage == "eval" and type(self.task).metrics is TaskModule.metrics:
             warn_of_unreported(self.task, metrics)
+        elif stage == "train":
+            warn_of_unread(TaskModule.metrics(self.task, "eval"), metrics)
         return read_metrics(metrics, stage=where, gather_object=self.strategy.gather_object)
 
     # -- data ----------------------------------------------------------------------------------------------------

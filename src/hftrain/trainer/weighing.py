@@ -16,7 +16,7 @@ from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import takes_item_count
 from hftrain.task.items import SAMPLES, SHIFTED, SUM, counted
 from hftrain.task.model_task import ModelTask
-from hftrain.task.module import TaskModule
+from hftrain.task.module import TaskModule, checked_count
 from hftrain.task.noted import Note, NotedCount
 from hftrain.trainer.means import MeanSearch
 
@@ -179,7 +179,7 @@ class LossShares:
         task = self._task
         is_countable = self.plain is not None or type(task).count_items is not TaskModule.count_items
         if is_countable or self._accumulates or batch_size_of(batch) is not None:
-            return task.count_items(batch)
+            return checked_count(task.count_items(batch), task.count_items)
         # As DDP weighs it.
         return 1
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.tiny import Task, make_arguments, make_rows
+from support.tiny import Net, Task, make_arguments, make_rows
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -85,6 +86,67 @@ def test_metrics_that_nobody_reports_are_named(tmp_path: Path, place: str) -> No
     name = r"hidden\[0\]" if place == "list" else r"model\.score"
     with pytest.warns(UserWarning, match=rf"The metrics {name} are updated but not reported"):
         Trainer(Measured(), make_arguments(tmp_path), eval_dataset=make_rows(4)).evaluate()
+
+
+class Scored(Task):
+    """Updates a metric in training, and reports it if it is told to."""
+
+    def __init__(self, *, reports: bool, calls: bool = False) -> None:
+        super().__init__()
+        self.score, self.reports, self.calls = MeanMetric(), reports, calls
+
+    def training_step(self, batch: Any) -> StepOutput:
+        (self.score if self.calls else self.score.update)(1.0)
+        return super().training_step(batch)
+
+    def metrics(self, stage: str) -> Any:
+        return {"score": self.score} if stage == "train" and self.reports else super().metrics(stage)
+
+
+@pytest.mark.parametrize("calls", [False, True])
+@pytest.mark.parametrize("reports", [False, True])
+def test_metric_that_is_updated_in_training_is_reported_or_named(tmp_path: Path, reports: bool, calls: bool) -> None:
+    trainer = Trainer(
+        Scored(reports=reports, calls=calls), make_arguments(tmp_path, max_steps=2), train_dataset=make_rows(8)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    # Its user has the value of each batch, if the metric was called.
+    named = [str(warning.message) for warning in caught if "metrics score are updated in training" in str(warning)]
+    assert len(named) == (not reports and not calls)
+    assert any(entry.get("score") == 1 for entry in trainer.state.log_history) is reports
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("found", [None, "4", [4]])
+def test_count_that_is_no_number_is_refused(tmp_path: Path, found: Any, accumulation: int) -> None:
+    class Counted(Task):
+        def count_items(self, batch: Any) -> Any:
+            return found
+
+    arguments = make_arguments(tmp_path, max_steps=1, gradient_accumulation_steps=accumulation)
+    trainers = [
+        Trainer(Counted(), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(4)),
+        Trainer(Net(), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(4), count_items=lambda _: found),
+    ]
+    for trainer in trainers:
+        for run in (trainer.evaluate, trainer.train) if accumulation == 2 else (trainer.evaluate,):
+            with pytest.raises(TaskError, match=r"Cannot weigh a batch by .*Return their number"):
+                run()
+
+
+def test_iterator_that_is_used_up_after_one_pass_is_named(tmp_path: Path) -> None:
+    class Once(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return iter(super().get_train_dataloader())
+
+    def trainer(max_steps: int) -> Trainer:
+        return Once(Net(), make_arguments(tmp_path, max_steps=max_steps), train_dataset=make_rows(8))
+
+    assert trainer(2).train().global_step == 2
+    with pytest.raises(TaskError, match=r"Cannot train epoch 1\..*an iterator or generator is used up after one"):
+        trainer(3).train()
 
 
 def test_manual_optimization_is_refused_with_what_to_do(tmp_path: Path) -> None:
