@@ -112,8 +112,8 @@ def test_argument_that_takes_back_a_preset_is_refused(tmp_path: Path) -> None:
     ("strategy", "message"),
     [
         (DDPStrategy, r"It is a class\. Pass an object \(DDPStrategy\(\)\)"),
-        ("", "no name"),
-        ({"name": "ddp"}, "no name"),
+        ("", "neither a name"),
+        ({"name": "ddp"}, "neither a name"),
     ],
 )
 def test_what_is_neither_a_name_nor_an_object_is_refused(tmp_path: Path, strategy: Any, message: str) -> None:
