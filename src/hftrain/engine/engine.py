@@ -322,6 +322,9 @@ class Engine:
             return 0
         manager, strategy, bare = self._claimed("load()"), self.strategy, self.strategy.unwrap(model)
         manifest = read_manifest(folder)
+        if "batches" not in manifest.facts:
+            reason, remedy = "A Trainer saved it.", "Resume it with that Trainer, or read its model.safetensors."
+            raise CheckpointError(f"Cannot load {folder} into an Engine:", reason, remedy)
         with restoring(folder):
             check_geometry(manifest, **self._kind(optimizer))
             saved, facts = manifest.facts["geometry"], manifest.facts["batches"]

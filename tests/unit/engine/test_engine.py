@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from support.engines import NUM_STEPS, assert_close, make_optimizer, train, train_by_hand
-from support.tiny import Net, Noisy, Stream, make_rows
+from support.tiny import Net, Noisy, Stream, make_arguments, make_rows
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hftrain import CheckpointError, ConfigError, Engine, HFTrainError
+from hftrain import CheckpointError, ConfigError, Engine, HFTrainError, Trainer
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.precision.registry import precisions
 from hftrain.strategies.single import SingleDeviceStrategy
@@ -227,6 +227,15 @@ def test_checkpoints_do_not_lose_gradients_and_do_not_fit_other_runs(tmp_path: P
     with make_engine(tmp_path) as engine:
         engine.setup(nn.Linear(4, 4), make_optimizer)
         with pytest.raises(CheckpointError, match="do not fit: missing"):
+            engine.load()
+
+
+def test_checkpoint_of_a_trainer_is_refused(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    Trainer(Net(), arguments, train_dataset=make_rows()).train()
+    with make_engine(tmp_path) as engine:
+        engine.setup(Net(), make_optimizer)
+        with pytest.raises(CheckpointError, match="A Trainer saved it"):
             engine.load()
 
 
