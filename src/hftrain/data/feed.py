@@ -62,7 +62,8 @@ class TrainFeed:
                 loader.generator = new_generator(seed)
             give_generator(loader, seed=seed)
         self._generators = _generators_of(self.loader)
-        self.own_seeds = [own_seed(generator) for generator in self._generators]
+        found = map(own_seed, self._generators)
+        self.own_seeds = [None if own == seed else own for own in found]
 
     @property
     def num_batches(self) -> int | None:

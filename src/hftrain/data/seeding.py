@@ -6,14 +6,15 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy
 import torch
 from torch.utils.data import Sampler, get_worker_info
 
-# Generators that were seeded here: the user's own seed, and the one that was set last.
-_SEEDED: WeakKeyDictionary[torch.Generator, tuple[int | None, int]] = WeakKeyDictionary()
+# The generators that were seeded here last: the user's own seed, and the one that was set. torch 2.9's take no weak
+# reference and no attribute.
+_SEEDED: dict[int, tuple[torch.Generator, int | None, int]] = {}
+_MOST_SEEDED = 64
 # What torch gives a generator that nobody seeds.
 _UNSEEDED = torch.Generator().initial_seed()
 
@@ -92,14 +93,12 @@ def _exchange(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def new_generator(seed: int) -> torch.Generator:
     """Make a generator on the default device, where the loader and torch's samplers draw their numbers."""
-    generator = torch.Generator(device=torch.get_default_device())
-    seed_generator(generator, seed, own=None)
-    return generator
+    return torch.Generator(device=torch.get_default_device()).manual_seed(seed)
 
 
 def own_seed(generator: torch.Generator) -> int | None:
     """Return the seed that a user gave a generator, whatever `seed_generator` set since; None if there is none."""
-    own, last = _SEEDED.get(generator, (None, _UNSEEDED))
+    _, own, last = _SEEDED.get(id(generator), (generator, None, _UNSEEDED))
     now = generator.initial_seed()
     return own if now == last else now
 
@@ -107,7 +106,10 @@ def own_seed(generator: torch.Generator) -> int | None:
 def seed_generator(generator: torch.Generator, seed: int, *, own: int | None) -> None:
     """Seed a generator and remember the user's own seed for it; mutates it."""
     generator.manual_seed(seed % 2**64)
-    _SEEDED[generator] = own, generator.initial_seed()
+    _SEEDED.pop(id(generator), None)
+    _SEEDED[id(generator)] = generator, own, generator.initial_seed()
+    if len(_SEEDED) > _MOST_SEEDED:
+        del _SEEDED[next(iter(_SEEDED))]
 
 
 class SeededBatches(Sampler[list[Any]]):
