@@ -33,11 +33,19 @@ def test_sentence_transformers_train_as_with_transformers(client: str, tmp_path:
     assert compare(*outcomes, returned_only=("epoch",)) == []
 
 
-@pytest.mark.parametrize("client", ["sft", "sentence_pairs"])
-def test_client_on_two_processes_trains_as_with_transformers(client: str, tmp_path: Path) -> None:
-    """Rule: `evaluate` returns the epoch too with sentence-transformers."""
+@pytest.mark.parametrize(
+    ("client", "ignored"), [("sft", ("eval_loss", "eval_mean_token_accuracy")), ("sentence_pairs", ())]
+)
+def test_client_on_two_processes_trains_as_with_transformers(
+    client: str, ignored: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Rules: `evaluate` returns the epoch too with sentence-transformers; `eval_loss` is a mean over all tokens.
+
+    With transformers it is a mean over batches. TRL's accuracy averages the batches that ranks run at the same time,
+    and hftrain's ranks read a contiguous part of the data each.
+    """
     outcomes = [run_client(client, library, tmp_path, processes=2) for library in ("transformers", "hftrain")]
-    assert compare(*outcomes, returned_only=("epoch",)) == []
+    assert compare(*outcomes, ignored=ignored, returned_only=("epoch",)) == []
 
 
 def test_weights_of_a_clients_loss_are_the_same_on_two_processes(tmp_path: Path) -> None:
