@@ -365,8 +365,8 @@ def test_state_of_another_stage_or_precision_is_refused(two: list[Any]) -> None:
         assert "saved with ZeRO stage 0, and ZeRO stage 1 or 2 uses another layout" in answer["refused"][0]
         assert "precision" in answer["refused"][1]
         # Of equal size by chance, the parts of one would otherwise be taken for the other's.
-        assert "saved with ZeRO stage 1 or 2, and ZeRO stage 3 lays" in answer["refused"][2]
-        assert "saved with ZeRO stage 3, and ZeRO stage 0 lays" in answer["refused"][3]
+        assert "saved with ZeRO stage 1 or 2, and ZeRO stage 3 uses" in answer["refused"][2]
+        assert "saved with ZeRO stage 3, and ZeRO stage 0 uses" in answer["refused"][3]
         assert "the run does not use DeepSpeed" in answer["refused"][4]
 
 
