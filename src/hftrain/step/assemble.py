@@ -57,7 +57,6 @@ def assemble_stepper(
     _check_owns(strategy, scales=precision.policy.loss_scaling)
     if is_in_backward(optimizer, strategy=strategy):
         return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0)
-    clips = bool(args is not None or (max_grad_norm and max_grad_norm > 0)) and Owns.CLIP not in owns
     left = list(untrained)
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
     clip: Callable[[], torch.Tensor | None] = (
@@ -69,7 +68,7 @@ def assemble_stepper(
             unclipped=unclipped,
             untrained=[] if unscales else left,
         )
-        if clips
+        if Owns.CLIP not in owns
         else _read_norm(getattr(strategy, "last_norm", None) if max_grad_norm else None)
     )
     return Stepper(
