@@ -257,7 +257,7 @@ def test_kinds_that_a_batch_cannot_tell_apart_are_not_decided_between(tmp_path: 
     assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-6)
     assert trainer.task.mean_over is not None
     assert trainer.task.mean_over.kind == "samples"
-    # The first batch says only that it is no mean over labels.
+    # The first batch says only that it is not a mean over labels.
     trainer = Trainer(model, make_arguments(tmp_path, per_device_eval_batch_size=2), eval_dataset=rows[:2])
     trainer.evaluate()
     assert trainer.task.mean_over is None

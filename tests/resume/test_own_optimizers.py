@@ -84,7 +84,7 @@ class OnTheTask(Adversarial):
 
 
 class Critic:
-    """A helper that is no module, and knows the Trainer."""
+    """A helper that is not a module, and knows the Trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

@@ -27,7 +27,7 @@ def check_uncalled(
     hooks: Mapping[str, str] | None = None,
     misnomers: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise if a user's class defines another library's hook, and warn if it seems to misspell one of ours.
+    """Raise if a user's class defines another library's hook, and warn if it seems to misspell one of hftrain's.
 
     A method that the class, its file or a file on the call stack uses is a helper and may have any name, and so may
     those that the class lists in `not_hooks`.
