@@ -19,11 +19,7 @@ def as_list(callbacks: Any) -> list[Any]:
 
 
 def check_callback(callback: Any) -> None:
-    """Raise unless a callback, a class or an instance, has a method for an event, and no hook that nothing would call.
-
-    Raises:
-        TaskError: It is one of Lightning's, has no such method, or another library's hook.
-    """
+    """Raise unless a callback (or its class) has a method for an event, and no hook that nothing would call."""
     kind = callback if isinstance(callback, type) else type(callback)
     # Lightning's own base class has on_train_end, which takes other arguments.
     if lightning_base(kind) == "Callback" and not callable(getattr(kind, "on_step_end", None)):

@@ -36,10 +36,7 @@ class Bar:
     """A count to draw.
 
     Args:
-        label: What is counted.
         total: Where it ends; None if unknown.
-        initial: Where it started.
-        n: Where it is.
         started_s: When it started, on `time.monotonic`'s clock.
     """
 
@@ -51,13 +48,7 @@ class Bar:
 
 
 def render_html(bars: Iterable[Bar], rows: Sequence[Mapping[str, Any]], *, now_s: float) -> str:
-    """Build the block's HTML; all texts are escaped.
-
-    Args:
-        bars: Drawn first, in order.
-        rows: The table; the columns are their keys in order of appearance.
-        now_s: The present on `time.monotonic`'s clock.
-    """
+    """Build the block's HTML; all texts are escaped."""
     parts = [_render_bar(bar, now_s) for bar in bars]
     if rows:
         columns = list(dict.fromkeys(name for row in rows for name in row))

@@ -124,12 +124,8 @@ class Meter:
     """Count towards a total: a bar on a terminal, plain lines anywhere else.
 
     Args:
-        name: What is counted, shown in front.
         total: Where the count ends; None if unknown.
-        initial: Where it starts.
-        unit: Name of one.
         file: Where to show it; standard error by default.
-        leave: Keep a finished bar on the terminal.
     """
 
     def __init__(

@@ -61,10 +61,6 @@ class HandlerSpellings:
         """Call every callback that overrides `event`, with these in place of the runner's own; return the control.
 
         Args:
-            event: One of `hftrain.core.events.EVENTS`.
-            args: What callbacks receive as the arguments.
-            state: Likewise.
-            control: Likewise; mutated.
             **extra: Keywords for this call only: the `logs` of ``on_log``, the `metrics` of ``on_evaluate``.
         """
         own = self.args, self.state, self.control

@@ -219,12 +219,7 @@ def _reason(error: Exception) -> str:
 
 
 def tracker_callback(logger: Logger | str) -> TrackerCallback:
-    """Return the callback that feeds a tracker, given by its name or as a logger; its class is the tracker's own.
-
-    Raises:
-        ConfigError: No tracker has that name.
-        MissingDependencyError: Its package is not installed.
-    """
+    """Return the callback that feeds a tracker, given by its name or as a logger; its class is the tracker's own."""
     name = logger if isinstance(logger, str) else logger.name or type(logger).__name__
     own = None if isinstance(logger, str) else logger
     kind = TrackerCallback.by_tracker.get(name)

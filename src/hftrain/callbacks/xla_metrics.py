@@ -13,9 +13,6 @@ from hftrain.core.state import TrainerState
 class XLAMetricsCallback(TrainerCallback):
     """Print XLA's own metrics after every epoch and evaluation, on the first process.
 
-    Raises:
-        MissingDependencyError: torch_xla is not installed.
-
     Source: the documented `debug="tpu_metrics_debug"`.
     """
 

@@ -18,15 +18,7 @@ class _Reached(BaseException):
 
 
 def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> MemoryEstimate:
-    """Run a script up to its first `train()`, and return what `Trainer.estimate_memory` says there.
-
-    Args:
-        script: A Python file that trains with hftrain.
-        arguments: What the script's command line would hold.
-
-    Raises:
-        ConfigError: The script ended without a training.
-    """
+    """Run a script up to its first `train()`, and return what `Trainer.estimate_memory` says there."""
     found: list[MemoryEstimate] = []
     train, argv, path = Trainer.train, sys.argv, list(sys.path)
 

@@ -64,12 +64,7 @@ def option_names(field: dataclasses.Field[Any]) -> list[str]:
 
 
 def option_settings(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    """Return the keyword arguments of `add_argument` for a field.
-
-    Args:
-        field: The field.
-        hint: Its type, resolved.
-    """
+    """Return the keyword arguments of `add_argument` for a field."""
     settings = _settings_of_type(hint)
     if field.default_factory is not dataclasses.MISSING:
         settings["default"] = field.default_factory()

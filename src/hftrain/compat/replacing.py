@@ -39,10 +39,6 @@ def install() -> None:
     ``class MyTrainer(transformers.Trainer)``, then mean hftrain's. Names that hftrain has no object of its own for stay
     as they are. A second call does nothing.
 
-    Raises:
-        ConfigError: A module already holds transformers' objects, or classes that are derived from them.
-        MissingDependencyError: transformers is not installed.
-
     Example:
         >>> import hftrain.compat
         >>> hftrain.compat.install()  # doctest: +SKIP

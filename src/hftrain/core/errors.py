@@ -42,13 +42,7 @@ def explain(asked: str, reason: str, remedy: str, /, **received: Any) -> str:
     """Word an error in the project's three parts, followed by the values received.
 
     Args:
-        asked: What the user asked for.
-        reason: Why it cannot be.
-        remedy: What to do instead.
         **received: The offending settings, shown as ``name=value``.
-
-    Returns:
-        One line of text.
 
     Example:
         >>> explain("precision='fp17' was asked for.", "No precision has that name.", "Use 'fp16'.", precision="fp17")

@@ -21,7 +21,6 @@ def lazy_names(
     """Return the `__getattr__` and the `__dir__` of a package whose names live in other modules.
 
     Args:
-        package: Its dotted name.
         homes: Module to the names that are taken from it.
         subpackages: Packages inside it that are public names themselves.
 

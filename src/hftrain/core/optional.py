@@ -17,12 +17,7 @@ def require(requirement: str, *, feature: str, extra: str | None = None) -> None
     """Raise unless an optional package is installed.
 
     Args:
-        requirement: A pip requirement, such as ``"deepspeed>=0.16"``.
         feature: What needs it, as the user wrote it (``"strategy='deepspeed'"``).
-        extra: hftrain's own extra that installs it, if there is one.
-
-    Raises:
-        MissingDependencyError: The package is absent or too old.
     """
     cache = _cache(requirement)
     if not cache:

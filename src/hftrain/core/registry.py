@@ -63,11 +63,7 @@ class Registry(Generic[T]):
         self._entries[name] = _Entry(target=target, preset=preset, summary=summary)
 
     def names(self, *, with_entry_points: bool = True) -> list[str]:
-        """List all known names.
-
-        Args:
-            with_entry_points: Include those of installed packages.
-        """
+        """List all known names."""
         if with_entry_points:
             self._load_entry_points()
         return sorted(name for name, entry in self._entries.items() if with_entry_points or not entry.point)
@@ -81,12 +77,7 @@ class Registry(Generic[T]):
         return self._entry(name).summary
 
     def resolve(self, name: str) -> tuple[Callable[..., T], dict[str, Any]]:
-        """Return the class (or factory) and the preset behind a name.
-
-        Raises:
-            ConfigError: No such name; close matches are listed.
-            MissingDependencyError: It comes from an entry point that cannot be imported.
-        """
+        """Return the class (or factory) and the preset behind a name."""
         entry = self._entry(name)
         target = entry.target
         if isinstance(target, str):
@@ -104,11 +95,7 @@ class Registry(Generic[T]):
         return target, dict(entry.preset)
 
     def create(self, name: str, /, **kwargs: Any) -> T:
-        """Build the object behind a name; `kwargs` win over the preset.
-
-        Raises:
-            ConfigError: No such name; close matches are listed.
-        """
+        """Build the object behind a name; `kwargs` win over the preset."""
         target, preset = self.resolve(name)
         return target(**{**preset, **kwargs})
 

@@ -82,8 +82,6 @@ def is_alike(saved: Any, own: Any, *, is_deep: bool = True) -> bool:
     None stands for a value still to come and is like everything; so is a list that is empty so far.
 
     Args:
-        saved: The value read.
-        own: The value it would replace.
         is_deep: Look into lists and mappings too.
     """
     if saved is None or own is None:

@@ -33,7 +33,6 @@ class PrecisionPolicy:
     """All that a strategy may know about precision.
 
     Args:
-        name: The precision's registry name.
         param_dtype: The dtype parameters are kept in.
         compute_dtype: The dtype matrix products run in.
         reduce_dtype: The dtype gradients are exchanged in.

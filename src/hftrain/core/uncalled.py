@@ -34,7 +34,6 @@ def check_uncalled(
 
     Args:
         kind: The class; bases from other packages are not looked at.
-        error: What to raise.
         called: The names that are called.
         hooks: Names that other libraries call, with what to do instead.
         misnomers: Names that are often written for one that is called, likewise.

@@ -22,14 +22,7 @@ class CardFacts:
     """What a model card tells.
 
     Args:
-        model_name: The title.
-        library_name: What loads the model.
-        language, license, tags, tasks: Metadata of the Hub.
-        finetuned_from: The model that training began with.
-        dataset_tags: Datasets by their names on the Hub.
         datasets: Datasets by the names people use; `dataset_args` names a part of each.
-        hyperparameters: By name.
-        log_history: The run's, as in `TrainerState`.
     """
 
     model_name: str
@@ -50,10 +43,6 @@ def write_card(path: Path, facts: CardFacts) -> None:
     """Write a model card, or renew the part of it that is ours.
 
     The text that others wrote stays, and so do metadata that `facts` does not give. Tags are added to those there.
-
-    Args:
-        path: The `README.md`.
-        facts: What to tell.
     """
     from huggingface_hub import ModelCard
 

@@ -34,7 +34,6 @@ class HubConfig:
     """Where pushes go, and which there are.
 
     Args:
-        output_dir: The run's folder.
         model_id: The repository: ``name``, in the user's own namespace, or ``owner/name``.
         strategy: ``end``, ``every_save``, ``checkpoint`` or ``all_checkpoints``.
         token: Access token; None takes the stored login.
@@ -60,12 +59,8 @@ class Push:
     """One commit.
 
     Args:
-        message: What the commit says.
-        files: The files, by their names in the repository.
         folders: Whole folders, by their names in the repository, whose other files there are deleted.
-        revision: The branch.
         token: Access token; None takes the configuration's.
-        shows_progress: Whether progress bars are shown.
     """
 
     message: str
@@ -77,11 +72,7 @@ class Push:
 
 
 class Uploads:
-    """Push to one repository, one commit after the other; for the main process alone.
-
-    Args:
-        config: Where to.
-    """
+    """Push to one repository, one commit after the other; for the main process alone."""
 
     def __init__(self, config: HubConfig) -> None:
         from huggingface_hub import HfApi
@@ -100,11 +91,7 @@ class Uploads:
         return self.newest is not None and not self.newest.done()
 
     def open_repo(self, *, token: str | None = None) -> str:
-        """Create the repository unless it exists, and return its full name.
-
-        Raises:
-            ConfigError: The Hub refuses the name or the token.
-        """
+        """Create the repository unless it exists, and return its full name."""
         try:
             url = self.api.create_repo(
                 self.config.model_id, token=token, private=self.config.private, exist_ok=True, repo_type="model"

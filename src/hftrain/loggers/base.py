@@ -148,11 +148,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def is_set(variable: str, default: str = "") -> bool:
-    """Tell whether an environment variable says yes.
-
-    Raises:
-        ConfigError: It says neither yes nor no.
-    """
+    """Tell whether an environment variable says yes."""
     value = os.environ.get(variable, default).strip().lower()
     if value not in _TRUE | _FALSE:
         raise ConfigError(f"{variable}={value!r} is set.", "It is neither true nor false.", "Set it to true or false.")
@@ -165,9 +161,6 @@ def artifacts_asked(variable: str, names: Mapping[str, str]) -> str:
     Args:
         variable: The environment variable; not set means none.
         names: What else than true (the end) and false it may say, and which `Logger.artifacts` that means.
-
-    Raises:
-        ConfigError: It says something else.
     """
     value = os.environ.get(variable, "").strip().lower()
     known = {**dict.fromkeys(_FALSE, "no"), **dict.fromkeys(_TRUE, "end"), **names}

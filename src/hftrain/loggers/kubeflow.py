@@ -62,9 +62,6 @@ class KubeflowLogger(Logger):
         """Report how far training is, unless the last report was just now.
 
         Args:
-            step: Optimizer updates done.
-            max_steps: Those that training will do.
-            epoch: The epoch.
             is_first: Training begins here: the time is counted from now on, and the report is sent in any case.
         """
         now = time.monotonic()

@@ -50,17 +50,7 @@ def available_loggers() -> list[str]:
 
 
 def create_logger(name: str, /, *args: Any, **kwargs: Any) -> Logger:
-    """Build a tracker's logger; nothing is started, and its package is not imported.
-
-    Args:
-        name: As in `report_to`.
-        *args: For the logger.
-        **kwargs: For the logger.
-
-    Raises:
-        ConfigError: No such name; close matches are listed.
-        MissingDependencyError: A package that it needs is not installed.
-    """
+    """Build a tracker's logger; nothing is started, and its package is not imported."""
     kind: Any = loggers.resolve(name)[0]
     missing = kind.missing_packages()
     if missing:

@@ -20,9 +20,6 @@ class WandbLogger(Logger):
     ``"checkpoint"``), WANDB_WATCH (``"false"``, ``"gradients"``, ``"parameters"``, ``"all"``), WANDB_DISABLED; wandb
     itself reads WANDB_MODE, WANDB_DIR, WANDB_API_KEY and its other ones.
 
-    Raises:
-        ConfigError: WANDB_LOG_MODEL or WANDB_WATCH has another value.
-
     Source: the documented `WandbCallback`.
     """
 

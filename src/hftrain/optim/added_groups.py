@@ -27,10 +27,6 @@ def admit_group(schedule: Any, group: dict[str, Any]) -> None:
     The group's rate is its base rate where the schedule computes rates from one (`LambdaLR`, and with it every schedule
     by name); schedules of torch that change the present rate go on from it. What else a schedule keeps for each group
     is as for the first.
-
-    Args:
-        schedule: One of torch's, or derived from them; others are left alone.
-        group: The optimizer's last group.
     """
     if not isinstance(schedule, LRScheduler):
         return

@@ -90,12 +90,7 @@ def parameter_groups(
     """Split the trainable parameters in two groups, in model order: first with, then without weight decay.
 
     Args:
-        model: The model; frozen parameters are left out.
-        weight_decay: The decay of the first group; the second has 0.
         decay_names: The names of the first group; `decay_parameter_names` by default.
-
-    Raises:
-        ConfigError: Nothing in the model is trainable, or `decay_names` holds a name the model does not have.
 
     Source: the documented `Trainer.create_optimizer`.
 

@@ -28,8 +28,6 @@ class UpdatesInBackward(Optimizer):
         """Compute gradients and update the parameters with them, one after the other. Mutates the parameters.
 
         Args:
-            loss: The loss of the whole step.
-            backward: The precision's backward pass.
             max_norm: The largest norm of all gradients together; 0 turns clipping off.
         """
         raise NotImplementedError

@@ -31,16 +31,7 @@ def low_rank_class(
     """Pair a package's low-rank optimizer, made resumable, with its arguments.
 
     Args:
-        cls: The package's class.
-        config: Which optimizer, and how it is set.
-        model: The model, whose linear modules are looked through.
         low_rank: What the groups of the treated modules get, with their defaults; `optim_args` may change them.
-        choices: The values some of them may have.
-        is_layerwise: Whether parameters are stepped during the backward pass.
-        **settings: Keyword arguments of the class.
-
-    Raises:
-        ConfigError: An option is unknown, unreadable or impossible; see also `find_targets`.
     """
     chosen = {**low_rank, **read_options(config, {key: type(value) for key, value in low_rank.items()})}
     wrong = [key for key, allowed in choices.items() if chosen[key] not in allowed]
@@ -64,9 +55,6 @@ def find_targets(model: nn.Module | None, config: OptimizerConfig) -> list[nn.Pa
 
     A list holds parts of names, full paths or regular expressions for whole paths; text is one such expression, or
     ``"all-linear"``. What matches, holds parameters and is not linear is left out, and named in a warning.
-
-    Raises:
-        ConfigError: Nothing is named or matches, an expression cannot be read, or there is no model.
 
     Source: the documented `optim_target_modules`.
     """
@@ -126,12 +114,6 @@ class LowRank(Optimizer):
     """Give the treated weights groups of their own, and keep the projections in the state dict.
 
     To be mixed in before a package's class, which keeps an object with its projection in the state of each weight.
-
-    Args:
-        params: The groups, which are split.
-        targets: The weights to treat.
-        low_rank: What their groups get.
-        **settings: Keyword arguments of the package's class.
     """
 
     def __init__(

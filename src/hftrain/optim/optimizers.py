@@ -26,9 +26,6 @@ class OptimizerConfig:
     """Which optimizer, and how it is set.
 
     Args:
-        name: A name of `optimizers`.
-        learning_rate: The base rate, which a schedule multiplies.
-        weight_decay: The decay of the parameters that decay.
         betas: Adam's averaging factors; other optimizers do not read them.
         eps: Adam's denominator term; other optimizers take theirs from `options`.
         options: What else the optimizer's class takes, as a mapping or as ``"key=value, key=value"``.
@@ -57,14 +54,6 @@ class OptimizerConfig:
 def optimizer_class(config: OptimizerConfig, model: nn.Module | None = None) -> OptimizerClass:
     """Return the optimizer's class and its keyword arguments, parameters not included.
 
-    Args:
-        config: Which optimizer, and how it is set.
-        model: Needed by optimizers that treat some modules differently.
-
-    Raises:
-        ConfigError: The name is unknown, it cannot run here, or an option is unknown or unreadable.
-        MissingDependencyError: The optimizer's package is not installed.
-
     Source: the documented `Trainer.get_optimizer_cls_and_kwargs`.
 
     Example:
@@ -80,16 +69,7 @@ def optimizer_class(config: OptimizerConfig, model: nn.Module | None = None) -> 
 def build_optimizer(
     config: OptimizerConfig, model: nn.Module, *, decay_names: Iterable[str] | None = None
 ) -> Optimizer:
-    """Build the optimizer of a model's trainable parameters.
-
-    Args:
-        config: Which optimizer, and how it is set.
-        model: The model, placed and wrapped.
-        decay_names: The parameters that decay; the documented rule by default.
-
-    Raises:
-        ConfigError: See `optimizer_class` and `parameter_groups`.
-    """
+    """Build the optimizer of a model's trainable parameters."""
     cls, settings = optimizer_class(config, model)
     return optimizer_from_class(cls, settings, model, weight_decay=config.weight_decay, decay_names=decay_names)
 
@@ -105,14 +85,8 @@ def optimizer_from_class(
     """Build an optimizer from its class and keyword arguments, on the documented parameter groups.
 
     Args:
-        cls: The optimizer's class.
         settings: Its keyword arguments. A `params`, `model` or `optimizer_dict` among them takes the groups' place.
-        model: The model, placed and wrapped.
         weight_decay: The decay of the parameters that decay, unless `settings` names it.
-        decay_names: The parameters that decay; the documented rule by default.
-
-    Raises:
-        ConfigError: `settings` and `weight_decay` contradict each other; see also `parameter_groups`.
 
     Source: the documented `optimizer_cls_and_kwargs`.
     """
@@ -140,9 +114,6 @@ def with_options(cls: type[Optimizer], config: OptimizerConfig, **given: Any) ->
     """Pair a class with the learning rate, `given`, and the config's options cast by the class' own signature.
 
     What has an argument of its own (`lr`, `weight_decay`, whatever is in `given`) is not an option.
-
-    Raises:
-        ConfigError: An option is unknown or unreadable.
     """
     given = {"lr": config.learning_rate, **given}
     taken = {"params", "weight_decay", *given}
@@ -152,11 +123,7 @@ def with_options(cls: type[Optimizer], config: OptimizerConfig, **given: Any) ->
 
 
 def read_options(config: OptimizerConfig, hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the config's options, cast by type hints of every option the optimizer takes.
-
-    Raises:
-        ConfigError: An option is unknown or unreadable.
-    """
+    """Read the config's options, cast by type hints of every option the optimizer takes."""
     return cast_options(parse_options(config.options), hints, owner=f"optim={config.name!r}")
 
 

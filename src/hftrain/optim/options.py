@@ -13,15 +13,6 @@ _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, 
 def parse_options(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
     """Read `optim_args`: a mapping as it is, or text of the form ``"key=value, key=value"``.
 
-    Args:
-        options: The mapping form can hold what the text form cannot: values with ``,`` or ``=``.
-
-    Returns:
-        Key to value; the values of text stay text.
-
-    Raises:
-        ConfigError: A piece of the text is not ``key=value``, or a key comes twice.
-
     Source: the documented `optim_args`.
 
     Example:
@@ -48,14 +39,7 @@ def refuse_unknown(
     """Raise unless every option is known.
 
     Args:
-        options: The keys received.
-        known: The keys `owner` takes.
         owner: Whose options they are, as the user wrote it (``"optim='sgd'"``).
-        field: The argument they came in.
-        reason: Why an option may be unknown.
-
-    Raises:
-        ConfigError: A key is unknown; the known ones are listed.
     """
     known = sorted(known)
     unknown = sorted(set(options) - set(known))
@@ -70,14 +54,6 @@ def refuse_unknown(
 
 def cast_options(options: Mapping[str, Any], hints: Mapping[str, Any], *, owner: str) -> dict[str, Any]:
     """Turn option values into what the type hints say.
-
-    Args:
-        options: Key to value; anything but text is cast as its text would be.
-        hints: Key to type hint, for every key `owner` takes.
-        owner: Whose options they are, as the user wrote it.
-
-    Raises:
-        ConfigError: A key is unknown, or a value cannot be read as its type.
 
     Example:
         >>> cast_options({"nesterov": "False", "momentum": "0.9"}, {"nesterov": bool, "momentum": float}, owner="sgd")

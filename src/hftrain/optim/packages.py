@@ -13,17 +13,7 @@ from hftrain.optim.optimizers import OptimizerConfig
 
 
 def load(path: str, requirement: str, config: OptimizerConfig, *, extra: str | None = None) -> Any:
-    """Import an optimizer's class.
-
-    Args:
-        path: ``"module:Name"``.
-        requirement: The pip requirement that brings it.
-        config: Who asks.
-        extra: hftrain's own extra that installs it, if there is one.
-
-    Raises:
-        MissingDependencyError: The package is absent, too old, or does not work here.
-    """
+    """Import an optimizer's class."""
     feature = f"optim={config.name!r}"
     require(requirement, feature=feature, extra=extra)
     module, _, name = path.partition(":")
@@ -38,11 +28,7 @@ def load(path: str, requirement: str, config: OptimizerConfig, *, extra: str | N
 
 
 def check_cuda(config: OptimizerConfig, *, reason: str) -> None:
-    """Raise unless the run can take a CUDA device.
-
-    Raises:
-        ConfigError: There is none, or `use_cpu` forbids it.
-    """
+    """Raise unless the run can take a CUDA device."""
     if config.use_cpu or not torch.cuda.is_available():
         raise ConfigError(
             f"optim={config.name!r} was asked for.",

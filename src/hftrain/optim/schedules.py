@@ -25,11 +25,7 @@ class ScheduleConfig:
     """Which schedule, and how long it runs.
 
     Args:
-        name: A name of `schedules`.
-        num_training_steps: The run's length.
-        num_warmup_steps: How many of them warm up.
         last_step: The last update that is done, of a run that goes on; -1 for a new one.
-        options: What else the schedule takes.
 
     Units:
         num_training_steps, num_warmup_steps: optimizer updates.
@@ -48,15 +44,11 @@ def build_schedule(config: ScheduleConfig, optimizer: Optimizer) -> LRScheduler:
     """Build the schedule of an optimizer; sets the groups' rates to the schedule's first value.
 
     Args:
-        config: Which schedule, and how long it runs.
         optimizer: Mutated. Rates given as such (`lr_end`, `min_lr`) relate to its default `lr`.
 
     Returns:
         A scheduler to step once per optimizer update, or with the metric after each evaluation if it is a
         `ReduceLROnPlateau`. Its state dict holds plain values only.
-
-    Raises:
-        ConfigError: The name is unknown; an option is unknown, missing or impossible.
 
     Source: the documented `Trainer.create_scheduler`.
     """
@@ -95,14 +87,9 @@ def by_multiplier(
     The run's facts (`warmup`, `total`, `base_lr`) and the options reach both functions by parameter name.
 
     Args:
-        config: Which schedule, and how long it runs.
-        optimizer: Mutated.
         multiplier: Step to multiplier. Its parameters with a default are options; the others are facts, or come
             from `adapt`.
         adapt: Turns facts and options of its own into arguments of the multiplier.
-
-    Raises:
-        ConfigError: An option is unknown, missing or impossible.
     """
     base_lr = optimizer.defaults.get("lr")
     facts = {"warmup": config.num_warmup_steps, "total": config.num_training_steps, "base_lr": base_lr}

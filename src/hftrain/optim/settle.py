@@ -11,11 +11,7 @@ from hftrain.optim.multipliers import FALLS, RISES
 
 
 def end_rate(*, base_lr: float, lr_end: float = 1e-7) -> dict[str, Any]:
-    """Turn the final rate into a share of the learning rate.
-
-    Raises:
-        ConfigError: `lr_end` is not below the learning rate.
-    """
+    """Turn the final rate into a share of the learning rate."""
     if not base_lr > lr_end:
         raise ConfigError(
             f"lr_end={lr_end} was asked for.",
@@ -28,11 +24,7 @@ def end_rate(*, base_lr: float, lr_end: float = 1e-7) -> dict[str, Any]:
 
 
 def min_rate(*, base_lr: float, min_lr: float | None = None, min_lr_rate: float | None = None) -> dict[str, Any]:
-    """Turn the lowest rate, given as a rate or as a share, into a share of the learning rate.
-
-    Raises:
-        ConfigError: Both or none are given, or the share is not one.
-    """
+    """Turn the lowest rate, given as a rate or as a share, into a share of the learning rate."""
     if min_lr is not None and min_lr_rate is None:
         return {"min_rate": _share(float(min_lr / base_lr), "min_lr / learning_rate")}
     if min_lr_rate is not None and min_lr is None:
@@ -59,9 +51,6 @@ def stages(
     """Lay out the stages of `warmup_stable_decay`; the stable one fills the run unless its length is given.
 
     Warns once when the stages and the run differ in length.
-
-    Raises:
-        ConfigError: A stage would be shorter than nothing, a shape is unknown, or the ratio is not a share.
     """
     stable = total - warmup - num_decay_steps if num_stable_steps is None else num_stable_steps
     if min(stable, num_decay_steps) < 0:

@@ -48,7 +48,6 @@ class SearchConfig:
         space: Gets the trial (None where the backend wants the whole space at once), returns values or the space.
         num_trials: How many trials to run; None where something else ends the search.
         directions: "minimize" or "maximize", for each objective.
-        options: The user's further keyword arguments, for the backend.
         scope: Which of a trial's results Ray Tune compares.
     """
 
@@ -90,12 +89,7 @@ _REQUIREMENTS = {
 
 
 def choose_backend(name: str | HPSearchBackend | None) -> HPSearchBackend:
-    """Return the backend asked for, or the first that is installed: optuna, ray, wandb.
-
-    Raises:
-        ConfigError: Nobody knows the name, or its service has ended.
-        MissingDependencyError: The package, or every one of them, is absent.
-    """
+    """Return the backend asked for, or the first that is installed: optuna, ray, wandb."""
     if name is None:
         found = next((each for each, (package, _) in _REQUIREMENTS.items() if is_available(package)), None)
         if found is None:
@@ -124,11 +118,7 @@ def choose_backend(name: str | HPSearchBackend | None) -> HPSearchBackend:
 
 
 def check_directions(direction: Any, backend: HPSearchBackend) -> tuple[str, ...]:
-    """Return the direction of each objective.
-
-    Raises:
-        ConfigError: One is neither "minimize" nor "maximize", or there are several and the backend searches for one.
-    """
+    """Return the direction of each objective."""
     directions = tuple(direction) if isinstance(direction, (list, tuple)) else (direction,)
     if not directions or any(each not in DIRECTIONS for each in directions):
         raise ConfigError(

@@ -21,14 +21,9 @@ def search_with_optuna(config: SearchConfig, attempt: Attempt, *, group: Strateg
 
     Args:
         config: Its options go to `optuna.create_study` and `Study.optimize`.
-        attempt: Trains with a trial.
-        group: The processes, launched.
 
     Returns:
         The best trial; the Pareto front where there are several directions.
-
-    Raises:
-        ConfigError: An option is unknown, or no trial came to its end.
     """
     import optuna
 
@@ -61,17 +56,7 @@ def search_with_optuna(config: SearchConfig, attempt: Attempt, *, group: Strateg
 
 
 def report_to_optuna(trial: Any, values: Any, *, step: int, folder: str = "") -> None:
-    """Tell Optuna what a trial has reached, and end the trial if the pruner says so.
-
-    Args:
-        trial: The trial.
-        values: The objective.
-        step: Optimizer updates done.
-        folder: Not needed.
-
-    Raises:
-        optuna.TrialPruned: The pruner ends the trial.
-    """
+    """Tell Optuna what a trial has reached, and end the trial if the pruner says so."""
     import optuna
 
     trial.report(values, step)

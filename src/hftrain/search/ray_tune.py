@@ -20,13 +20,9 @@ def search_with_ray(config: SearchConfig, attempt: Attempt, *, evaluates: bool) 
     Args:
         config: Its options go to `ray.tune.run`; `scope` says which of a trial's results are compared.
         attempt: Trains with a dict of values; pickled for each trial.
-        evaluates: Whether a trial evaluates while it trains.
 
     Returns:
         The best trial, with Ray's analysis as `run_summary`.
-
-    Raises:
-        ConfigError: A scheduler was given that would never hear of a trial, or no trial came to its end.
     """
     from ray import tune
 

@@ -23,8 +23,6 @@ class SharedTrial:
 
     Args:
         trial: The real one, on the main process; None on the others.
-        number: The trial's number.
-        group: The processes.
     """
 
     def __init__(self, trial: Any, *, number: int, group: Strategy) -> None:
@@ -82,10 +80,6 @@ def search_together(
     Args:
         run: Searches, with the function of a trial that it is given.
         attempt: Trains with a trial; collective.
-        group: The processes, launched.
-
-    Raises:
-        StrategyError: On the other processes, what ended the search on the main one.
     """
     if not group.is_main:
         return _follow(attempt, group)

@@ -16,14 +16,10 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None
     Args:
         config: Its options: `sweep_id` (an existing sweep to join), `project`, `entity`, `name` (of the sweep) and
             `metric` (the name that the objective is logged under).
-        attempt: Trains with a dict of values.
         api: What has `sweep`, `agent` and `init`; None imports wandb.
 
     Returns:
         The best of the trials that ran here.
-
-    Raises:
-        ConfigError: An option is unknown, or no trial came to its end.
     """
     api = _wandb() if api is None else api
     options = dict(config.options)

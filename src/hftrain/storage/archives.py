@@ -58,7 +58,6 @@ def check_archive(path: Path, *, with_numpy: bool = False) -> None:
     """Raise ValueError unless a file is torch's zip format and holds plain data of a bounded size.
 
     Args:
-        path: A regular file.
         with_numpy: Also accept NumPy arrays of numbers.
     """
     _check_directory(path)
@@ -103,7 +102,6 @@ class _Reader:
 
     Args:
         sizes: Bytes of each record in the file.
-        with_numpy: Also accept NumPy arrays of numbers.
     """
 
     def __init__(self, sizes: dict[str, int], *, with_numpy: bool) -> None:

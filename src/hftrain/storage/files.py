@@ -36,11 +36,7 @@ logger = get_logger(__name__)
 
 
 def check_writable(folder: str | Path) -> None:
-    """Create a folder if it is absent, and prove that a file can be written in it.
-
-    Raises:
-        ConfigError: It cannot, with the operating system's reason; or the folder is a URL.
-    """
+    """Create a folder if it is absent, and prove that a file can be written in it."""
     asked = f"Writing to {str(folder)!r} was asked for."
     if _URL.fullmatch(str(folder)):
         raise ConfigError(asked, "This version writes to local folders only.", "Give a path without scheme.")
@@ -68,11 +64,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of a bounded size.
-
-    Raises:
-        CheckpointError: It is absent, too large, or not JSON.
-    """
+    """Read a JSON file of a bounded size."""
     try:
         if not path.is_file():
             raise ValueError("it is not a file")
@@ -121,11 +113,7 @@ def begin(target: Path) -> Path:
 
 
 def find_staging(target: Path) -> Path:
-    """Return the one staging folder of `target` that another process created.
-
-    Raises:
-        CheckpointError: There is none to be seen from here, or more than one.
-    """
+    """Return the one staging folder of `target` that another process created."""
     found = [path for path, kind, name in _leftovers(target.parent) if kind == "staging" and name == target.name]
     if len(found) != 1:
         raise CheckpointError(
@@ -162,7 +150,6 @@ def restore(parent: Path, *, is_ours: Callable[[str], bool]) -> None:
     """Put back the folders that a killed `commit` had renamed aside without putting the new one in their place.
 
     Args:
-        parent: The folder of the targets.
         is_ours: Tells by a target's name whether the caller may touch it.
     """
     for path, kind, name in _leftovers(parent):

@@ -38,7 +38,6 @@ class Mirror:
     What an earlier process has left in it is not: the remote folder may hold newer files by now.
 
     Args:
-        url: The remote folder.
         is_left_out: Tells by a part of a file's path that the file is not published here. Hidden files never are.
     """
 
@@ -50,11 +49,7 @@ class Mirror:
         self._lock = threading.Lock()
 
     def publish(self) -> None:
-        """Upload the files that were written since the last time, or since this object was made; from any thread.
-
-        Raises:
-            OSError: The store cannot be used; files that were not uploaded are taken up the next time.
-        """
+        """Upload the files that were written since the last time, or since this object was made; from any thread."""
         with self._lock:
             self._publish()
 

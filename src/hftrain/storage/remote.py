@@ -39,12 +39,7 @@ def is_url(folder: str | Path) -> bool:
 
 
 def check_url(folder: str | Path) -> None:
-    """Raise unless a folder is a path, or a URL whose store can be reached with what is installed; asks no network.
-
-    Raises:
-        ConfigError: No store has that protocol, or it is a chain, or a URL that pathlib has spoilt.
-        MissingDependencyError: The store's package is not installed.
-    """
+    """Raise unless a folder is a path, or a URL whose store can be reached with what is installed; asks no network."""
     text = str(folder)
     asked = f"The folder {text!r} was given."
     if _SPOILT.fullmatch(text):
@@ -73,10 +68,6 @@ class RemoteFolder:
 
     Args:
         url: The folder's. It need not exist.
-
-    Raises:
-        ConfigError: See `check_url`.
-        MissingDependencyError: The store's package is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -90,11 +81,7 @@ class RemoteFolder:
         self._root = self._root.rstrip("/")
 
     def check_writable(self) -> None:
-        """Prove that a file can be written here and deleted again.
-
-        Raises:
-            ConfigError: It cannot, with the store's reason.
-        """
+        """Prove that a file can be written here and deleted again."""
         # Always of the same name, so that a kill here leaves nothing that stays.
         try:
             self.write(".write-test", "test")

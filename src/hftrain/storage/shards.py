@@ -23,10 +23,6 @@ def save_shards(shards: Mapping[str, Shard], folder: Path, *, stem: str, rank: i
 
     Args:
         shards: The pieces by name. The file's metadata says which rows of how many they are.
-        folder: An existing folder, the same for all processes.
-        stem: What the files' names begin with.
-        rank: This process.
-        world_size: The number of processes.
     """
     if shards:
         rows = {name: [shard.start, shard.length] for name, shard in shards.items() if shard.start is not None}
@@ -42,11 +38,7 @@ def find_shards(folder: Path, *, stem: str) -> list[Path]:
 
 
 def load_shards(folder: Path, *, stem: str) -> dict[str, torch.Tensor]:
-    """Put the pieces of all processes together, on the CPU; it does not matter how many there are now.
-
-    Raises:
-        CheckpointError: A file is damaged, or rows are missing.
-    """
+    """Put the pieces of all processes together, on the CPU; it does not matter how many there are now."""
     whole: dict[str, torch.Tensor] = {}
     parts: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
     for path in find_shards(folder, stem=stem):

@@ -28,14 +28,6 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: M
     """Write a safetensors file; names of one and the same tensor are stored once and noted in the metadata.
 
     Tensors that share memory in any other way are written whole, each for itself.
-
-    Args:
-        tensors: What to write, by name.
-        path: The file.
-        metadata: Text to store with them.
-
-    Raises:
-        CheckpointError: The format has no such layout (sparse) or dtype.
     """
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -76,11 +68,7 @@ def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-    """Read a safetensors file; names that were one tensor when saved are one tensor again.
-
-    Raises:
-        CheckpointError: It is absent or damaged.
-    """
+    """Read a safetensors file; names that were one tensor when saved are one tensor again."""
     try:
         check_header(path)
         with safe_open(path, framework="pt", device=str(device)) as file:
@@ -94,11 +82,7 @@ def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, to
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes in a safetensors file, by name, without reading a tensor.
-
-    Raises:
-        CheckpointError: It is absent or damaged.
-    """
+    """Return the shapes in a safetensors file, by name, without reading a tensor."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -107,11 +91,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def save_containers(tree: Any, path: Path) -> None:
-    """Write tensors, numbers and text in nested dictionaries, lists, tuples and sets: all that safe loading accepts.
-
-    Raises:
-        CheckpointError: Something else is inside; the message says where.
-    """
+    """Write tensors, numbers and text in nested dictionaries, lists, tuples and sets: all that safe loading accepts."""
     plain = plain_containers(tree)
     # Given a path, torch forgets why a write failed; a full disk must be told from other errors.
     with open(path, "wb") as file:
@@ -122,11 +102,7 @@ def plain_containers(tree: Any, where: str = "state") -> Any:
     """Return what `save_containers` writes of a nested structure; nothing is copied.
 
     Args:
-        tree: What is to be saved.
         where: What an error calls it.
-
-    Raises:
-        CheckpointError: Something else is inside; the message says where.
     """
     try:
         return _plain(tree, where)
@@ -138,11 +114,7 @@ def load_containers(path: Path, *, with_numpy: bool = False) -> Any:
     """Read on the CPU what `save_containers` wrote, without running code from the file.
 
     Args:
-        path: The file.
         with_numpy: Also accept NumPy arrays, which the RNG files of the Hugging Face Trainer hold.
-
-    Raises:
-        CheckpointError: It is absent, damaged, or holds anything but plain data.
     """
     try:
         _check_regular(path)

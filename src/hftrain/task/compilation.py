@@ -34,7 +34,6 @@ class CompileConfig:
     """How to compile. Source: the documented `torch_compile_backend` and `torch_compile_mode`.
 
     Args:
-        backend: The name of a torch.compile back-end; those that other packages register are known by name too.
         mode: What inductor favours, such as ``"reduce-overhead"``; None for its default.
     """
 
@@ -47,9 +46,6 @@ class Compiler:
 
     Args:
         config: How; None compiles nothing, and nothing of torch's compiler is imported.
-
-    Raises:
-        ConfigError: torch has no such back-end (any more), or the back-end no such mode.
     """
 
     def __init__(self, config: CompileConfig | None) -> None:

@@ -67,7 +67,6 @@ def pick_pair(batch: Any, counts: Mapping[str, Sequence[int]] | None, *, even: b
     """Take out of a batch the two samples that tell the kinds apart best.
 
     Args:
-        batch: The batch.
         counts: How many items of each kind each sample holds; None where nothing is counted but samples.
         even: Whether a batch helps whose samples tell no two kinds apart.
 
@@ -169,17 +168,12 @@ def find_mean(
     """Find what a loss is a mean over.
 
     Args:
-        pair: The samples.
         loss_of: Returns the loss of a batch, given a number of items to divide by or None.
         rule: What is assumed where these samples do not tell.
         kinds: What to consider, the likeliest first; of several that fit it is taken until a batch tells them apart.
         count: kind, batch -> its number of items.
         takes_count: Whether `loss_of` may make use of the number.
         is_rough: Whether it computes in 16 bits.
-
-    Raises:
-        ArithmeticError: The same samples gave two different losses.
-        Exception: What `loss_of` raises when it is given no number, unless it needs one.
     """
     counts = {kind: count(kind, pair.one) for kind in kinds}
     assumed, divided = MeanOver(rule, is_final=False), False

@@ -21,10 +21,6 @@ def apply_liger_kernels(model: nn.Module, options: Mapping[str, bool] | None) ->
         model: Mutated; adapters are looked through.
         options: Which kernels, by Liger's names; None for Liger's choice.
 
-    Raises:
-        MissingDependencyError: liger-kernel is not installed, or not its Triton.
-        ConfigError: Liger has no kernels for this kind of model, or none of a name in `options`.
-
     Source: the documented `use_liger_kernel` and `liger_kernel_config`.
     """
     require("liger-kernel", feature="use_liger_kernel=True")

@@ -14,18 +14,7 @@ IGNORED_LABEL = -100
 
 
 def read_loss(outputs: Any, *, model_name: str) -> torch.Tensor:
-    """Find the loss in a model's outputs: under ``"loss"`` in a mapping, first in a tuple, or the tensor itself.
-
-    Args:
-        outputs: What the model returned.
-        model_name: The model's class name, for the error.
-
-    Returns:
-        The loss, a 0-d tensor.
-
-    Raises:
-        TaskError: There is no scalar loss; the error names what the model returned.
-    """
+    """Find the loss in a model's outputs: under ``"loss"`` in a mapping, first in a tuple, or the tensor itself."""
     if isinstance(outputs, (dict, Mapping)):
         loss = outputs.get("loss")
     elif isinstance(outputs, (tuple, list)):
@@ -61,14 +50,10 @@ def smoothed_loss(
     """Cross-entropy against labels of which `smoothing` is spread evenly over all classes.
 
     Args:
-        logits_BxC: Unnormalised scores.
         labels_Bx: Class numbers; -100 is ignored.
         smoothing: Share of the target that is spread, 0 to 1.
         shift: Compare position t's logits with label t + 1 (causal language models).
         num_items: Divide by this count instead of the number of labels that are not ignored.
-
-    Raises:
-        TaskError: The labels are no whole numbers, as those of several classes at once or of a regression.
 
     Shapes:
         B: batch. x: any further dimensions. C: classes.

@@ -22,7 +22,6 @@ def read_metrics(
 
     Args:
         metrics: By name; torchmetrics synchronises ranks in `compute`.
-        stage: Where they were to be updated, for the warning.
         gather_object: Returns every rank's plain data; collective.
     """
     values: dict[str, Any] = {}
@@ -48,7 +47,6 @@ def warn_of_unreported(task: nn.Module, metrics: Mapping[str, Any]) -> None:
 
     Args:
         task: Looked through with its plain lists, tuples and dicts.
-        metrics: What is reported.
     """
     found = dict(task.named_modules())
     for name, value in vars(task).items():
@@ -70,12 +68,7 @@ def warn_of_unreported(task: nn.Module, metrics: Mapping[str, Any]) -> None:
 
 
 def warn_of_unread(children: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Say once which metrics of a task were updated in training and are read by nobody.
-
-    Args:
-        children: The task's own metrics.
-        metrics: What is reported.
-    """
+    """Say once which metrics of a task were updated in training and are read by nobody."""
     told = {id(part) for metric in metrics.values() for part in _parts_of(metric)}
     names = []
     for name, metric in children.items():
@@ -107,9 +100,6 @@ def metric_states(metrics: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]
     """Return the states of torchmetrics and of collections of them, as tensors and plain numbers.
 
     Those whose state cannot be told in full (wrappers around other metrics, classes of another kind) are left out.
-
-    Args:
-        metrics: By name.
     """
     return {
         name: [{"state": part.metric_state, "num_updates": part.update_count} for part in parts]
@@ -120,11 +110,6 @@ def metric_states(metrics: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]
 
 def restore_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any], *, device: torch.device) -> list[str]:
     """Put states back; mutates the metrics.
-
-    Args:
-        metrics: By name.
-        states: What `metric_states` returned.
-        device: Where the metrics are.
 
     Returns:
         The names of metrics for which there is no state that fits.

@@ -124,11 +124,7 @@ class TaskModule(nn.Module):
 
 
 def checked_count(count: Any, function: Any) -> int | torch.Tensor:
-    """Return what a function of the user's counted in a batch.
-
-    Raises:
-        TaskError: It is not a number.
-    """
+    """Return what a function of the user's counted in a batch."""
     if not isinstance(count, (int, torch.Tensor, Real)):
         name = getattr(function, "__qualname__", type(function).__name__)
         raise TaskError(
@@ -149,11 +145,7 @@ def _metrics_in(children: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str
 
 
 def as_step_output(result: Any) -> StepOutput:
-    """Turn what a step returned into a `StepOutput`.
-
-    Raises:
-        TaskError: It is neither a tensor nor a `StepOutput`; the error names what it is.
-    """
+    """Turn what a step returned into a `StepOutput`."""
     if isinstance(result, StepOutput):
         return result
     if isinstance(result, torch.Tensor):

@@ -14,11 +14,7 @@ from hftrain.task.introspect import base_model
 
 
 def find_embeddings(model: nn.Module) -> nn.Module:
-    """Return what `get_input_embeddings` of a model, or of the model inside its adapters, returns.
-
-    Raises:
-        ConfigError: It has no such method, or the method returns no module.
-    """
+    """Return what `get_input_embeddings` of a model, or of the model inside its adapters, returns."""
     base = base_model(model)
     getter = getattr(base, "get_input_embeddings", None)
     embeddings = getter() if callable(getter) else None

@@ -24,16 +24,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def check_quantized(model: nn.Module, *, compiles: bool) -> None:
-    """Refuse to train a quantized model that cannot be trained.
-
-    Args:
-        model: What is to be trained.
-        compiles: Whether it would be compiled.
-
-    Raises:
-        ConfigError: It has no adapters and its method does not train the weights themselves, it has adapters and its
-            method allows no gradients through it, or it would be compiled.
-    """
+    """Refuse to train a quantized model that cannot be trained."""
     if not is_quantized(model):
         return
     name, quantizer = type(base_model(model)).__name__, getattr(base_model(model), "hf_quantizer", None)

@@ -30,9 +30,6 @@ def recompute_activations(model: nn.Module, options: Mapping[str, Any] | None) -
             recomputed, and the other options are torch's own (`torch.utils.checkpoint.checkpoint`), of which
             ``use_reentrant`` is False here by default.
 
-    Raises:
-        ConfigError: The model has no such method and no classes are given, or it has no layer of a class.
-
     Source: the documented `gradient_checkpointing` and `gradient_checkpointing_kwargs`.
     """
     options = dict(options or {})

@@ -60,13 +60,7 @@ def estimate_memory(
     """Rehearse a training, and return the most memory that a step of it holds; collective.
 
     Args:
-        strategy: Whose device is looked at.
-        precision: Tells which steps were skipped.
         rehearse: Rehearses so many steps with one more callback.
-        read_wrapped: Returns the model of the training, as wrapped.
-
-    Raises:
-        ConfigError: The strategy computes where torch does not see the memory, or every step was skipped.
     """
     kind = strategy.device_type
     if strategy.name.startswith("deepspeed") or not (
@@ -94,9 +88,7 @@ class _StepWatch(TrainerCallback):
     """Count what is alive in the course of each step, with what was there before it.
 
     Args:
-        device_type: What kind of device holds it.
         precision: Counts the steps that it skips.
-        read_wrapped: Returns the model of the training, as wrapped.
         found: Takes an estimate for each step; a rehearsal forgets what callbacks note in themselves.
     """
 

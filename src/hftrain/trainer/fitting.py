@@ -59,10 +59,6 @@ class MicroBatches:
     know.
 
     Args:
-        training_step: Runs forward and backward on a part of a batch and returns its loss, weighed by `shares`.
-        shares: Takes a step's batches and weighs their losses.
-        owner: The name of the class that the step is a method of.
-        strategy: The processes.
         task: Its buffers and metrics are put back after a rehearsal.
         model: Unwrapped; holds the gradients.
         state: `train_batch_size` is set to what was found, and so recorded in checkpoints.
@@ -178,9 +174,6 @@ def split_batch(batch: Any, size: int) -> list[Any]:
     """Cut a batch into parts of at most `size` samples; what has no batch dimension is in every part.
 
     A list next to its tensors that is as long as they are, such as one of names, holds an entry for each sample.
-
-    Raises:
-        TaskError: It must be cut and cannot: no tensor has a batch dimension, or it is no mapping or sequence.
     """
     total = batch_size_of(batch)
     if total is None:
@@ -227,11 +220,7 @@ def found_size(args: TrainingArguments, resume: Path | None) -> int | None:
 
 
 def with_smaller_batches(args: TrainingArguments, strategy: Strategy, resume: Path | None, run: Callable[[], T]) -> T:
-    """Run a training, again with half the batch size each time memory runs out; the arguments are left as they were.
-
-    Raises:
-        RuntimeError: Not even one sample per batch fits.
-    """
+    """Run a training, again with half the batch size each time memory runs out; the arguments are left as they were."""
     from accelerate.utils.memory import find_executable_batch_size
 
     given = args.per_device_train_batch_size

@@ -29,12 +29,7 @@ class TrainerHub:
     """Push what a Trainer saves; only the world's main process talks to the Hub.
 
     Args:
-        args: The settings of the Hub, and those that the card tells.
-        output: The folder that is pushed.
-        strategy: The processes.
         read_model: Returns the model as it is now, unwrapped.
-        fire: Calls the callbacks of an event.
-        create_model_card, save_model: The documented hooks.
         uploads: What was and is pushed, once the repository was created or found.
     """
 
@@ -49,12 +44,7 @@ class TrainerHub:
     _licenses: dict[str, str | None] = field(default_factory=dict)
 
     def open(self, *, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository, or find it.
-
-        Raises:
-            ConfigError: The Hub refuses the name or the token, or the output folder cannot be written to.
-            MissingDependencyError: huggingface_hub is not installed.
-        """
+        """Create the repository, or find it."""
         require_hub("push_to_hub")
         if not self.strategy.is_main:
             return
@@ -76,7 +66,6 @@ class TrainerHub:
 
         Args:
             checkpoint: Its folder, which may be deleted after the call.
-            step: Optimizer updates done.
         """
         if not self.strategy.is_main:
             return
@@ -136,13 +125,7 @@ class TrainerHub:
     def write_card(
         self, *, log_history: Sequence[Mapping[str, Any]], hyperparameters: Mapping[str, Any], **given: Any
     ) -> None:
-        """Write `README.md` into the output folder; see `Trainer.create_model_card`.
-
-        Args:
-            log_history: The run's.
-            hyperparameters: What to tell besides the arguments.
-            **given: As `create_model_card` takes them.
-        """
+        """Write `README.md` into the output folder; see `Trainer.create_model_card`."""
         require_hub("create_model_card()")
         if not self.strategy.is_main:
             return

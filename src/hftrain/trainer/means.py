@@ -52,15 +52,10 @@ class MeanSearch:
     samples, so an error meets all of them at the same place.
 
     Args:
-        task: Its model is tried, and what is found goes into it; None where no plain model is trained.
-        strategy: The processes.
-        policy: The precision's: says how exact losses are.
-        computing: Says how steps compute.
         is_split: Whether processes hold parts of the model.
         makes_inputs: Whether an override makes batches for the model, of which nothing is known.
 
     Attributes:
-        is_open: Whether there is anything left to find.
         found: What this process has found in an evaluation by itself.
     """
 
@@ -166,7 +161,6 @@ class MeanSearch:
         """Return what the process that knows most has found, or finds with its samples. Collective.
 
         Args:
-            own: What this process knows or can try.
             can_tell: Whether that is worth trying; else it is there for other processes to compare theirs with.
             is_over: No batch will ever tell this process more; if no process can be told more, the search ends.
             is_joined: Whether it was compared with what the others have.

@@ -21,7 +21,6 @@ class MemoryMeter:
     """Measure what a stretch of code does to one counter of bytes.
 
     Args:
-        read: The bytes in use now.
         read_peak: The most since `reset_peak`; None where the counter keeps no peak: then `look` often.
         reset_peak: Forgets the peak, for everybody else who reads it too.
     """
@@ -59,14 +58,6 @@ class MemoryTracker:
     Measures nothing on other processes than the first. The peak of the process's memory (RSS) is sampled by a thread
     and may be missed; that of a CUDA device, or of any other whose torch module keeps one, is exact. Both are those of
     the one process and its one device.
-
-    Args:
-        is_on: Measure at all.
-        is_main: Whether this is the first of all processes.
-        device_type: What kind of device the process computes on.
-
-    Raises:
-        MissingDependencyError: psutil is not installed.
 
     Source: the documented memory report, `<stage>_mem_<cpu|gpu>_<alloc|peaked>_delta`, in bytes.
     """

@@ -40,7 +40,6 @@ class Output:
 
     Args:
         read_dir: Returns `output_dir` as the arguments say it now: a folder, or the URL of a remote one.
-        strategy: The processes that write to it.
     """
 
     def __init__(self, read_dir: Callable[[], Any], strategy: Strategy) -> None:
@@ -81,11 +80,7 @@ class Output:
         return self._remote_text_of(folder) or str(folder)
 
     def check_writable(self) -> None:
-        """Prove that it can be written to, if remote by the main process; before anything is launched.
-
-        Raises:
-            ConfigError: It cannot.
-        """
+        """Prove that it can be written to, if remote by the main process; before anything is launched."""
         check_writable(self.folder)
         if self.url is not None and self._strategy.is_main:
             RemoteFolder(self.url).check_writable()
@@ -116,9 +111,6 @@ class Output:
 
         Args:
             folder: The remote folder; None takes `output_dir`. Nothing happens to a local one.
-
-        Raises:
-            CheckpointError: The store cannot be used.
         """
         url = folder or str(self._read_dir())
         mirror = self._mirrors.get(url)
@@ -155,9 +147,6 @@ class Output:
 
         Returns:
             Its verified copy; None if it is not remote.
-
-        Raises:
-            CheckpointError: It is damaged or no checkpoint, or the store cannot be used.
         """
         text, own = str(name), self.url
         if not is_url(text):
@@ -179,11 +168,7 @@ class Output:
         return inside if inside.is_dir() and not Path(name).is_dir() else Path(name)
 
     def own_copy(self, folder: Path) -> Path:
-        """Return where this machine has the checkpoint to go on from, which the main process has fetched. Collective.
-
-        Raises:
-            CheckpointError: A machine could not fetch it.
-        """
+        """Return where this machine has the checkpoint that the main process has fetched. Collective."""
         known = self._origins.get(folder) or self._remote_text_of(folder)
         origin = self._strategy.broadcast_object(known if self._strategy.is_main else None)
         return folder if origin is None else self._fetch_together(origin, main_has_it=True)

@@ -34,11 +34,7 @@ Run = Callable[[Path | None], TrainOutput]
 
 
 def number_of_batches(fast_dev_run: bool | int | None) -> int:
-    """Return how many batches of each stage a rehearsal takes, 0 for a real run; True means one.
-
-    Raises:
-        ConfigError: It is no number of batches.
-    """
+    """Return how many batches of each stage a rehearsal takes, 0 for a real run; True means one."""
     if fast_dev_run is None or isinstance(fast_dev_run, bool) or (type(fast_dev_run) is int and fast_dev_run >= 0):
         return int(fast_dev_run or 0)
     raise ConfigError(
@@ -77,9 +73,6 @@ def rehearse(
     """Train, evaluate, save and resume with copies, and leave everything as it was; collective.
 
     Args:
-        trainer: Its `train` is running.
-        run: Trains from a checkpoint, or from the start.
-        num_batches: Of each stage.
         copy_parts: Puts copies of model, optimizer and schedule into their places.
         resume: What the user wants to resume from.
         found: What there was of the output folder when `train` was called, see `existing_part`.

@@ -51,8 +51,6 @@ class TrialRun:
     Args:
         trial: What `model_init` and hooks are given: the backend's trial, or a dict of values.
         name: Of the trial and of its folder; None for a plain dict of values.
-        params: What is written into the arguments.
-        compute_objective: Gets an evaluation's metrics.
         report: Told of each evaluation while training; may end the trial.
         values: The objective after the last evaluation, and the step of that.
     """
@@ -69,9 +67,6 @@ class TrialRun:
         """Compute the objective of an evaluation while training, and report it.
 
         Args:
-            metrics: Of all evaluation sets.
-            step: Optimizer updates done.
-            folder: Where the trial's checkpoints are.
             events: Told of the end of a trial that the report ends, so that trackers close its run.
         """
         self.values, self.step = self.compute_objective(dict(metrics)), step
@@ -107,18 +102,8 @@ def trying(
     """Put a trial's values into the arguments for as long as it runs.
 
     Args:
-        args: What changes.
-        output: Where the folders of trials are.
-        model_init: Makes the model; it may take the trial.
-        trial: An Optuna trial, or a dict of values.
         space: Returns the values of a trial; None takes what it has suggested already.
         run_id: The backend's name for it; None takes the number of an Optuna trial.
-        hp_name: Names the trial and its folder.
-        compute_objective: Gets an evaluation's metrics.
-        report: Told of evaluations.
-
-    Raises:
-        ConfigError: There is no `model_init`, or a value is none that the arguments take.
     """
     model_init = check_model_init(model_init, asked="train(trial=...)")
     is_dict = isinstance(trial, Mapping)
@@ -156,9 +141,6 @@ def search(
     """Search with a backend; see `Trainer.hyperparameter_search`.
 
     Args:
-        trainer: Trains and evaluates once for each trial.
-        backend: What chooses the values.
-        trying: Prepares the Trainer for a trial.
         space, num_trials, direction, options: As documented.
     """
     config = SearchConfig(
@@ -200,13 +182,7 @@ def run_attempt(
 
 
 def check_search(model_init: Callable[..., Any] | None, *, fast_dev_run: int, has_data: bool) -> None:
-    """Refuse a search that cannot run.
-
-    Args:
-        model_init: Makes the models.
-        fast_dev_run: As the Trainer was given it.
-        has_data: Whether there is something to evaluate on.
-    """
+    """Refuse a search that cannot run."""
     check_model_init(model_init, asked="hyperparameter_search()")
     if fast_dev_run:
         raise ConfigError(

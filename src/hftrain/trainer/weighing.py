@@ -32,14 +32,11 @@ class LossHooks:
     """What of a Trainer has to do with the loss of a step.
 
     Args:
-        compute_loss: The documented method.
         compute_loss_func: What was given; None, a function, or a mark of another library's.
         is_overridden: Tells whether the user's class has a hook of its own.
         takes_count: Whether `compute_loss` takes `num_items_in_batch`.
         accepts_count: The documented `model_accepts_loss_kwargs`.
         says_divided: The documented `loss_is_scaled_for_ga`, None where it is not set.
-        is_compiled: Whether the step is compiled.
-        get_batch_samples: The documented method.
     """
 
     compute_loss: Callable[..., Any]
@@ -54,13 +51,6 @@ class LossHooks:
 
 class LossShares:
     """Count the items of a step, and multiply each micro-batch's loss by its share of them.
-
-    Args:
-        args: The run's.
-        strategy: The processes.
-        task: Counts the items.
-        hooks: Say who divides.
-        search: Finds what a plain model's loss is a mean over.
 
     Attributes:
         has_weighed: Whether a loss came here; not if a step of the user's own does not call the documented one.
@@ -304,14 +294,8 @@ class _CountWatch:
     """Say once what a loss of the user's own is weighed by, where its samples hold unequal numbers of labels.
 
     Args:
-        strategy: The processes.
         hooks: The override of `compute_loss` is read for whether it hands the batch on, or takes the model's loss.
         task: None where no plain model is trained.
-        function: The user's `compute_loss_func`.
-        is_overridden: Whether `compute_loss` is.
-
-    Attributes:
-        is_on: Whether there may be something to say.
     """
 
     def __init__(

@@ -22,17 +22,6 @@ class AnyPrecisionAdamW(Optimizer):
     With `use_kahan_summation` a buffer collects what is lost when an update is rounded to the parameter's dtype, so
     that bfloat16 parameters learn from small updates.
 
-    Args:
-        params: Parameters or groups.
-        lr: The learning rate.
-        betas: The averaging factors.
-        eps: The denominator's term.
-        weight_decay: The decoupled decay.
-        use_kahan_summation: Whether updates are compensated.
-        momentum_dtype: Of the average of gradients.
-        variance_dtype: Of the average of their squares.
-        compensation_buffer_dtype: Of the buffer.
-
     Source: the documented `adamw_anyprecision`; W. Kahan, 1965, "Further remarks on reducing truncation errors".
     """
 
