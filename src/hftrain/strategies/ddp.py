@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -67,10 +68,20 @@ class DDPStrategy(DistributedStrategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self._options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     @classmethod
     def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
         return "torch has no process group that serves MPS" if device_type == "mps" else None
+
+    def close(self) -> None:
+        if self._owns_group:
+            # A reducer that outlives its group destroys it in a garbage collection, with Python's lock held, and waits
+            # for the group's thread, which may wait for that lock. A wrapper without a group cannot train any more.
+            for wrapper in self._wrappers:
+                vars(wrapper).update(reducer=None, logger=None, process_group=None)
+            self._wrappers.clear()
+        super().close()
 
     def setup(
         self,
@@ -88,12 +99,12 @@ class DDPStrategy(DistributedStrategy):
         if make_optimizer is None or isinstance(model, DistributedDataParallel):
             wrapped, optimizer = super().setup(model, make_optimizer, policy)
             if isinstance(wrapped, DistributedDataParallel):
-                follow_parameters(wrapped, self)
+                self._follow(wrapped)
             return wrapped, optimizer
         check_trainable(model, name=self.name)
         device_ids = [self.device.index] if self.place_model and self.device_type != "cpu" else None
         wrapped = DistributedDataParallel(self.place(model), device_ids=device_ids, **self._options)
-        follow_parameters(wrapped, self)
+        self._follow(wrapped)
         return wrapped, make_optimizer(self.unwrap(wrapped))
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
@@ -108,3 +119,7 @@ class DDPStrategy(DistributedStrategy):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return model.no_sync()  # type: ignore[operator, no-any-return]
+
+    def _follow(self, wrapped: DistributedDataParallel) -> None:
+        self._wrappers.add(wrapped)
+        follow_parameters(wrapped, self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -49,6 +50,28 @@ def test_wrapped_model_is_not_wrapped_again(strategy: DDPStrategy) -> None:
 def test_model_that_is_not_trained_is_not_wrapped(strategy: DDPStrategy) -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
     assert strategy.setup(model, None, POLICY) == (model, None)
+
+
+def test_reducer_is_gone_before_its_group_is_destroyed(strategy: DDPStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped, _ = strategy.setup(nn.Linear(2, 2), make_optimizer, POLICY)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    reducer = weakref.ref(wrapped.reducer)
+    alive: list[bool] = []
+    destroy = torch.distributed.destroy_process_group
+    monkeypatch.setattr(
+        torch.distributed, "destroy_process_group", lambda: (alive.append(reducer() is not None), destroy())
+    )
+    strategy.close()
+    assert alive == [False]
+    assert wrapped.module(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_wrapper_in_a_group_of_the_users_stays_usable(strategy: DDPStrategy) -> None:
+    joined = DDPStrategy(use_cpu=True)
+    joined.launch()  # into the fixture's group
+    wrapped, _ = joined.setup(nn.Linear(2, 2), make_optimizer, POLICY)
+    joined.close()
+    wrapped(torch.ones(1, 2)).sum().backward()
 
 
 def test_frozen_model_is_refused(strategy: DDPStrategy) -> None:
