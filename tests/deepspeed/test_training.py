@@ -13,6 +13,7 @@ import torch
 from support.resuming import StopAt
 from support.tiny import Stream, make_arguments, make_rows
 from torch import nn
+from torch.utils.data import default_collate
 
 from hftrain import EvalPrediction, StepOutput, TaskModule, Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint.weights import read_weights
@@ -171,6 +172,7 @@ def everything(folder: str) -> dict[str, Any]:
         "built": build_split(folder),
         "inferred": infer(folder),
         "again": train_again(folder),
+        "listened": listen(folder),
         "facts": tell_facts(folder),
     }
 
@@ -484,6 +486,61 @@ def test_training_twice_goes_on_from_the_weights_and_leaves_the_plain_model(two:
         close(again[name], again["ddp"])
         assert again[name]["is_plain"]
         assert again[name]["eval_loss"] == pytest.approx(again["ddp"]["eval_loss"], rel=1e-4)
+
+
+# -- what the model gets ----------------------------------------------------------------------------------------------
+
+
+class Listener(nn.Module):
+    """Note the dtypes of what arrives, floats and integers, nested and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 3)
+        self.heard: list[list[str]] = []
+
+    def forward(self, audio: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tensors = (audio["wave"], audio["parts"][0], audio["mask"], ids, labels)
+        self.heard.append([str(tensor.dtype).removeprefix("torch.") for tensor in tensors])
+        logits = self.head(self.embed(ids) + audio["wave"] + audio["parts"][0])
+        return nn.functional.cross_entropy(logits.float(), labels), logits
+
+
+def listen(folder: str) -> dict[str, Any]:
+    """Train, evaluate and predict on audio next to words, in each precision."""
+    rows = [
+        {
+            "audio": {"wave": torch.ones(4), "parts": [torch.ones(4)], "mask": torch.tensor(True)},
+            "ids": torch.tensor(number % 5),
+            "labels": torch.tensor(number % 3),
+        }
+        for number in range(8)
+    ]
+    answers = {}
+    for precision in ("fp32", "bf16"):
+        for stage in (2, 3):
+            model = Listener()
+            trainer = Trainer(
+                model, make_arguments(Path(f"{folder}/listen"), optim="adamw_torch", max_steps=2), train_dataset=rows,
+                data_collator=default_collate, strategy=f"deepspeed_stage_{stage}", precision=precision,
+            )  # fmt: skip
+            heard = []
+            for act, *given in ((trainer.train,), (trainer.evaluate, rows), (trainer.predict, rows)):
+                model.heard.clear()
+                act(*given)
+                heard.append(sorted(set(map(tuple, model.heard))))
+            answers[f"{precision} {stage}"] = heard
+    return answers
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_float_inputs_come_in_the_engines_dtype_and_integers_as_they_are(
+    two: list[Any], precision: str, dtype: str, stage: int
+) -> None:
+    for answer in two:
+        heard = answer["listened"][f"{precision} {stage}"]
+        assert heard == [[[dtype, dtype, "bool", "int64", "int64"]]] * 3
 
 
 # -- around it ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ import torch
 from support.resuming import StopAt
 from support.tiny import Stream, make_arguments, make_rows
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
 
 from hftrain import EvalPrediction, StepOutput, TaskModule, Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint.weights import read_weights
@@ -193,6 +195,7 @@ def everything(folder: str) -> dict[str, Any]:
         "best": [keep_best(folder, engine=engine) for engine in ENGINES],
         "ended": [end_whole(folder, engine=engine) for engine in ENGINES],
         "mixed": mix_dtypes(folder),
+        "fairscale": follow_fairscale(folder),
     }
 
 
@@ -475,6 +478,45 @@ def mix_dtypes(folder: str) -> list[float]:
 def test_frozen_half_precision_parts_train_beside_float32_ones(two: list[Any]) -> None:
     assert two[0]["mixed"] == two[1]["mixed"]
     assert len(two[0]["mixed"]) == 3
+
+
+# FairScale's words: the sharding, and whether a layer is split on its own, split again after forward, and offloaded.
+# The outermost module is gathered until backward, whatever the sharding.
+FAIRSCALE = {
+    "simple": ["shard_grad_op", False, False, False],
+    "zero_dp_2 auto_wrap": ["shard_grad_op", True, False, False],
+    "zero_dp_3 auto_wrap": ["full_shard", True, True, False],
+    "zero_dp_3 cpu_offload": ["full_shard", False, False, True],
+    "zero_dp_2 offload auto_wrap": ["shard_grad_op", True, False, True],
+}
+
+
+class Looking(Trainer):
+    """Look at a layer between forward and backward."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        found = super().compute_loss(model, inputs, return_outputs, **kwargs)
+        layer: Any = self.model.blocks[1]  # type: ignore[union-attr, index]
+        unit = layer if isinstance(layer, FSDPModule) else self.model
+        policy = unit._get_fsdp_state()._fsdp_param_group.offload_policy  # type: ignore[union-attr, operator]
+        self.seen = [unit is layer, isinstance(layer.mix.weight, DTensor), isinstance(policy, CPUOffloadPolicy)]
+        return found
+
+
+def follow_fairscale(folder: str) -> dict[str, list[Any]]:
+    answers = {}
+    for words in FAIRSCALE:
+        trainer = Looking(
+            Deep(), make_arguments(Path(folder), max_steps=1, sharded_ddp=words), train_dataset=make_rows(8)
+        )
+        trainer.train()
+        answers[words] = [trainer.strategy.sharding, *trainer.seen]  # type: ignore[attr-defined]
+    return answers
+
+
+@pytest.mark.parametrize("words", FAIRSCALE)
+def test_fairscales_words_split_as_fsdps_do(two: list[Any], words: str) -> None:
+    assert [answer["fairscale"][words] for answer in two] == [FAIRSCALE[words]] * 2
 
 
 def hybrid(folder: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import random
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def test_full_determinism_is_for_the_process_and_only_on_request(
     assert torch.are_deterministic_algorithms_enabled() is is_full
     assert torch.backends.cudnn.deterministic is is_full
     assert torch.backends.cudnn.benchmark is not is_full
+    with pytest.raises(RuntimeError, match="deterministic") if is_full else nullcontext():
+        torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
 
 
 # -- what a model is given -------------------------------------------------------------------------------------------

@@ -132,6 +132,24 @@ def test_nan_is_counted_and_shown(tmp_path: Path) -> None:
     assert math.isnan(Trainer(Net(), unfiltered, train_dataset=rows).train().training_loss)
 
 
+def test_plateau_lowers_the_rate_after_an_evaluation_that_did_not_improve_the_metric(tmp_path: Path) -> None:
+    """The first three evaluations improve; the loss, which is not what is asked for, would say otherwise."""
+    scores = iter([0.1, 0.2, 0.3, 0.3, 0.4, 0.4])
+    arguments = make_arguments(
+        tmp_path, num_train_epochs=6, eval_strategy="epoch", lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"patience": 0, "mode": "max"}, learning_rate=0.5, metric_for_best_model="score",
+    )  # fmt: skip
+    trainer = Trainer(
+        Net(), arguments, train_dataset=make_rows(4), eval_dataset=make_rows(4),
+        compute_metrics=lambda prediction: {"score": next(scores)},
+    )  # fmt: skip
+    trainer.train()
+    # The update of an epoch comes before its evaluation.
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.05, 0.05])
+    assert trainer.get_learning_rates() == pytest.approx([0.005, 0.005])
+
+
 def test_schedule_that_follows_a_metric_is_stepped_by_evaluations(tmp_path: Path) -> None:
     arguments = make_arguments(
         tmp_path, num_train_epochs=4, eval_strategy="epoch", lr_scheduler_type="reduce_lr_on_plateau",

@@ -84,6 +84,13 @@ def _reaching_beyond(path: Path) -> None:
     repack(path, lambda data: data.replace(b"Kd\x85", b"J\x00\x00\x00\x40\x85"))
 
 
+def _one_beyond(path: Path, *, offset: int) -> None:
+    """Let a tensor reach exactly one element beyond its memory, by its offset or by its size."""
+    torch.save({"a": torch.ones(100)[offset:]}, path)
+    num = 100 - offset
+    repack(path, lambda data: data.replace(b"K%c\x85" % num, b"K%c\x85" % (num + 1)))
+
+
 def _expanded(path: Path) -> None:
     torch.save({"state": {0: {"exp_avg": torch.ones(1).expand(1 << 40)}}, "a": torch.ones(1).expand(1 << 40)}, path)
 
@@ -151,6 +158,8 @@ ZIPPED: dict[str, Callable[[Path], Any]] = {
     "endless": _endless,
     "lying size": _lying_size,
     "reaching beyond": _reaching_beyond,
+    "reaching one beyond": lambda path: _one_beyond(path, offset=0),
+    "reaching one beyond from an offset": lambda path: _one_beyond(path, offset=3),
     "expanded": _expanded,
     "frozen methods": _frozen_methods,
     "nested": lambda path: with_structure(path, b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."),

@@ -61,6 +61,8 @@ REASONS = {
     "endless": "holds itself",
     "lying size": "another size than its record",
     "reaching beyond": "beyond its memory",
+    "reaching one beyond": "beyond its memory",
+    "reaching one beyond from an offset": "beyond its memory",
     "expanded": "repeats its memory",
     "frozen methods": "an object with a state",
     "nested": "100 deep",

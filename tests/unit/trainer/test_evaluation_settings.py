@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,27 @@ def test_metrics_of_an_evaluation_are_the_documented_ones(tmp_path: Path) -> Non
     assert trainer.evaluate(make_rows(9)).keys() == documented
     trainer.train()
     assert trainer.evaluate(make_rows(9)).keys() == documented | {"epoch"}
+
+
+def test_numbers_of_an_evaluation_are_those_of_its_samples_and_its_time(tmp_path: Path) -> None:
+    model, rows = Net(), make_rows(9)
+    arguments = make_arguments(tmp_path, jit_mode_eval=True, skip_memory_metrics=False, num_train_epochs=2)
+    trainer = Trainer(model, arguments, compute_metrics=share, train_dataset=make_rows(4))
+    trainer.train()
+    start = time.perf_counter()
+    metrics = trainer.evaluate(rows)
+    taken = time.perf_counter() - start
+    batch = torch.utils.data.default_collate(rows)
+    loss, logits = model.eval()(**batch)
+    assert metrics.pop("eval_loss") == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics.pop("eval_share") == pytest.approx((logits.argmax(-1) == batch["labels"]).float().mean().item())
+    assert metrics.pop("epoch") == 2
+    runtime = metrics.pop("eval_runtime")
+    assert 0 < metrics.pop("eval_jit_compilation_time") < taken
+    assert 0 < runtime < taken
+    assert metrics.pop("eval_samples_per_second") * runtime == pytest.approx(9, rel=0.05)
+    assert metrics.pop("eval_steps_per_second") * runtime == pytest.approx(3, rel=0.05)
+    assert metrics.keys() == {"eval_mem_cpu_alloc_delta", "eval_mem_cpu_peaked_delta"}
 
 
 # -- use_legacy_prediction_loop --------------------------------------------------------------------------------------
