@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from hftrain.arguments.batches import BatchArguments
-from hftrain.arguments.data import DataArguments
-from hftrain.arguments.fields import ArgumentFields
-from hftrain.arguments.optimization import OptimizationArguments
+from hftrain.arguments.fields import ArgumentFields, BatchArguments, DataArguments, OptimizationArguments
 from hftrain.arguments.settle import settle
 from hftrain.core.errors import ConfigError, suggest
 

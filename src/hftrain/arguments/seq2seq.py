@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hftrain.arguments.fields import setting
 from hftrain.arguments.training import TrainingArguments
 
 
@@ -20,18 +21,12 @@ class Seq2SeqTrainingArguments(TrainingArguments):
         True
     """
 
-    sortish_sampler: bool = field(
-        default=False, metadata={"help": "Put samples of similar length together, with some randomness."}
+    sortish_sampler: bool = setting(False, "Put samples of similar length together, with some randomness.")
+    predict_with_generate: bool = setting(False, "Evaluate and predict with the model's generate.")
+    generation_max_length: int | None = setting(
+        None, "Longest generated sequence; the model's max_length if not given."
     )
-    predict_with_generate: bool = field(
-        default=False, metadata={"help": "Evaluate and predict with the model's generate."}
-    )
-    generation_max_length: int | None = field(
-        default=None, metadata={"help": "Longest generated sequence; the model's max_length if not given."}
-    )
-    generation_num_beams: int | None = field(
-        default=None, metadata={"help": "Beams of the search; the model's num_beams if not given."}
-    )
-    generation_config: str | Path | Any | None = field(
-        default=None, metadata={"help": "A GenerationConfig, or where to load one from: a Hub name or a folder."}
+    generation_num_beams: int | None = setting(None, "Beams of the search; the model's num_beams if not given.")
+    generation_config: str | Path | Any | None = setting(
+        None, "A GenerationConfig, or where to load one from: a Hub name or a folder."
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hftrain.arguments.checks import check_values
 from hftrain.arguments.enums import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
 from hftrain.arguments.fields import ArgumentFields
 from hftrain.arguments.normalize import convert_choices, normalize
 from hftrain.arguments.renames import current_optimizer
+from hftrain.arguments.rules import check_values
 
 if TYPE_CHECKING:
     from typing_extensions import Self

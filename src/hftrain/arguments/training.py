@@ -56,7 +56,7 @@ class TrainingArguments(ArgumentSetters, ArgumentSerialization):
     that begins with "~" has the home folder looked up. Settings that are left open and follow from others are filled
     in; `dataclasses.replace` copies them, so give them again when what they follow from changes.
 
-    Each setting is described where it is declared: the modules of `hftrain.arguments` hold one concern each.
+    Each setting is described where it is declared: the classes in `hftrain.arguments.fields` hold one concern each.
 
     Args:
         output_dir: Folder for checkpoints and predictions. Every other setting is given by name.

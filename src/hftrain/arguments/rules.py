@@ -1,23 +1,146 @@
-"""Settings that contradict one another, or that have no effect together."""
+"""What is refused about the settings alone: values that cannot work, and settings that contradict one another."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields
+from numbers import Integral, Real
 from typing import Any
 
 from hftrain.arguments.enums import FOLLOW_METRIC, FSDPOption, HubStrategy, IntervalStrategy, SaveStrategy
 from hftrain.arguments.fields import ArgumentFields
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import get_logger, warn_once
 
+# Smallest accepted value; a setting that is None is left open and passes.
+_COUNTS: dict[str, int] = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_steps": -1,
+    "torch_empty_cache_steps": 1,
+    "eval_accumulation_steps": 1,
+    "past_index": -1,
+    "save_total_limit": 1,
+    "seed": 0,
+    "data_seed": 0,
+    "local_rank": -1,
+    "ddp_bucket_cap_mb": 1,
+    "tpu_num_cores": 1,
+    "dataloader_num_workers": 0,
+    "dataloader_prefetch_factor": 1,
+}
+_RANGES: dict[str, tuple[float, float]] = {
+    "learning_rate": (0, math.inf),
+    "weight_decay": (0, math.inf),
+    "adam_beta1": (0, 1),
+    "adam_beta2": (0, 1),
+    "adam_epsilon": (0, math.inf),
+    "max_grad_norm": (0, math.inf),
+    "num_train_epochs": (-math.inf, math.inf),
+    "warmup_ratio": (0, 1),
+    "warmup_steps": (0, math.inf),
+    "label_smoothing_factor": (0, 1),
+    "neftune_noise_alpha": (0, math.inf),
+    "eval_delay": (0, math.inf),
+    "ddp_timeout": (1, math.inf),
+}
+_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "log_level": _LEVELS,
+    "log_level_replica": _LEVELS,
+    "half_precision_backend": ("auto", "cuda_amp", "cpu_amp", "apex"),
+    "auto_find_batch_size": (True, False, "smaller_batch"),
+    "fp16_opt_level": ("O0", "O1", "O2", "O3"),
+    "dataloader_multiprocessing_context": (None, "fork", "spawn", "forkserver"),
+    "train_sampling_strategy": ("random", "sequential", "group_by_length", "batch_rebalance"),
+    "include_num_input_tokens_seen": (True, False, None, "all", "non_padding"),
+}
+_INTERVALS = {"logging_steps": "logging_strategy", "eval_steps": "eval_strategy", "save_steps": "save_strategy"}
 _HYBRID = (FSDPOption.HYBRID_SHARD, FSDPOption.HYBRID_SHARD_ZERO2)
 _SHARDING = (FSDPOption.FULL_SHARD, FSDPOption.SHARD_GRAD_OP, *_HYBRID)
-# What each switch turns on, with the values that ask for nothing.
+# What each switch turns on, with the values that ask for nothing. Not hub_private_repo: trackers and a manual push read
+# it.
 _SWITCHES: dict[str, dict[str, tuple[Any, ...]]] = {
     "gradient_checkpointing": {"gradient_checkpointing_kwargs": (None, {})},
     "use_liger_kernel": {"liger_kernel_config": (None, {})},
     "push_to_hub": {"hub_strategy": (HubStrategy.EVERY_SAVE,), "hub_always_push": (False,)},
 }
+_OF_WORKERS = ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context")
 _XLA_KEYS = ("xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
+
+
+def check_values(args: ArgumentFields) -> None:
+    """Refuse values that are wrong by themselves, whatever the other settings say.
+
+    Raises:
+        ConfigError: A number is out of range, or a name unknown.
+    """
+    for name, smallest in _COUNTS.items():
+        _check_number(args, name, smallest, math.inf, kind=Integral)
+    for name, (low, high) in _RANGES.items():
+        _check_number(args, name, low, high, kind=Real)
+    for name, choices in _CHOICES.items():
+        _check_choice(name, getattr(args, name), choices)
+    for each in fields(args):
+        value = getattr(args, each.name)
+        if isinstance(value, str) and each.type in ("bool", "bool | None"):
+            raise ConfigError(
+                f"{each.name}={value!r} was asked for.",
+                "It is a yes or a no, and text counts as a yes whatever it says.",
+                "Use True or False; in YAML without quotation marks.",
+            )
+    for include in args.include_for_metrics:
+        _check_choice("include_for_metrics", include, ("inputs", "loss"))
+    for name, strategy in _INTERVALS.items():
+        _check_interval(args, name, strategy)
+    if args.max_steps <= 0 and not args.num_train_epochs > 0:
+        raise ConfigError(
+            f"num_train_epochs={args.num_train_epochs!r} was asked for.",
+            "A run needs a positive number of epochs or of optimizer updates.",
+            "Set num_train_epochs or max_steps above 0; to evaluate only, do not call train().",
+            num_train_epochs=args.num_train_epochs,
+            max_steps=args.max_steps,
+        )
+
+
+def _check_number(args: ArgumentFields, name: str, low: float, high: float, *, kind: Any) -> None:
+    value: Any = getattr(args, name)
+    if value is None or (isinstance(value, kind) and low <= value <= high):
+        return
+    noun = "an integer" if kind is Integral else "a number"
+    bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+    reason = f"It must be {noun} {bounds}." if isinstance(value, kind) else f"It must be {noun}."
+    # YAML 1.1 reads 5e-5 as text.
+    remedy = "Give a number; in YAML write 5.0e-5, not 5e-5." if isinstance(value, str) else f"Change {name}."
+    raise ConfigError(f"{name}={value!r} was asked for.", reason, remedy)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        known = [choice for choice in choices if isinstance(choice, str)]
+        reason = f"{name} has no such value."
+        raise ConfigError(f"{name}={value!r} was asked for.", reason, suggest(str(value), known))
+
+
+def _check_interval(args: ArgumentFields, name: str, strategy: str) -> None:
+    value = getattr(args, name)
+    if value is None or value == -1:
+        return
+    _check_number(args, name, 0, math.inf, kind=Real)
+    if value > 1 and not float(value).is_integer():
+        raise ConfigError(
+            f"{name}={value!r} was asked for.",
+            "Optimizer updates above 1 are counted in whole numbers; only values below 1 are shares of the run.",
+            f"Use {name}={round(value)}, or a value below 1.",
+        )
+    if value == 0 and getattr(args, strategy) == IntervalStrategy.STEPS:
+        raise ConfigError(
+            f"{strategy}='steps' was asked for with {name}=0.",
+            "Something cannot be due every 0 optimizer updates.",
+            f"Set {name} to 1 or more, to a share below 1, or {strategy}='no'.",
+            **{strategy: "steps", name: value},
+        )
 
 
 def check_combinations(args: ArgumentFields) -> None:
@@ -27,20 +150,10 @@ def check_combinations(args: ArgumentFields) -> None:
         ConfigError: Two settings contradict one another; both are named.
     """
     _check_best_model(args)
-    _check_save_best(args)
-    _check_plateau(args)
+    _check_followers(args)
     _check_precision(args)
-    _check_workers(args)
-    _check_order(args)
+    _check_data(args)
     _check_fsdp(args)
-    _check_checkpointing(args)
-    _warn_of_idle(args)
-    if args.warmup_steps > 0 and (args.warmup_ratio or 0) > 0:
-        get_logger(__name__).info("warmup_steps and warmup_ratio are both given; warmup_steps wins.")
-
-
-def _warn_of_idle(args: ArgumentFields) -> None:
-    """Warn of settings whose switch is off. hub_private_repo is none: a push by hand reads it, and so do trackers."""
     for switch, names in _SWITCHES.items():
         for name, idle in names.items():
             if not getattr(args, switch) and getattr(args, name) not in idle:
@@ -50,6 +163,8 @@ def _warn_of_idle(args: ArgumentFields) -> None:
     config = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
     if not config.get("xla") and any(config.get(key) for key in _XLA_KEYS):
         warn_once("fsdp_config's xla_fsdp_* keys have no effect without the key xla.")
+    if args.warmup_steps > 0 and (args.warmup_ratio or 0) > 0:
+        get_logger(__name__).info("warmup_steps and warmup_ratio are both given; warmup_steps wins.")
 
 
 def _refuse(args: ArgumentFields, reason: str, remedy: str, *names: str) -> ConfigError:
@@ -72,10 +187,10 @@ def _check_best_model(args: ArgumentFields) -> None:
         reason = "Each checkpoint must be evaluated for the best one to be known."
         raise _refuse(args, reason, f"Set save_strategy={str(args.eval_strategy)!r}.", *names)
     if args.eval_strategy == IntervalStrategy.STEPS:
-        _check_best_model_steps(args, args.eval_steps or 0, args.save_steps)
+        _check_steps_meet(args, args.eval_steps or 0, args.save_steps)
 
 
-def _check_best_model_steps(args: ArgumentFields, eval_steps: float, save_steps: float) -> None:
+def _check_steps_meet(args: ArgumentFields, eval_steps: float, save_steps: float) -> None:
     names = ("load_best_model_at_end", "eval_steps", "save_steps")
     if (eval_steps < 1) != (save_steps < 1):
         reason = "One counts optimizer updates and the other is a share of the run, so they need not meet."
@@ -87,18 +202,15 @@ def _check_best_model_steps(args: ArgumentFields, eval_steps: float, save_steps:
         raise _refuse(args, reason, "Make save_steps a multiple of eval_steps.", *names)
 
 
-def _check_save_best(args: ArgumentFields) -> None:
-    if args.save_strategy != SaveStrategy.BEST:
-        return
-    if args.metric_for_best_model is None:
+def _check_followers(args: ArgumentFields) -> None:
+    """Refuse what follows a metric, without one."""
+    saves_best = args.save_strategy == SaveStrategy.BEST
+    if saves_best and args.metric_for_best_model is None:
         reason = "Nothing says which metric is best."
         raise _refuse(args, reason, "Set metric_for_best_model.", "save_strategy", "metric_for_best_model")
-    if args.eval_strategy == IntervalStrategy.NO:
+    if saves_best and args.eval_strategy == IntervalStrategy.NO:
         reason = "Without evaluation nothing is ever best, so nothing would be saved."
         raise _refuse(args, reason, "Set eval_strategy to 'steps' or 'epoch'.", "save_strategy", "eval_strategy")
-
-
-def _check_plateau(args: ArgumentFields) -> None:
     if args.lr_scheduler_type in FOLLOW_METRIC and args.eval_strategy == IntervalStrategy.NO:
         reason = "That schedule follows an evaluation metric."
         raise _refuse(args, reason, "Set eval_strategy to 'steps' or 'epoch'.", "lr_scheduler_type", "eval_strategy")
@@ -116,18 +228,11 @@ def _check_precision(args: ArgumentFields) -> None:
         raise _refuse(args, reason, "Leave it out; bf16=True and torch_compile=True are its successors.", "use_ipex")
 
 
-def _check_workers(args: ArgumentFields) -> None:
-    if args.dataloader_num_workers > 0:
-        return
-    for name in (
-        "dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context",
-    ):  # fmt: skip
-        if getattr(args, name):
+def _check_data(args: ArgumentFields) -> None:
+    for name in _OF_WORKERS:
+        if getattr(args, name) and args.dataloader_num_workers == 0:
             reason = "It concerns loading processes, and there are none."
             raise _refuse(args, reason, f"Set dataloader_num_workers, or drop {name}.", name, "dataloader_num_workers")
-
-
-def _check_order(args: ArgumentFields) -> None:
     if not args.dataloader_in_order:
         reason = "Batches would come in the order in which they are ready, so a resume could not find the next one."
         raise _refuse(args, reason, "Leave it True.", "dataloader_in_order")
@@ -150,12 +255,7 @@ def _check_fsdp(args: ArgumentFields) -> None:
     shardings = [str(option) for option in options if option in (*_SHARDING, FSDPOption.NO_SHARD)]
     if len(shardings) > 1:
         raise _refuse(args, "A model is sharded in one way.", f"Keep one of {', '.join(shardings)}.", "fsdp")
-
-
-def _check_checkpointing(args: ArgumentFields) -> None:
-    if not args.gradient_checkpointing:
-        return
-    if any(option in (args.fsdp or []) for option in (FSDPOption.FULL_SHARD, *_HYBRID)):
+    if args.gradient_checkpointing and any(option in options for option in (FSDPOption.FULL_SHARD, *_HYBRID)):
         warn_once(
             "gradient_checkpointing gathers fully sharded parameters once more in the backward pass; "
             "fsdp_config={'activation_checkpointing': True} does not."
