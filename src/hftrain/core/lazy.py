@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import opcode
+import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from hftrain.core.errors import suggest
@@ -15,25 +17,26 @@ from hftrain.core.transformers_names import TRANSFORMERS_NAMES
 _IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
 
 
-def lazy_names(
-    package: str, homes: Mapping[str, Iterable[str]], *, subpackages: Iterable[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and the `__dir__` of a package whose names live in other modules.
+def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the `__getattr__`, the `__dir__` and the `__all__` of a package whose names live in other modules.
+
+    Its ``__init__.pyi``, which type checkers read in place of its ``__init__.py``, is the only list of them.
 
     Args:
-        homes: Module to the names that are taken from it.
-        subpackages: Packages inside it that are public names themselves.
+        own: Public names that it defines itself.
 
     Example:
-        >>> get, _ = lazy_names("hftrain.core", {"hftrain.core.errors": ["explain"]})
-        >>> get("explain").__module__
-        'hftrain.core.errors'
+        >>> get, _, names = lazy_names("hftrain")
+        >>> "TaskModule" in names, get("TaskModule").__module__
+        (True, 'hftrain.task.module')
     """
-    home_of = {name: module for module, names in homes.items() for name in names}
-    public = {*home_of, *subpackages}
+    stub = ast.parse(pkgutil.get_data(package, "__init__.pyi") or b"")
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    home_of = {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname}
+    public = {*home_of, *own}
 
     def get(name: str) -> Any:
-        if name in subpackages:
+        if home_of.get(name) == package:
             return importlib.import_module(f"{package}.{name}")
         if name in home_of:
             value = getattr(importlib.import_module(home_of[name]), name)
@@ -52,7 +55,7 @@ def lazy_names(
     def list_names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *public})
 
-    return get, list_names
+    return get, list_names, sorted(public)
 
 
 def _missing(package: str, name: str, public: set[str]) -> str:

@@ -1,0 +1,150 @@
+"""The public names and their homes: the only list of them, for type checkers and, by `core/lazy.py`, at runtime."""
+
+from hftrain import loggers as loggers
+from hftrain import loops as loops
+from hftrain import strategies as strategies
+from hftrain.adapter.zero3 import HfDeepSpeedConfig as HfDeepSpeedConfig
+from hftrain.arguments import AcceleratorConfig as AcceleratorConfig
+from hftrain.arguments import DebugOption as DebugOption
+from hftrain.arguments import FSDPOption as FSDPOption
+from hftrain.arguments import HubStrategy as HubStrategy
+from hftrain.arguments import IntervalStrategy as IntervalStrategy
+from hftrain.arguments import OptimizerNames as OptimizerNames
+from hftrain.arguments import ParallelMode as ParallelMode
+from hftrain.arguments import SaveStrategy as SaveStrategy
+from hftrain.arguments import SchedulerType as SchedulerType
+from hftrain.arguments import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
+from hftrain.arguments import TrainingArguments as TrainingArguments
+from hftrain.callbacks import CallbackHandler as CallbackHandler
+from hftrain.callbacks import DefaultFlowCallback as DefaultFlowCallback
+from hftrain.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
+from hftrain.callbacks import ExportableState as ExportableState
+from hftrain.callbacks import NotebookProgressCallback as NotebookProgressCallback
+from hftrain.callbacks import PredictionWriter as PredictionWriter
+from hftrain.callbacks import PrinterCallback as PrinterCallback
+from hftrain.callbacks import ProgressCallback as ProgressCallback
+from hftrain.callbacks import TrainerCallback as TrainerCallback
+from hftrain.callbacks.trackers import AzureMLCallback as AzureMLCallback
+from hftrain.callbacks.trackers import ClearMLCallback as ClearMLCallback
+from hftrain.callbacks.trackers import CodeCarbonCallback as CodeCarbonCallback
+from hftrain.callbacks.trackers import CometCallback as CometCallback
+from hftrain.callbacks.trackers import DagsHubCallback as DagsHubCallback
+from hftrain.callbacks.trackers import DVCLiveCallback as DVCLiveCallback
+from hftrain.callbacks.trackers import FlyteCallback as FlyteCallback
+from hftrain.callbacks.trackers import KubeflowCallback as KubeflowCallback
+from hftrain.callbacks.trackers import MLflowCallback as MLflowCallback
+from hftrain.callbacks.trackers import SwanLabCallback as SwanLabCallback
+from hftrain.callbacks.trackers import TensorBoardCallback as TensorBoardCallback
+from hftrain.callbacks.trackers import TrackerCallback as TrackerCallback
+from hftrain.callbacks.trackers import TrackioCallback as TrackioCallback
+from hftrain.callbacks.trackers import WandbCallback as WandbCallback
+from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
+from hftrain.checkpoint.layout import get_last_checkpoint as get_last_checkpoint
+from hftrain.checkpoint.policy import SavePolicy as SavePolicy
+from hftrain.cli import HfArgumentParser as HfArgumentParser
+from hftrain.cli.options import HfArg as HfArg
+from hftrain.core.errors import CheckpointError as CheckpointError
+from hftrain.core.errors import ConfigError as ConfigError
+from hftrain.core.errors import HFTrainError as HFTrainError
+from hftrain.core.errors import MissingDependencyError as MissingDependencyError
+from hftrain.core.errors import StrategyError as StrategyError
+from hftrain.core.errors import TaskError as TaskError
+from hftrain.core.nested import denumpify_detensorize as denumpify_detensorize
+from hftrain.core.nested import distributed_concat as distributed_concat
+from hftrain.core.nested import find_batch_size as find_batch_size
+from hftrain.core.nested import nested_concat as nested_concat
+from hftrain.core.nested import nested_detach as nested_detach
+from hftrain.core.nested import nested_gather as nested_gather
+from hftrain.core.nested import nested_numpify as nested_numpify
+from hftrain.core.nested import nested_truncate as nested_truncate
+from hftrain.core.nested import torch_distributed_zero_first as torch_distributed_zero_first
+from hftrain.core.progress import TrainerControl as TrainerControl
+from hftrain.core.seed import enable_full_determinism as enable_full_determinism
+from hftrain.core.seed import set_seed as set_seed
+from hftrain.core.state import TrainerState as TrainerState
+from hftrain.core.types import EvalLoopOutput as EvalLoopOutput
+from hftrain.core.types import EvalPrediction as EvalPrediction
+from hftrain.core.types import PredictionOutput as PredictionOutput
+from hftrain.core.types import StepOutput as StepOutput
+from hftrain.core.types import TrainOutput as TrainOutput
+from hftrain.data.collators import DataCollatorWithPadding as DataCollatorWithPadding
+from hftrain.data.collators import DefaultDataCollator as DefaultDataCollator
+from hftrain.data.collators import default_data_collator as default_data_collator
+from hftrain.data.collators_masked import DataCollatorForMultipleChoice as DataCollatorForMultipleChoice
+from hftrain.data.collators_masked import (
+    DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling,
+)
+from hftrain.data.collators_masked import DataCollatorForWholeWordMask as DataCollatorForWholeWordMask
+from hftrain.data.collators_packed import DataCollatorWithFlattening as DataCollatorWithFlattening
+from hftrain.data.collators_text import DataCollatorForLanguageModeling as DataCollatorForLanguageModeling
+from hftrain.data.collators_text import DataCollatorForSeq2Seq as DataCollatorForSeq2Seq
+from hftrain.data.collators_text import DataCollatorForTokenClassification as DataCollatorForTokenClassification
+from hftrain.data.documented import DistributedLengthGroupedSampler as DistributedLengthGroupedSampler
+from hftrain.data.documented import IterableDatasetShard as IterableDatasetShard
+from hftrain.data.documented import LengthGroupedSampler as LengthGroupedSampler
+from hftrain.data.documented import RemoveColumnsCollator as RemoveColumnsCollator
+from hftrain.data.documented import SequentialDistributedSampler as SequentialDistributedSampler
+from hftrain.data.documented import get_length_grouped_indices as get_length_grouped_indices
+from hftrain.data.documented import seed_worker as seed_worker
+from hftrain.data.sizes import has_length as has_length
+from hftrain.engine.engine import Engine as Engine
+from hftrain.loggers.base import Logger as Logger
+from hftrain.loops.contract import Loop as Loop
+from hftrain.loops.evaluate import EvaluateLoop as EvaluateLoop
+from hftrain.loops.evaluate import EvaluateParts as EvaluateParts
+from hftrain.loops.fit import FitLoop as FitLoop
+from hftrain.loops.fit import FitParts as FitParts
+from hftrain.loops.predict import PredictLoop as PredictLoop
+from hftrain.optim.extras.adafactor import Adafactor as Adafactor
+from hftrain.optim.extras.adafactor import AdafactorSchedule as AdafactorSchedule
+from hftrain.optim.extras.adafactor import get_adafactor_schedule as get_adafactor_schedule
+from hftrain.optim.functions import get_constant_schedule as get_constant_schedule
+from hftrain.optim.functions import get_constant_schedule_with_warmup as get_constant_schedule_with_warmup
+from hftrain.optim.functions import get_cosine_schedule_with_warmup as get_cosine_schedule_with_warmup
+from hftrain.optim.functions import (
+    get_cosine_with_hard_restarts_schedule_with_warmup as get_cosine_with_hard_restarts_schedule_with_warmup,
+)
+from hftrain.optim.functions import (
+    get_cosine_with_min_lr_schedule_with_warmup as get_cosine_with_min_lr_schedule_with_warmup,
+)
+from hftrain.optim.functions import (
+    get_cosine_with_min_lr_schedule_with_warmup_lr_rate as get_cosine_with_min_lr_schedule_with_warmup_lr_rate,
+)
+from hftrain.optim.functions import get_greedy_schedule as get_greedy_schedule
+from hftrain.optim.functions import get_inverse_sqrt_schedule as get_inverse_sqrt_schedule
+from hftrain.optim.functions import get_linear_schedule_with_warmup as get_linear_schedule_with_warmup
+from hftrain.optim.functions import (
+    get_polynomial_decay_schedule_with_warmup as get_polynomial_decay_schedule_with_warmup,
+)
+from hftrain.optim.functions import get_reduce_on_plateau_schedule as get_reduce_on_plateau_schedule
+from hftrain.optim.functions import get_scheduler as get_scheduler
+from hftrain.optim.functions import get_wsd_schedule as get_wsd_schedule
+from hftrain.optim.greedy import GreedyLR as GreedyLR
+from hftrain.optim.groups import get_model_param_count as get_model_param_count
+from hftrain.optim.groups import get_parameter_names as get_parameter_names
+from hftrain.precision.base import Precision as Precision
+from hftrain.precision.registry import precisions as precisions
+from hftrain.search.config import BestRun as BestRun
+from hftrain.search.config import HPSearchBackend as HPSearchBackend
+from hftrain.search.defaults import default_compute_objective as default_compute_objective
+from hftrain.search.defaults import default_hp_space_optuna as default_hp_space_optuna
+from hftrain.search.defaults import default_hp_space_ray as default_hp_space_ray
+from hftrain.search.defaults import default_hp_space_wandb as default_hp_space_wandb
+from hftrain.strategies.base import Strategy as Strategy
+from hftrain.strategies.launching import launch as launch
+from hftrain.task import ModelTask as ModelTask
+from hftrain.task import TaskModule as TaskModule
+from hftrain.task.loss import LabelSmoother as LabelSmoother
+from hftrain.task.overflow import DebugUnderflowOverflow as DebugUnderflowOverflow
+from hftrain.trainer import Seq2SeqTrainer as Seq2SeqTrainer
+from hftrain.trainer import Trainer as Trainer
+from hftrain.trainer.eval_sets import EvalSet as EvalSet
+from hftrain.trainer.reports import metrics_format as metrics_format
+from hftrain.trainer.utilities import find_executable_batch_size as find_executable_batch_size
+from hftrain.trainer.utilities import is_main_process as is_main_process
+from hftrain.trainer.utilities import neftune_post_forward_hook as neftune_post_forward_hook
+from hftrain.trainer.utilities import number_of_arguments as number_of_arguments
+from hftrain.trainer.utilities import speed_metrics as speed_metrics
+from hftrain.trainer.utilities import total_processes_number as total_processes_number
+
+__version__: str
