@@ -103,7 +103,8 @@ def check_hooks(kind: type, base: type, *, given: Mapping[str, Any], attributes:
             raise ConfigError(word_uncalled(kind, name, remedy or "Override one of the documented methods instead."))
     newer = {name: remedy for name, remedy in NEWER.items() if not hasattr(base, name)}
     check_uncalled(kind, error=ConfigError, hooks=newer)
-    taken = {name for name in vars(base) if _is_private(name) and name not in DOCUMENTED and _defines(kind, base, name)}
+    own = {name for each in base.__mro__ for name in vars(each) if _is_private(name) and name not in DOCUMENTED}
+    taken = {name for name in own if _defines(kind, base, name)}
     for name, value in attributes.items():
         is_ours = _is_private(name) and name not in _SETTABLE and (name not in given or given[name] is not value)
         if is_ours and (name in given or hasattr(kind, name)):

@@ -1,0 +1,444 @@
+"""How a Trainer evaluates and predicts."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from hftrain.adapter.evaluate import evaluate_config, full_eval_dtype
+from hftrain.core.log import sharing_verbosity, warn_once
+from hftrain.core.seed import preserved_rng
+from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput
+from hftrain.data.dispatch import takes_turns
+from hftrain.data.grouping import reading_order
+from hftrain.data.sizes import expected_samples
+from hftrain.loops.contract import check_features
+from hftrain.loops.evaluate import EvaluateHooks, EvaluateLoop, EvaluateParts
+from hftrain.loops.predict import PredictLoop
+from hftrain.optim.weight_modes import evaluation_weights
+from hftrain.task.metric_state import read_metrics, warn_of_unread, warn_of_unreported
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule, as_step_output
+from hftrain.trainer.announce import announce_evaluation
+from hftrain.trainer.casting import to_float32
+from hftrain.trainer.eval_sets import EvalSet, is_due, split_eval_sets
+from hftrain.trainer.evaluating import (
+    JitModel,
+    cast_weights,
+    check_evaluating,
+    read_memory,
+    trace_model,
+)
+from hftrain.trainer.generating import generates
+from hftrain.trainer.instep import InStep, check_turns
+from hftrain.trainer.loop_parts import used_in_evaluation
+from hftrain.trainer.mistakes import explain_mistake
+from hftrain.trainer.reports import (
+    speed_metrics,
+    to_plain,
+    with_prefix,
+)
+from hftrain.trainer.setup import place_task
+from hftrain.trainer.step_methods import StepMethods
+from hftrain.trainer.whereabouts import report_late_ranks, whereabouts
+
+
+class EvaluationMethods(StepMethods):
+    """Evaluate and predict."""
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Run an evaluation, log its metrics and return them, each name prefixed; collective.
+
+        Args:
+            eval_dataset: A dataset, a dict of them, or the name of one of `self.eval_dataset`; None takes them all.
+            ignore_keys: Outputs to leave out of the predictions.
+            metric_key_prefix: What metric names start with.
+
+        Returns:
+            Loss (the mean over items), metrics, runtime in seconds and rates, and the epoch.
+
+        Source: the documented `Trainer.evaluate`.
+        """
+        is_own = eval_dataset is None
+        datasets = self.eval_dataset if is_own else eval_dataset
+        if isinstance(datasets, Mapping):
+            datasets, sets = split_eval_sets(datasets)
+            sets, metrics = self._eval_sets if is_own else sets, {}
+            for name in filter(lambda name: self._is_due(sets.get(name)), datasets):
+                # By its name, so that an override of `get_eval_dataloader` sees what was asked for.
+                chosen = name if is_own else datasets[name]
+                with self._own_metrics(sets.get(name)):
+                    metrics.update(self.evaluate(chosen, ignore_keys, f"{metric_key_prefix}_{name}"))
+            return metrics
+        chosen = self._eval_sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
+        with self._own_metrics(chosen), self._evaluating("eval"):
+            loader = self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False)
+            start_s = time.perf_counter()
+            loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
+            output = loop(
+                loader,
+                description="Evaluation",
+                prediction_loss_only=True if self.compute_metrics is None else None,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=metric_key_prefix,
+            )
+            metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output, loader)}
+            self._slot_log(metrics)
+            if self.state.epoch is not None:
+                metrics["epoch"] = self.state.epoch
+            self.callback_handler.fire("on_evaluate", metrics=metrics)
+            self._report_memory(metrics)
+        return metrics
+
+    def _is_due(self, entry: EvalSet | None) -> bool:
+        """Tell whether an evaluation set takes part in the evaluation that is running."""
+        is_asked_for = self._session is None or bool(self._num_rehearsed)
+        return is_asked_for or is_due(entry, self.state, by_epoch=self.args.eval_strategy == "epoch")
+
+    @property
+    def _has_all_sets(self) -> bool:
+        return all(map(self._is_due, self._eval_sets.values()))
+
+    @contextmanager
+    def _own_metrics(self, entry: EvalSet | None) -> Iterator[None]:
+        """Let an evaluation set's own metrics take the place of `compute_metrics`."""
+        previous = self.compute_metrics
+        if entry is not None and entry.metrics is not None:
+            self.compute_metrics = entry.metrics  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self.compute_metrics = previous
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Return predictions in the data's order, with labels and metrics where the data has labels; collective.
+
+        Args:
+            test_dataset: What to predict on.
+            ignore_keys: Outputs to leave out of the predictions.
+            metric_key_prefix: What metric names start with.
+
+        Returns:
+            (predictions, label_ids, metrics); NumPy arrays or tuples of them, padded with -100 where lengths differ.
+            A TaskModule's `prediction_step` gives predictions alone.
+
+        Source: the documented `Trainer.predict`.
+        """
+        with self._evaluating("predict"):
+            loader = self._sharded(self.get_test_dataloader(test_dataset), is_training=False)
+            start_s = time.perf_counter()
+            loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
+            output = loop(
+                loader, description="Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
+            )
+            metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output, loader)}
+            self.callback_handler.fire("on_predict", metrics=metrics)
+            self._report_memory(metrics)
+        return PredictionOutput(output.predictions, output.label_ids, metrics)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run the model over a loader; shared by `evaluate` and `predict`; collective.
+
+        Args:
+            dataloader: Gives this rank's batches.
+            description: What the progress bar says.
+            prediction_loss_only: Keep no predictions; None follows the arguments.
+            ignore_keys: Outputs to leave out of the predictions.
+            metric_key_prefix: What metric names start with.
+
+        Source: the documented `Trainer.evaluation_loop`.
+        """
+        if self._stage == "train":
+            # By hand, by a callback, or by an override of `evaluate`: nobody has made the model ready.
+            with self._evaluating("eval"):
+                return self.evaluation_loop(
+                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        announce_evaluation(
+            dataloader,
+            description=description,
+            batch_size=self.args.eval_batch_size,
+            count_samples=self.num_examples,
+        )
+        self.callback_handler.refresh(eval_dataloader=dataloader)
+        jit = JitModel(self.torch_jit_model_eval, self.task.model) if self.args.jit_mode_eval else None
+        parts = self._evaluate_parts(loss_only=loss_only, ignore_keys=ignore_keys, jit=jit)
+        batches = self._in_step(dataloader, loss_only=loss_only, ignore_keys=ignore_keys)
+        kind = PredictLoop if self._stage == "predict" else EvaluateLoop
+        loop = cast(EvaluateLoop, self.loops.get(kind.stage) or kind())
+        used = used_in_evaluation(
+            self.args,
+            self.strategy,
+            dataset=getattr(dataloader, "dataset", None),
+            takes_turns=batches is not dataloader,
+            is_per_batch=parts.config.computes_per_batch and parts.hooks.compute_metrics is not None,
+        )
+        check_features(loop, used)
+        loop.attach(parts)
+        try:
+            output = loop.run(
+                batches,
+                is_interleaved=takes_turns(dataloader),
+                order=reading_order(dataloader),
+                num_expected=expected_samples(dataloader),
+            )
+        finally:
+            loop.detach()
+        metrics = to_plain(with_prefix(output.metrics, metric_key_prefix))
+        if jit is not None and jit.compilation_s is not None:
+            metrics[f"{metric_key_prefix}_jit_compilation_time"] = jit.compilation_s
+        return output._replace(metrics=metrics)
+
+    def prediction_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Run the model over a loader: what `evaluate` and `predict` call with `use_legacy_prediction_loop`.
+
+        It is `evaluation_loop` under its older name, for subclasses that override it, and gives the same numbers.
+
+        Source: the documented `Trainer.prediction_loop`.
+        """
+        return EvaluationMethods.evaluation_loop(
+            self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+
+    def _in_step(self, dataloader: Any, *, loss_only: bool, ignore_keys: list[str] | None) -> Any:
+        """Return the loader, made to keep the ranks in step where the steps may talk to each other."""
+        talks = self._accelerator is not None and isinstance(self.task, ModelTask)
+        # A split model generates in step (`synced_gpus`).
+        talks = talks or (self.strategy.shards_model and generates(self.args))
+        if self.strategy.world_size == 1 or not talks:
+            return dataloader
+        if self.args.batch_eval_metrics and self.compute_metrics is not None and not loss_only:
+            # Only the metrics talk, and those take turns of their own.
+            check_turns(type(self), is_overridden=any(map(self._is_overridden, ("prediction_step", "compute_loss"))))
+            return dataloader
+
+        def repeat(batch: Any) -> None:
+            self.prediction_step(self.task.model, batch, loss_only, ignore_keys)
+
+        return InStep(dataloader, all_true=self.strategy.all_true, repeat=repeat)
+
+    def torch_jit_model_eval(self, model: nn.Module, dataloader: Any, training: bool = False) -> nn.Module:
+        """Return a model traced with the first batch of a loader; as it is, with a warning, where that fails.
+
+        Args:
+            model: In evaluation mode.
+            dataloader: Its first batch is the example.
+            training: True returns the model as it is.
+
+        Source: the documented `jit_mode_eval`.
+        """
+        if training:
+            return model
+        context = self.compute_loss_context_manager
+        return trace_model(model, dataloader, prepare=self._prepare_inputs, context=context)
+
+    def _evaluate_parts(
+        self, *, loss_only: bool, ignore_keys: list[str] | None, jit: JitModel | None = None
+    ) -> EvaluateParts:
+        is_prediction = self._stage == "predict"
+        # A callback that writes predictions somewhere may ask that they are not returned as well.
+        is_replaced = is_prediction and any(
+            getattr(callback, "replaces_predictions", False) for callback in self.callback_handler.callbacks
+        )
+
+        search = self._shares.search
+
+        def evaluate_batch(batch: Any) -> StepOutput:
+            if jit is not None:
+                self.task.model = jit.for_batch(batch)
+            search.look_at(batch)
+            loss, outputs, labels = self.prediction_step(self.task.model, batch, loss_only, ignore_keys)
+            return StepOutput(loss=loss, outputs=outputs, labels=labels, logs=self._eval_logs)
+
+        config = evaluate_config(
+            self.args,
+            keeps_predictions=not loss_only,
+            input_name=getattr(self.model, "main_input_name", "input_ids"),
+            spill_dir=self.spill_dir,
+            returns_predictions=not is_replaced,
+        )
+        plain = self.task if isinstance(self.task, ModelTask) else None
+        hooks = EvaluateHooks(
+            evaluate_batch=evaluate_batch,
+            count_items=self.task.count_items if plain is None else plain.weights,
+            kinds=("",) if plain is None else plain.kinds,
+            choose_kind=None if plain is None else search.agree,
+            compute_metrics=None if loss_only else self.compute_metrics,
+            needs_labels=not is_prediction,
+            preprocess_logits=self.preprocess_logits_for_metrics,
+            finish=self.strategy.finish_forwards,
+            read_metrics=None if is_prediction and not isinstance(self.task, ModelTask) else self._read_metrics,
+        )
+        return EvaluateParts(config=config, hooks=hooks, group=self.strategy, events=self.callback_handler)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Return loss, outputs and labels of one batch (each may be None), without gradients.
+
+        Source: the documented `Trainer.prediction_step`.
+        """
+        inputs = self._prepare_inputs(inputs)
+        task = self.task
+        count = self._shares.count_for_evaluation(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if isinstance(task, ModelTask):
+                ignored = task.keys_to_ignore if ignore_keys is None else ignore_keys
+                output = task.predict_batch(
+                    lambda batch: self._slot_compute_loss(model, batch, return_outputs=True, num_items_in_batch=count),
+                    inputs,
+                    loss_only=prediction_loss_only,
+                    ignore=ignored,
+                    note_outputs=self._note_memory if self.args.past_index >= 0 else None,
+                )
+            elif self._stage == "predict":
+                output = StepOutput(outputs=task.prediction_step(inputs))
+            else:
+                output = as_step_output(task.evaluation_step(inputs))
+        self._eval_logs = output.logs
+        if prediction_loss_only:
+            return output.loss, None, None
+        is_cast = isinstance(task, ModelTask) and self.precision.policy.autocast and self._computing.input_dtype is None
+        return output.loss, to_float32(output.outputs) if is_cast else output.outputs, output.labels
+
+    def _note_memory(self, outputs: Any) -> None:
+        """Remember what a model that was called without labels hands to the next step."""
+        self._past = read_memory(outputs, self.args.past_index, has_loss=False)
+
+    def _read_metrics(self) -> dict[str, Any]:
+        """Compute and reset the task's metrics; torchmetrics synchronises ranks."""
+        stage, where = ("train", "training_step") if self._stage == "train" else ("eval", "evaluation_step")
+        metrics = self.task.metrics(stage)
+        if stage == "eval" and type(self.task).metrics is TaskModule.metrics:
+            warn_of_unreported(self.task, metrics)
+        elif stage == "train":
+            warn_of_unread(TaskModule.metrics(self.task, "eval"), metrics)
+        return read_metrics(metrics, stage=where, gather_object=self.strategy.gather_object)
+
+    @contextmanager
+    def _running(self, stage: str) -> Iterator[None]:
+        """Launch the strategy and open the precision for as long as a verb runs."""
+        previous, self._stage = self._stage, stage
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                self._resolve_hooks(vars(self))  # again, for scripts that assign hooks to the instance
+                self._memory.start("test" if stage == "predict" else stage)
+                self.strategy.launch()
+                self.precision.open(self.strategy.device, self.strategy.scaler_factory)
+                if isinstance(self.task, ModelTask):
+                    self.task.label_names, self.task.can_return_loss = list(self.label_names), self.can_return_loss
+                self.compiler.open()
+                if self.strategy.watch is not None:
+                    self.strategy.watch.where = self._whereabouts
+            with sharing_verbosity():
+                yield
+        except Exception as error:
+            if isinstance(error, RuntimeError):
+                report_late_ranks(self.strategy, error)
+            maker = f"{type(self).__name__}.compute_loss" if self._is_overridden("compute_loss") else None
+            maker = maker or (None if self.compute_loss_func is None else "compute_loss_func")
+            explain_mistake(error, self.task, self.model, label_names=self.label_names, loss_maker=maker)
+            raise
+        finally:
+            self._depth -= 1
+            self._stage = previous
+            if self._depth == 0:
+                self._casting.undo()
+                self.compiler.close()
+                self.precision.close()
+                self._memory.stop()
+
+    def _whereabouts(self) -> str:
+        return whereabouts(
+            is_idle=self._depth == 0,
+            stage=self._stage,
+            step=self.state.global_step,
+            phase=None if self._session is None else self._session.phase,
+        )
+
+    @contextmanager
+    def _evaluating(self, stage: str, *, casts: bool = True) -> Iterator[None]:
+        """Evaluate the unwrapped model in evaluation mode, and leave weights, modes and random numbers as they were."""
+        with self._running(stage), preserved_rng(), evaluation_weights(self.optimizer), ExitStack() as stack:
+            dtype = full_eval_dtype(self.args) if casts and self._computing.input_dtype is None else None
+            if self._session is None:
+                self.model = self.task.model = self.precision.convert(self.model)
+                # Cast before it is placed: the exact weights wait in host memory, and the device holds half of them.
+                stack.enter_context(cast_weights(self.model, dtype, keep_on=torch.device("cpu")))
+                place_task(self.task, self.strategy)
+                self.compiler.compile(self.model)
+                self._cast_model()
+            else:
+                stack.enter_context(cast_weights(self.model, dtype))
+            wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
+            self.task.model = self._wrap_model(wrapped, training=False)
+            self.task.eval()
+            for metric in self.task.metrics("eval").values():
+                metric.reset()
+            computing = self._computing
+            before = self._past, computing.input_dtype, computing.autocast
+            self._past = None
+            if dtype is not None:
+                computing.input_dtype, computing.autocast = dtype, nullcontext
+            try:
+                yield
+            finally:
+                self._past, computing.input_dtype, computing.autocast = before
+                self.strategy.after_evaluation(wrapped)
+                self.task.model = wrapped
+                for module, was_training in modes:
+                    module.training = was_training
+
+    def _rates(self, prefix: str, start_s: float, output: Any, loader: Any) -> dict[str, float]:
+        # An override in the older style returns a PredictionOutput, which has no count.
+        num_samples = getattr(output, "num_samples", None)
+        num_steps = None
+        if num_samples is not None:
+            num_steps = math.ceil(num_samples / (self.args.eval_batch_size * self.strategy.world_size))
+        # Tracing happens once and says nothing about the speed.
+        start_s += output.metrics.get(f"{prefix}_jit_compilation_time", 0.0)
+        return speed_metrics(prefix, start_s, num_samples=num_samples, num_steps=num_steps)
+
+    def _report_memory(self, metrics: dict[str, Any]) -> None:
+        """Add what the running verb took, unless it is part of another one."""
+        if self._depth == 1:
+            metrics.update(self._memory.stop())
+
+    def _check_evaluating(self) -> None:
+        """Refuse evaluations that cannot run as asked, and metrics that never come."""
+        args, task = self.args, self.task
+        check_evaluating(args, strategy=self.strategy, task=task, spill_dir=self.spill_dir)
+        if self._is_overridden("prediction_loop") and not args.use_legacy_prediction_loop:
+            warn_once(f"{type(self).__name__}.prediction_loop is not called without use_legacy_prediction_loop=True.")
+        if generates(args) and not self._is_overridden("prediction_step"):
+            warn_once(f"predict_with_generate=True has no effect in {type(self).__name__}; use Seq2SeqTrainer.")
+        own = next((entry.metrics for entry in self._eval_sets.values() if entry.metrics is not None), None)
+        metrics = self.compute_metrics or own
+        if args.prediction_loss_only and metrics is not None:
+            warn_once("compute_metrics is never called with prediction_loss_only=True, which keeps no predictions.")

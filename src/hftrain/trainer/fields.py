@@ -1,0 +1,428 @@
+"""What a Trainer has: its documented attributes, and small questions about them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hftrain.adapter.data import total_batch_size
+from hftrain.arguments.training import TrainingArguments
+from hftrain.callbacks import CallbackHandler, TrainerCallback
+from hftrain.checkpoint.policy import SavePolicy
+from hftrain.core.errors import ConfigError
+from hftrain.core.log import warn_once
+from hftrain.core.progress import TrainerControl
+from hftrain.core.seed import set_seed
+from hftrain.core.state import TrainerState
+from hftrain.data.persistent import LoaderCache
+from hftrain.loops.contract import Loop
+from hftrain.loops.window import LossWindow
+from hftrain.precision.base import Precision
+from hftrain.search.config import HPSearchBackend
+from hftrain.strategies.base import Strategy
+from hftrain.task.compilation import Compiler
+from hftrain.task.loss import LabelSmoother
+from hftrain.task.model_task import CountItems, ModelTask
+from hftrain.task.modes import TrainingMode
+from hftrain.task.module import TaskModule
+from hftrain.trainer.acceleration import adopt_accelerator, has_engine, make_accelerator
+from hftrain.trainer.casting import ModelCasting
+from hftrain.trainer.checks import (
+    check_optimizer,
+)
+from hftrain.trainer.computing import Computing
+from hftrain.trainer.eval_sets import EvalSet
+from hftrain.trainer.hub import TrainerHub
+from hftrain.trainer.memory import MemoryTracker
+from hftrain.trainer.numerics import prepare_model
+from hftrain.trainer.output import Output
+from hftrain.trainer.placement import is_spread, tensor_parallel_size
+from hftrain.trainer.searching import TrialRun
+from hftrain.trainer.session import TrainSession
+from hftrain.trainer.signatures import takes_trial
+from hftrain.trainer.tasks import check_not_lightning, check_task
+from hftrain.trainer.weighing import LossShares
+
+
+class TrainerFields:
+    """Hold the attributes of a `Trainer`, which its constructor sets."""
+
+    args: TrainingArguments
+    task: TaskModule
+    # Bare; `model_wrapped` is what the forward pass goes through.
+    model: nn.Module
+    model_wrapped: nn.Module
+    strategy: Strategy
+    precision: Precision
+    loops: Mapping[str, Loop[Any]]
+    save_policy: SavePolicy
+    compiler: Compiler
+    model_init: Callable[..., nn.Module] | None
+    count_items: str | CountItems | None
+    compute_metrics: Callable[..., dict[str, Any]] | None
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
+    data_collator: Callable[[list[Any]], Any]
+    processing_class: Any
+    train_dataset: Any
+    eval_dataset: Any
+    spill_dir: Path | None
+    # How many batches of each stage are rehearsed; 0 in a real run.
+    fast_dev_run: int
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any
+    optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None
+    state: TrainerState
+    control: TrainerControl
+    label_names: list[str]
+    can_return_loss: bool
+    model_accepts_loss_kwargs: bool
+    is_model_parallel: bool
+    is_in_train: bool
+    neftune_noise_alpha: float | None
+    current_flos: float
+    # The backend of a search, while one goes on.
+    hp_search_backend: HPSearchBackend | None
+
+    _output: Output
+    _hub: TrainerHub
+    _memory: MemoryTracker
+    _computing: Computing
+    _casting: ModelCasting
+    _shares: LossShares
+    _loaders: LoaderCache
+    _eval_sets: dict[str, EvalSet]
+    # Evaluation loaders whose workers persist, by the name of their set.
+    _eval_dataloaders: dict[str, Any]
+    _eval_logs: Mapping[str, Any]
+    _signature_columns: list[str] | None
+    _found: dict[str, Any]
+    _accelerator: Any
+    _neftune_hook: Any
+    # The wrapper that the user put around the model, if any.
+    _outermost: nn.Module
+    _session: TrainSession | None
+    # What a search tries now, and what became of it.
+    _trial_run: TrialRun | None
+    # Of the rehearsal for an estimate of memory, while one goes on.
+    _num_estimated: int
+    # How many verbs are running, one inside the other, and what the innermost does.
+    _depth: int
+    _stage: str
+    _counted: tuple[nn.Module, int] | None
+    # What a recurrent model hands from step to step (`past_index`).
+    _past: Any
+    # Stays after a run, for scripts that ask what was logged.
+    _loss_window: LossWindow | None
+    # There for as long as a run lasts.
+    _training_mode: TrainingMode | None
+    _schedule_is_own: bool
+    _optimizer_is_the_tasks: bool
+    # What the hooks' signatures and overrides say, looked up when a verb begins; see `Trainer._resolve_hooks`.
+    _slot_compute_loss: Callable[..., Any]
+    _slot_training_step: Callable[..., Any]
+    _slot_get_batch_samples: Callable[..., Any]
+    _slot_log: Callable[..., Any]
+    _loss_takes_count: bool
+    _walks_inputs: bool
+    _counts_items_itself: bool
+    _makes_contexts: bool
+    _steps_itself: bool
+    _is_weighing: bool
+
+    if TYPE_CHECKING:
+
+        def _is_overridden(self, name: str) -> bool:
+            """Tell whether a subclass, or this instance, has a hook of its own; `Trainer` has it."""
+
+        def _resolve_hooks(self, given: Mapping[str, Any]) -> None:
+            """Look at the hooks' signatures; `Trainer` has it."""
+
+    def _adopt_model(self, model: nn.Module) -> None:
+        """Make `model` the one to train: a plain module becomes a `ModelTask`."""
+        bare = self.strategy.unwrap(model)
+        check_not_lightning(bare)
+        if isinstance(bare, TaskModule):
+            self.task = bare
+            model = self.task.model if "model" in dict(bare.named_children()) else bare
+        else:
+            self.task = ModelTask(
+                bare,
+                label_names=self.args.label_names,
+                label_smoothing=self.args.label_smoothing_factor,
+                compute_loss_func=self.compute_loss_func,
+                count_items=self.count_items,
+            )
+        check_task(self.task)
+        self.model = self.strategy.unwrap(self.task.model)
+        self.task.model = self.model
+        # A wrapper that the user put around the model is what the forward pass goes through.
+        self.model_wrapped = model
+        self._outermost = model
+        self.is_model_parallel = is_spread(self.model)
+        self.strategy.place_model = bool(self.place_model_on_device)
+        prepare_model(self.args, self.strategy, self.model, noise_alpha=self.neftune_noise_alpha)
+        plain = self.task if isinstance(self.task, ModelTask) else None
+        self._find("label_names", list(plain.label_names) if plain else ["labels"])
+        self._find("can_return_loss", plain.can_return_loss if plain else False)
+        self._find("model_accepts_loss_kwargs", plain.accepts_item_count if plain else False)
+        self._find("_signature_columns", None)
+        if self.optimizer is not None and self.model_init is None:
+            check_optimizer(self.optimizer, self.lr_scheduler, self.model)
+
+    def _find(self, name: str, value: Any) -> None:
+        """Set what was found out about the model, unless a subclass has set a value of its own since."""
+        if name not in vars(self) or vars(self)[name] == self._found.get(name):
+            setattr(self, name, value)
+            self._found[name] = value
+
+    def _new_state(self) -> TrainerState:
+        return TrainerState(
+            is_local_process_zero=self.is_local_process_zero(), is_world_process_zero=self.is_world_process_zero()
+        )
+
+    @property
+    def tokenizer(self) -> Any:
+        """The older name of `processing_class`."""
+        warn_once("Trainer.tokenizer is deprecated; use Trainer.processing_class.", FutureWarning)
+        return self.processing_class
+
+    @tokenizer.setter
+    def tokenizer(self, value: Any) -> None:
+        warn_once("Trainer.tokenizer is deprecated; use Trainer.processing_class.", FutureWarning)
+        self.processing_class = value
+
+    @property
+    def compute_loss_func(self) -> Any:
+        """The function that computes the loss in place of the model; it may be set at any time."""
+        return self._slot_loss_func
+
+    @compute_loss_func.setter
+    def compute_loss_func(self, function: Any) -> None:
+        self._slot_loss_func = function
+        task = vars(self).get("task")
+        if isinstance(task, ModelTask):
+            task.use_loss(function)
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder that checkpoints and results go to; it stays where it is when the working directory changes.
+
+        For a remote `args.output_dir` it is the local mirror, from which they are uploaded.
+        """
+        return self._output.folder
+
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        """What calls the callbacks; one that is assigned gets this Trainer's arguments, state and control."""
+        return self._callback_handler
+
+    @callback_handler.setter
+    def callback_handler(self, handler: CallbackHandler) -> None:
+        if not isinstance(handler, CallbackHandler):
+            raise ConfigError(
+                f"Cannot use a {type(handler).__name__} as callback_handler:",
+                "The loops call the callbacks through hftrain's CallbackHandler.",
+                "Derive it from hftrain.CallbackHandler.",
+            )
+        handler.args, handler.state, handler.control = self.args, self.state, self.control
+        self._callback_handler = handler
+
+    @property
+    def deepspeed(self) -> Any:
+        """DeepSpeed's engine while a run has one, else None."""
+        return self.model_wrapped if self.is_deepspeed_enabled and self.model_wrapped is not self.model else None
+
+    @deepspeed.setter
+    def deepspeed(self, value: Any) -> None:
+        if value is not None and value is not self.model_wrapped:
+            raise ConfigError(
+                "Cannot take an assigned trainer.deepspeed:",
+                "The strategy makes the engine and trains with it.",
+                "Pass strategy=DeepSpeedStrategy(...), or set args.deepspeed.",
+            )
+
+    @property
+    def _train_batch_size(self) -> int:
+        """Training samples per process and micro-step; set, it changes `args.per_device_train_batch_size`."""
+        return self.args.train_batch_size
+
+    @_train_batch_size.setter
+    def _train_batch_size(self, value: int) -> None:
+        replicas = max(self.args.train_batch_size // self.args.per_device_train_batch_size, 1)
+        self.args.per_device_train_batch_size = value // replicas
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Whether the Trainer moves the model to the device: not a model that is spread, nor with DeepSpeed."""
+        is_left_alone = self.is_model_parallel or self.is_deepspeed_enabled
+        return bool(self.strategy.place_model and self.args.place_model_on_device and not is_left_alone)
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether the strategy is one of FSDP's."""
+        return has_engine(self.strategy, "fsdp")
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """Whether the strategy is DeepSpeed's."""
+        return has_engine(self.strategy, "deepspeed")
+
+    @property
+    def is_tp_enabled(self) -> bool:
+        """Whether the model's layers are split over processes."""
+        return self.get_tp_size() > 1
+
+    @property
+    def label_smoother(self) -> LabelSmoother | None:
+        """What smooths labels as the training does; None without `label_smoothing_factor`."""
+        return LabelSmoother(self.args.label_smoothing_factor) if self.args.label_smoothing_factor else None
+
+    @property
+    def accelerator(self) -> Any:
+        """A real `accelerate.Accelerator` that agrees with the strategy, made on first use; collective then.
+
+        The loops do not use it: preparing a model or a loader with it changes neither the strategy nor the training.
+        Its `backward` is the run's: with the precision's loss scaling, through the strategy's engine, and without a
+        division by the accumulation. `sync_gradients` tells in a training step whether an update follows it.
+
+        Using it before `train` launches the strategy. Once it is there, processes that evaluate a plain
+        model keep in step, so that an override of `prediction_step` may gather: one that runs out of batches repeats
+        its last one and drops the result.
+        """
+        if self._accelerator is None:
+            self.create_accelerator_and_postprocess()
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, value: Any) -> None:
+        # Before super().__init__() of a subclass there is nothing to agree with, and afterwards a new one is made.
+        self._accelerator = None
+        if "strategy" in vars(self) and value is not None:
+            self._accelerator = adopt_accelerator(value, self.args, self.strategy, self.precision, self._computing)
+
+    @property
+    def gather_function(self) -> Callable[..., Any]:
+        """What collects predictions: accelerate's `gather_for_metrics`.
+
+        Evaluations hold no sample twice, so that plain `gather` collects the same; nothing else can be set.
+        """
+        gather: Callable[..., Any] = self.accelerator.gather_for_metrics
+        return gather
+
+    @gather_function.setter
+    def gather_function(self, value: Any) -> None:
+        if value not in (self.accelerator.gather, self.accelerator.gather_for_metrics):
+            raise ConfigError(
+                "trainer.gather_function was assigned.",
+                "Predictions are collected once, at the end of an evaluation; there is no gathering per batch.",
+                "Set trainer.accelerator.gather or gather_for_metrics (both give each sample once), or override "
+                "evaluation_loop.",
+                gather_function=value,
+            )
+
+    @property
+    def _num_rehearsed(self) -> int:
+        """How many batches of each stage are rehearsed, 0 in a real run."""
+        return self._num_estimated or int(self.fast_dev_run)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback: an instance, or a class that takes no arguments."""
+        self.callback_handler.add(callback)
+
+    def pop_callback(self, callback: Any) -> TrainerCallback | None:
+        """Remove and return the first matching callback (by class or identity), or None."""
+        popped: TrainerCallback | None = self.callback_handler.pop(callback)
+        return popped
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove the first matching callback (by class or identity)."""
+        self.callback_handler.remove(callback)
+
+    def _running_session(self, asker: str) -> TrainSession:
+        if self._session is None:
+            raise ConfigError(f"{asker}() was called.", "It acts on a running training.", "Call it while train() runs.")
+        return self._session
+
+    def get_num_trainable_parameters(self) -> int:
+        """Return how many numbers training may change."""
+        return self.strategy.count_trainable(self.model)
+
+    def is_world_process_zero(self) -> bool:
+        """Tell whether this is the one main process of all."""
+        return self.strategy.rank == 0
+
+    def is_local_process_zero(self) -> bool:
+        """Tell whether this is the main process of its machine."""
+        return self.strategy.local_rank == 0
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the samples per optimizer update, all ranks together; ranks that split a layer share theirs."""
+        return total_batch_size(args, world_size=self.strategy.world_size // self.get_tp_size())
+
+    def get_tp_size(self) -> int:
+        """Return over how many processes each layer is split, 1 if none is.
+
+        Source: the documented `Trainer.get_tp_size`.
+        """
+        return tensor_parallel_size(self.model, getattr(self.strategy, "config", None))
+
+    def get_cp_size(self) -> int:
+        """Return over how many processes a sequence is split: 1. Source: the documented `Trainer.get_cp_size`."""
+        return 1
+
+    def get_sp_size(self) -> int:
+        """Return over how many processes a sequence is split: 1. Source: the documented `Trainer.get_sp_size`."""
+        return 1
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make `accelerator` again; launches the strategy. Collective."""
+        self._accelerator = make_accelerator(self.args, self.strategy, self.precision, self._computing)
+
+    def propagate_args_to_deepspeed(self, auto_find_batch_size: bool = False) -> None:
+        """Write the arguments into the DeepSpeed config.
+
+        Source: the documented `Trainer.propagate_args_to_deepspeed`.
+        """
+        propagate = getattr(self.strategy, "propagate_args", None)
+        if not self.is_deepspeed_enabled or propagate is None:
+            raise ConfigError(
+                "propagate_args_to_deepspeed() was called.",
+                f"strategy={self.strategy.name!r} has no DeepSpeed config.",
+                "Pass deepspeed= in the arguments, or leave the call out.",
+            )
+        propagate(self.args, auto_find_batch_size=auto_find_batch_size)
+
+    @property
+    def _trial(self) -> Any:
+        """What a search tries now, as the backend gave it."""
+        return None if self._trial_run is None else self._trial_run.trial
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Build the model with `model_init`, the random number generators freshly seeded."""
+        assert self.model_init is not None
+        set_seed(self.args.seed)
+        parameters = inspect.signature(self.model_init).parameters.values()
+        if sum(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters) > 1:
+            raise ConfigError(
+                "model_init was given.", "It takes more than the trial.", "Let it take no argument, or the trial."
+            )
+        model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
+        if model is None:
+            raise ConfigError("model_init() was called.", "It returned None.", "Return the model from model_init.")
+        return model
+
+    def _copy_parts(self) -> None:
+        """Train copies of model, optimizer, schedule and loops from now on; together, for they refer to each other."""
+        if self.model_init is not None:
+            self.loops = copy.deepcopy(self.loops)
+            return
+        self.task, self._outermost, self.optimizer, self.lr_scheduler, self.loops = copy.deepcopy(
+            (self.task, self._outermost, self.optimizer, self.lr_scheduler, self.loops)
+        )
+        self.model, self.model_wrapped = self.task.model, self._outermost

@@ -1,0 +1,132 @@
+"""How a Trainer makes its optimizer and schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.adapter.optim import optimizer_config, schedule_config
+from hftrain.arguments.training import TrainingArguments
+from hftrain.core.errors import ConfigError
+from hftrain.core.log import get_logger
+from hftrain.optim.groups import decay_parameter_names
+from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
+from hftrain.optim.schedules import build_schedule
+from hftrain.step.in_backward import check_in_backward
+from hftrain.task.module import TaskModule
+from hftrain.trainer.checks import (
+    check_step,
+    read_optimizers,
+)
+from hftrain.trainer.data_methods import DataMethods
+from hftrain.trainer.engines import check_made
+
+logger = get_logger(__name__)
+
+
+class OptimizerMethods(DataMethods):
+    """Make the optimizer and the schedule."""
+
+    def _get_learning_rate(self) -> float:
+        """Return the learning rate of the first parameter group: where it is logged, the one the step used."""
+        used = None if self._session is None else self._session.used_rate
+        return self.get_learning_rates()[0] if used is None else used
+
+    def _check_optimizer(self) -> None:
+        """Refuse, before anything is launched, an optimizer that cannot be made."""
+        check_made(
+            self.strategy,
+            self.task,
+            optimizers=(self.optimizer, self.lr_scheduler),
+            optimizer_cls_and_kwargs=self.optimizer_cls_and_kwargs,
+            is_overridden=self._is_overridden,
+        )
+        is_own = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        makes_own = type(self.task).configure_optimizers is not TaskModule.configure_optimizers
+        is_made = "optimizer" in self.strategy.makes
+        if not (is_own or makes_own or is_made or self._is_overridden("create_optimizer")):
+            self._check_in_backward(self.get_optimizer_cls_and_kwargs(self.args, self.model)[0])
+        elif self.optimizer_cls_and_kwargs is not None:
+            check_step(self.optimizer_cls_and_kwargs[0])
+
+    def _check_in_backward(self, optimizer: Any) -> None:
+        accumulation = self.args.gradient_accumulation_steps
+        check_in_backward(optimizer, strategy=self.strategy, precision=self.precision, accumulation=accumulation)
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make the optimizer and the schedule; override this or either of the two it calls."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps, optimizer=self.optimizer)
+
+    def create_optimizer(self) -> torch.optim.Optimizer:
+        """Make the optimizer unless there is one, and return it. Source: the documented `create_optimizer`."""
+        if self.optimizer is None:
+            made = read_optimizers(self.task.configure_optimizers(), maker=type(self.task).__name__)
+            self._optimizer_is_the_tasks = made[0] is not None
+            self.optimizer = made[0]
+            if made[1] is not None:
+                self.lr_scheduler = made[1]
+        if self.optimizer is None:
+            if self.optimizer_cls_and_kwargs is None:
+                chosen = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            else:
+                chosen = self.optimizer_cls_and_kwargs
+            names = self.get_decay_parameter_names(self.model)
+            self.optimizer = optimizer_from_class(
+                *chosen, self.model, weight_decay=self.args.weight_decay, decay_names=names
+            )
+        return self.optimizer
+
+    def _forget_schedule(self) -> None:
+        """Forget a schedule that an earlier train() used up; the optimizer goes on unless the task makes both."""
+        if self._optimizer_is_the_tasks:
+            self.optimizer = self.lr_scheduler = None
+        elif self._schedule_is_own:
+            self.lr_scheduler = None
+        elif getattr(self.lr_scheduler, "last_epoch", 0) > 0:
+            logger.warning("The given schedule has been stepped before; it goes on from where it is.")
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Make the schedule unless there is one, and return it. Source: the documented `create_scheduler`."""
+        if self.lr_scheduler is None:
+            self._schedule_is_own = True
+            chosen = self._require_optimizer("create_scheduler") if optimizer is None else optimizer
+            self.lr_scheduler = build_schedule(
+                schedule_config(self.args, num_training_steps=num_training_steps), chosen
+            )
+        return self.lr_scheduler
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return the names of parameters that weight decay applies to."""
+        return decay_parameter_names(model)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: nn.Module | None = None
+    ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """Return the optimizer class and its arguments that the training arguments ask for."""
+        return optimizer_class(optimizer_config(args), model)
+
+    def get_learning_rates(self) -> list[float]:
+        """Return the learning rate of every parameter group; needs an optimizer."""
+        return [float(group["lr"]) for group in self._require_optimizer("get_learning_rates").param_groups]
+
+    def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
+        """Return the parameter group that holds `param`, or the parameters of every group; needs an optimizer."""
+        optimizer = self._require_optimizer("get_optimizer_group")
+        if param is None:
+            return [group["params"] for group in optimizer.param_groups]
+        wanted = dict(self.model.named_parameters()).get(param) if isinstance(param, str) else param
+        for group in optimizer.param_groups:
+            if any(member is wanted for member in group["params"]):
+                return group
+        return None
+
+    def _require_optimizer(self, asker: str) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise ConfigError(
+                f"{asker}() was called.", "There is no optimizer yet.", "Call train() or create_optimizer()."
+            )
+        return self.optimizer

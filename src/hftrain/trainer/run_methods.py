@@ -1,0 +1,176 @@
+"""What a Trainer does between the steps of a run: save, load, log, evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.core.progress import Progress
+from hftrain.loops.contract import check_features
+from hftrain.trainer.best import follow_metric
+from hftrain.trainer.evaluation_methods import EvaluationMethods
+from hftrain.trainer.foresight import Given, check_ahead
+from hftrain.trainer.loop_parts import used_in_evaluation, used_in_training
+from hftrain.trainer.resuming import RunPlan, find_geometry, plan_run
+from hftrain.trainer.saving import load_task
+from hftrain.trainer.searching import TrialRun, trying
+
+
+class RunMethods(EvaluationMethods):
+    """Act between the steps of a run."""
+
+    def _check_ahead(self) -> None:
+        """Refuse a training that would fail late, see `check_ahead`."""
+
+        def count_steps(loader: Any) -> int:
+            total = self.get_total_train_batch_size(self.args)
+            return self.set_initial_training_values(self.args, loader, total)[6]
+
+        data = self.train_dataset, self.eval_dataset, self._eval_sets, self.data_collator, self.label_names
+        functions = self.compute_metrics, self.preprocess_logits_for_metrics, self.compute_loss_func
+        given = Given(*data, *functions, self.callback_handler.callbacks, self._is_overridden, count_steps)
+        rate = (self.optimizer_cls_and_kwargs or (None, {}))[1].get("lr", self.args.learning_rate)
+        optimizers = (self.optimizer, self.lr_scheduler)
+        parts = self.args, self.strategy, self.task, self.model
+        check_ahead(*parts, given, optimizers=optimizers, learning_rate=rate, spill_dir=self.spill_dir)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Commit a checkpoint of the running session; called by the loop when callbacks ask for a save."""
+        self._running_session("_save_checkpoint").save()
+
+    def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
+        """Delete the oldest checkpoints beyond `save_total_limit`, in the order of their commits; after each save."""
+        self._running_session("_rotate_checkpoints").checkpoints.rotate()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write what a resume needs of optimizer and schedule into a checkpoint; every rank calls it."""
+        session = self._running_session("_save_optimizer_and_scheduler")
+        session.checkpoints.write_optimizer(Path(output_dir), session.optimizer)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        """Load what `_save_optimizer_and_scheduler` wrote, at a resume; every rank calls it."""
+        session = self._running_session("_load_optimizer_and_scheduler")
+        session.checkpoints.read_optimizer(Path(checkpoint), session.optimizer)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load a checkpoint's weights into the model in place; at a resume, and for the best model."""
+        load_task(self.task, self.model, self.strategy, Path(resume_from_checkpoint), model=model)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Put the random number generators where a checkpoint has them; at a resume, when the data are open."""
+        self._running_session("_load_rng_state").restore_numbers()
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's weights; at the end of a run with `load_best_model_at_end`."""
+        self._running_session("_load_best_model").checkpoints.load_best()
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: torch.Tensor | None = None,
+        grad_norm: Any = None,
+        model: nn.Module | None = None,
+        trial: Any = None,
+        epoch: float | None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        start_time: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Do what callbacks asked for: log, evaluate, save; after each step and each epoch.
+
+        The arguments tell an override where the run is. `tr_loss` is the sum of the step losses since the last log;
+        what this method is given is logged, divided by the steps. An override that logs itself resets `tr_loss` in
+        place and sets `_globalstep_last_logged`, as the documented one does.
+        """
+        self._running_session("_maybe_log_save_evaluate").step_end.act(tr_loss)
+
+    @property
+    def _globalstep_last_logged(self) -> int:
+        """The update after which the training loss was logged last, for overrides of `_maybe_log_save_evaluate`."""
+        return self.state.global_step - (self._loss_window.num_steps if self._loss_window else 0)
+
+    @_globalstep_last_logged.setter
+    def _globalstep_last_logged(self, step: int) -> None:
+        if self._loss_window is not None:
+            self._loss_window.leave(self.state.global_step - step)
+
+    @property
+    def _total_loss_scalar(self) -> float:
+        """The sum of all step losses that were logged, from which `train_loss` follows; likewise."""
+        return self._loss_window.run_total if self._loss_window else 0.0
+
+    @_total_loss_scalar.setter
+    def _total_loss_scalar(self, total: float) -> None:
+        if self._loss_window is not None:
+            self._loss_window.run_total = total
+
+    def _evaluate(
+        self, trial: Any = None, ignore_keys_for_eval: list[str] | None = None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate while training, and step a schedule that follows the metric unless told to skip it."""
+        session = self._running_session("_evaluate")
+        with session.evaluating():
+            metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        self._report_to_hp_search(trial, self.state.global_step, metrics)
+        if not skip_scheduler:
+            follow_metric(self.lr_scheduler, self.args, self.state, metrics, has_all_sets=self._has_all_sets)
+        return metrics
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        """Tell a search's backend the objective of an evaluation while training; the backend may end the trial."""
+        # Sets with a cadence of their own: the objective needs all of them.
+        if self._trial_run is not None and self._has_all_sets:
+            folder = self._get_output_dir(self._trial)
+            self._trial_run.note(metrics, step=step, folder=folder, events=self.callback_handler)
+
+    def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
+        """Remember the best evaluation so far in the state, and tell whether this is it."""
+        session = self._running_session("_determine_best_metric")
+        return session.checkpoints.metric.note(metrics, has_all_sets=self._has_all_sets)
+
+    def _plan_run(self, folder: Path | None, loader: Any, values: tuple[Any, ...], progress: Progress) -> RunPlan:
+        """Plan a run that goes on from a checkpoint, or begins; see `plan_run`."""
+        args, strategy = self.args, self.strategy
+        grouping, policy, split = self._length_config(is_training=True), self.precision.policy, self.get_tp_size()
+        geometry = find_geometry(args, strategy, policy, loader, self.train_dataset, grouping=grouping, split=split)
+        return plan_run(args, strategy, folder, loader, values, progress=progress, geometry=geometry)
+
+    def _check_loop(self, resume: Path | None) -> None:
+        """Refuse what the training loop does not support."""
+        if "fit" in self.loops:
+            dataset = None if self._is_overridden("get_train_dataloader") else self.train_dataset
+            parts = self.args, self.strategy, self.precision, self.save_policy
+            check_features(self.loops["fit"], used_in_training(*parts, dataset=dataset, resume=resume))
+        if "evaluate" in self.loops and self.args.eval_strategy != "no":
+            is_mapping = isinstance(self.eval_dataset, Mapping)
+            for dataset in self.eval_dataset.values() if is_mapping else [self.eval_dataset]:
+                is_per_batch = self.args.batch_eval_metrics and self.compute_metrics is not None
+                used = used_in_evaluation(
+                    self.args, self.strategy, dataset=dataset, takes_turns=False, is_per_batch=is_per_batch
+                )
+                check_features(self.loops["evaluate"], used)
+
+    @contextmanager
+    def _trying(self, trial: Any, **options: Any) -> Iterator[TrialRun]:
+        """Train with a trial's values; see `trying`."""
+        noise, given = self.neftune_noise_alpha, self.args.neftune_noise_alpha
+        try:
+            with trying(self.args, self._output, self.model_init, trial, **options) as run:
+                if self.args.neftune_noise_alpha != given:
+                    self.neftune_noise_alpha = self.args.neftune_noise_alpha
+                self._trial_run = run
+                self._follow_arguments()
+                yield run
+        finally:
+            self._trial_run, self.neftune_noise_alpha = None, noise
+            self._follow_arguments()
+
+    def _follow_arguments(self) -> None:
+        """Renew what was made from the arguments, which have changed."""
+        self._accelerator = None
+        if self.is_deepspeed_enabled:
+            self.propagate_args_to_deepspeed()

@@ -1,0 +1,300 @@
+"""What a Trainer does in one training step: inputs, loss, backward, and what weighs the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.core.errors import TaskError
+from hftrain.core.log import get_logger
+from hftrain.core.tree import map_tensors
+from hftrain.task.model_task import ModelTask
+from hftrain.task.modes import is_on
+from hftrain.task.module import as_step_output
+from hftrain.task.noise import add_noise, find_embeddings
+from hftrain.trainer.acceleration import tell_sync
+from hftrain.trainer.casting import is_cast_inside
+from hftrain.trainer.evaluating import (
+    cast_inputs,
+    read_memory,
+    with_memory,
+)
+from hftrain.trainer.generating import align_special_tokens
+from hftrain.trainer.means import MeanSearch
+from hftrain.trainer.optimizer_methods import OptimizerMethods
+from hftrain.trainer.weighing import LossHooks, LossShares
+
+logger = get_logger(__name__)
+
+
+class StepMethods(OptimizerMethods):
+    """Take a training step."""
+
+    def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
+        """Return the processes' tensors, concatenated, in the same nesting; collective, and the logged loss's mean."""
+        return map_tensors(tensors, self.strategy.gather)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Return the module whose forward is called: wrapped to train, bare to evaluate. Collective.
+
+        To train, the strategy wraps, and the optimizer is made within. A wrapper that an override puts around the
+        result must be one that the strategy can look through (DDP, DataParallel, torch.compile).
+        """
+        if training and self._session is not None:
+            return self._session.wrap(model)
+        return self.strategy.for_evaluation(model)
+
+    def _prepare_context_parallel_inputs(
+        self, model: nn.Module, inputs: Any
+    ) -> tuple[Callable[[], AbstractContextManager[Any]], Any]:
+        """Return what makes the context that a micro-batch is trained in, and the micro-batch; called before it is."""
+        return nullcontext, inputs
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: int | torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run forward and backward on one micro-batch.
+
+        Args:
+            model: The wrapped model.
+            inputs: The micro-batch.
+            num_items_in_batch: Items of the whole step; None where nobody needs them.
+
+        Returns:
+            The detached loss, scaled to its share of the step.
+
+        Source: the documented `Trainer.training_step`.
+        """
+        mode = self._training_mode
+        if mode is None:
+            model.train()
+        elif model is not mode.model or not all(map(is_on, mode.flags)):
+            mode.enter(model)
+        if mode is not None and mode.train_weights is not None:
+            mode.train_weights()
+        shares = self._shares if self._shares.is_on else None
+        # Of the batch as it was counted: overrides may return another, and pop its labels.
+        share = 1 if shares is None else shares.share_of(inputs, num_items_in_batch)
+        num_items = num_items_in_batch if shares is None else shares.noted(num_items_in_batch)
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            self._is_weighing = True
+            loss: torch.Tensor = self._slot_compute_loss(model, inputs, num_items_in_batch=num_items)
+            self._is_weighing = False
+        if shares is not None:
+            loss = shares.weigh(loss, share, num_items_in_batch)
+        self._computing.backward(loss)
+        return loss.detach()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: int | torch.Tensor | None = None,
+    ) -> Any:
+        """Return the loss of one batch, or (loss, outputs).
+
+        Source: the documented `Trainer.compute_loss`.
+        """
+        if isinstance(self.task, ModelTask):
+            loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
+            if self.args.past_index >= 0:
+                self._past = read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
+            if self._steps_itself and not self._is_weighing and self._stage == "train":
+                loss = self._shares.over_ranks(loss, num_items_in_batch)
+        else:
+            result = self.task.training_step(inputs)
+            if isinstance(result, torch.Tensor):
+                return (result, None) if return_outputs else result
+            output = as_step_output(result)
+            if output.loss is None:
+                raise TaskError(
+                    f"{type(self.task).__name__}.training_step was run.",
+                    "Its StepOutput holds no loss.",
+                    "Return StepOutput(loss=...).",
+                )
+            if output.logs and self._session is not None:
+                self._session.logs.add(output.logs)
+            loss, outputs = output.loss, output.outputs
+        return (loss, outputs) if return_outputs else loss
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device | None = None
+    ) -> tuple[list[Any], int | torch.Tensor | None]:
+        """Take a step's micro-batches and count their items.
+
+        Args:
+            epoch_iterator: The epoch's remaining batches.
+            num_batches: How many to take; fewer come at the end.
+            device: Where a count over ranks is summed.
+
+        Returns:
+            The batches (none left: an empty list) and the item count, None where nobody needs it.
+
+        Source: the documented `Trainer.get_batch_samples`.
+        """
+        batches = list(islice(epoch_iterator, num_batches))
+        count = self._get_num_items_in_batch if self._counts_items_itself else self._shares.count
+        return batches, count(batches, device) if batches else None
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None) -> Any:
+        """Return the items of a step's micro-batches, None where nobody needs them."""
+        return self._shares.count(batch_samples, device)
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """Return the context the loss is computed in: the precision's casting, unless the model casts itself."""
+        if not self._makes_contexts:
+            return nullcontext() if self._casting.is_on else self._computing.autocast()
+        stack = ExitStack()
+        stack.enter_context(self.torchdynamo_smart_context_manager())
+        stack.enter_context(self.autocast_smart_context_manager())
+        return stack
+
+    def torchdynamo_smart_context_manager(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: a compiled model needs none.
+
+        Source: the documented `Trainer.torchdynamo_smart_context_manager` (4.24).
+        """
+        return nullcontext()
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        """Return the precision's casting context.
+
+        Args:
+            cache_enabled: Keep cast weights within the context; False casts them at each use.
+
+        Source: the documented `Trainer.autocast_smart_context_manager`.
+        """
+        if cache_enabled or not self.precision.policy.autocast:
+            return self._computing.autocast()
+        return torch.autocast(self.strategy.device_type, dtype=self.precision.policy.compute_dtype, cache_enabled=False)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Move one value to the device; an override sees every value of a nested batch."""
+        if isinstance(data, Mapping):
+            return type(data)({key: self._prepare_input(value) for key, value in data.items()})  # type: ignore[call-arg]
+        if isinstance(data, (tuple, list)):
+            values = [self._prepare_input(value) for value in data]
+            return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+        return self.strategy.to_device(data)
+
+    def _align_special_tokens(self) -> None:
+        """Give the model's configurations the tokenizer's special tokens before a training, and say so."""
+        changed = align_special_tokens(self.model, self.processing_class)
+        if changed and self.strategy.is_main:
+            logger.warning(
+                "The tokenizer's special tokens differ from the model's. The model's config and generation "
+                "config were changed to the tokenizer's: %s.",
+                ", ".join(f"{name}={token}" for name, token in changed.items()),
+            )
+
+    def _activate_neftune(self, model: nn.Module) -> nn.Module:
+        """Add NEFTune's noise to the embeddings of `model`, until `_deactivate_neftune`; mutates the model."""
+        assert self.neftune_noise_alpha is not None
+        self._neftune_hook = add_noise(find_embeddings(self.strategy.unwrap(model)), self.neftune_noise_alpha)
+        return model
+
+    def _deactivate_neftune(self, model: nn.Module) -> None:
+        """Take the noise away again; safe to call twice."""
+        if self._neftune_hook is not None:
+            self._neftune_hook.remove()
+        self._neftune_hook = None
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Move a batch to the device."""
+        if isinstance(inputs, (dict, Mapping)) and not inputs:
+            raise TaskError(
+                "A batch was made ready for the model.",
+                f"It is empty: no column of the data is one that {type(self.model).__name__}.forward takes"
+                + (f" ({', '.join(self._signature_columns)})." if self._signature_columns else "."),
+                "Rename the columns, or set remove_unused_columns=False.",
+            )
+        inputs = self._prepare_input(inputs) if self._walks_inputs else self.strategy.to_device(inputs)
+        if self._past is not None:
+            inputs = with_memory(inputs, self._past)
+        dtype = self._computing.input_dtype
+        return inputs if dtype is None else cast_inputs(inputs, dtype, labels=self.label_names)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device | str) -> None:
+        """Move a second model, such as a teacher; the Trainer's own is placed by its strategy."""
+        model.to(device)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the floating-point operations of one micro-batch: what the model's own method says.
+
+        Of a transformers model without one: 6 for each parameter outside of the embeddings and each element of the main
+        input. Else 0. Override it to have them counted in `state.total_flos`.
+
+        Source: the documented `Trainer.floating_point_ops`.
+        """
+        model = self.model
+        count = getattr(model, "floating_point_ops", None)
+        if callable(count):
+            return count(inputs)  # type: ignore[no-any-return]
+        name = getattr(model, "main_input_name", "input_ids")
+        if not hasattr(model, "num_parameters") or name not in inputs:
+            return 0
+        if self._counted is None or self._counted[0] is not model:
+            # Once, for it walks over all parameters.
+            self._counted = model, model.num_parameters(exclude_embeddings=True)  # type: ignore[operator]
+        return int(6 * inputs[name].numel() * self._counted[1])
+
+    def _add_flos(self, number: float) -> None:
+        self.current_flos += number
+
+    def store_flos(self) -> None:
+        """Add this process's operations since the last call, over all processes, to `state.total_flos`; collective."""
+        self.state.total_flos += sum(self.strategy.gather_object(float(self.current_flos)))
+        self.current_flos = 0
+
+    def _note_sync(self, syncs: bool) -> None:
+        """Note, and tell the accelerator if there is one, whether an update follows the micro-step that begins."""
+        self._computing.syncs = syncs
+        if self._accelerator is not None:
+            tell_sync(self._accelerator, syncs)
+
+    def _make_shares(self) -> LossShares:
+        """Return what weighs the losses, by the hooks as they are now."""
+        plain = self.task if isinstance(self.task, ModelTask) else None
+        search = MeanSearch(
+            plain,
+            self.strategy,
+            self.precision.policy,
+            self._computing,
+            is_split=self.strategy.shards_model or self.is_deepspeed_enabled or self.is_tp_enabled,
+            makes_inputs=any(map(self._is_overridden, ("_prepare_inputs", "_prepare_input"))),
+        )
+        hooks = LossHooks(
+            compute_loss=self.compute_loss,
+            compute_loss_func=self.compute_loss_func,
+            is_overridden=self._is_overridden,
+            takes_count=self._loss_takes_count,
+            accepts_count=bool(self.model_accepts_loss_kwargs),
+            says_divided=getattr(self, "loss_is_scaled_for_ga", None),
+            is_compiled=self.compiler.config is not None,
+            get_batch_samples=self._slot_get_batch_samples,
+        )
+        return LossShares(self.args, self.strategy, self.task, hooks, search)
+
+    @property
+    def current_gradient_accumulation_steps(self) -> int:
+        """How many micro-batches make the present step."""
+        return self._shares.num_micro_batches
+
+    @current_gradient_accumulation_steps.setter
+    def current_gradient_accumulation_steps(self, number: int) -> None:
+        self._shares.num_micro_batches = number
+
+    def _cast_model(self) -> None:
+        """Let the model cast itself where code of the user's computes with what it returns."""
+        names = ("compute_loss", "training_step", "prediction_step")
+        functions = [getattr(self, name) for name in filter(self._is_overridden, names)]
+        functions += [self.compute_loss_func] if callable(self.compute_loss_func) else []
+        if not self._makes_contexts and is_cast_inside(self.precision.policy, self.strategy, self.task, functions):
+            self._casting.apply(self.model)
