@@ -84,6 +84,32 @@ def test_processes_stop_an_evaluation_together(tmp_path: Path, run_distributed: 
     assert 8 < first["0.2, 60"] < 60
 
 
+def evaluate_split(folder: str) -> dict[str, Any]:
+    found = {}
+    for margin in (0.01, 0.9):
+        for rows in (2, 13, 21):
+            set_seed(7)
+            trainer = Trainer(
+                Net(),
+                make_arguments(Path(folder), max_steps=1, save_strategy="no"),
+                train_dataset=make_rows(8),
+                eval_dataset=make_rows(rows),
+                strategy="fsdp",
+                loop=UntilCertain(margin),
+                compute_metrics=count_samples,
+            )
+            trainer.train()
+            found[f"{margin}, {rows}"] = trainer.evaluate()["eval_seen"]
+    return found
+
+
+def test_split_model_is_evaluated_until_certain_on_unequal_shares(tmp_path: Path, run_distributed: Any) -> None:
+    first, second = run_distributed(evaluate_split, folder=str(tmp_path))
+    assert first == second
+    assert [first[f"0.01, {rows}"] for rows in (2, 13, 21)] == [2, 13, 21]
+    assert [first[f"0.9, {rows}"] for rows in (2, 13, 21)] == [2, 8, 8]
+
+
 def train_in_turn(folder: str) -> str:
     trainer = Trainer(Generate(Pair()), make_arguments(Path(folder)), train_dataset=make_rows(8), loop=InTurn())
     try:

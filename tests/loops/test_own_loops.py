@@ -261,15 +261,16 @@ def test_training_evaluates_with_the_loop(tmp_path: Path) -> None:
     assert [line["eval_seen"] for line in trainer.state.log_history if "eval_seen" in line] == [8, 8]
 
 
-def test_early_stop_refuses_metrics_of_each_batch(tmp_path: Path) -> None:
-    trainer = make_trainer(
-        tmp_path,
-        UntilCertain(),
-        compute_metrics=lambda prediction, compute_result: {},
-        batch_eval_metrics=True,
-    )
-    with pytest.raises(ConfigError, match="batch_eval_metrics=True with the loop UntilCertain"):
-        trainer.evaluate()
+def test_early_stop_ends_metrics_of_each_batch(tmp_path: Path) -> None:
+    told: list[tuple[int, bool]] = []
+
+    def count(prediction: Any, compute_result: bool) -> dict[str, float]:
+        told.append((len(prediction.label_ids), compute_result))
+        return {"seen": sum(number for number, _ in told)} if compute_result else {}
+
+    trainer = make_trainer(tmp_path, UntilCertain(0.9), compute_metrics=count, batch_eval_metrics=True)
+    assert trainer.evaluate()["eval_seen"] == 8
+    assert [is_last for _, is_last in told] == [False] * (len(told) - 1) + [True]
 
 
 def test_what_an_evaluation_loop_does_not_support_is_refused_before_the_training(tmp_path: Path) -> None:

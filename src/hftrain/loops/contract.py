@@ -70,10 +70,6 @@ class Loop(Generic[Parts]):
         """Whether a subclass has a state for checkpoints."""
         return type(self).load_state_dict is not Loop.load_state_dict
 
-    def limits(self) -> Mapping[str, str]:
-        """Return what is not supported, with the reasons."""
-        return self.unsupported
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint is to keep: tensors and plain values, of this process."""
         return {}
@@ -92,7 +88,7 @@ def check_features(loop: Loop[Any], used: Mapping[str, str]) -> None:
     Raises:
         ConfigError: It names the feature, the loop's reason and the remedy.
     """
-    for feature, reason in loop.limits().items():
+    for feature, reason in loop.unsupported.items():
         if feature not in FEATURES:
             raise ConfigError(
                 f"Cannot read {type(loop).__name__}.unsupported:",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from hftrain.core.errors import TaskError
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
@@ -63,7 +64,10 @@ class EvaluateHooks:
         compute_metrics: The user's function on predictions and labels, or None.
         preprocess_logits: Runs on (logits, labels) before they are kept, or None.
         needs_labels: Whether `compute_metrics` must run: a batch without labels or predictions is then an error.
-        finish: Called after the last batch; collective.
+        repeat_batch: Runs a step on a batch again, for nothing; given where steps may talk to other processes, so that
+            each rank runs as many steps as the one with the most batches.
+        finish: Runs what the others' forward passes still need of this rank; called after the last batch, and after
+            each turn where the ranks take turns. Collective.
         read_metrics: Compute and reset the task's own metrics; collective.
         finish_outputs: Runs on what was kept of the outputs, joined, before anybody sees it.
     """
@@ -75,6 +79,7 @@ class EvaluateHooks:
     compute_metrics: Callable[..., Mapping[str, Any]] | None = None
     preprocess_logits: Callable[[Any, Any], Any] | None = None
     needs_labels: bool = False
+    repeat_batch: Callable[[Any], Any] | None = None
     finish: Callable[[], None] | None = None
     read_metrics: Callable[[], Mapping[str, Any]] | None = None
     finish_outputs: Callable[[Any], Any] | None = None
@@ -109,11 +114,20 @@ class EvaluateLoop(Loop[EvaluateParts]):
     def attach(self, parts: EvaluateParts) -> None:
         """Take the parts of an evaluation that is about to begin."""
         super().attach(parts)
+        config, hooks, group = parts.config, parts.hooks, parts.group
         self._kept: dict[str, Kept | KeptBatches] = {}
-        self._logs = LogWindow(gather_object=parts.group.gather_object)
-        self._sum_dtype = torch.float32 if parts.group.device.type == "mps" else torch.float64
+        self._batch_metrics: BatchMetrics | None = None
+        if config.computes_per_batch and hooks.compute_metrics is not None:
+            self._batch_metrics = BatchMetrics(
+                hooks.compute_metrics,
+                group=group,
+                takes_objects=config.takes_objects,
+                finish_outputs=hooks.finish_outputs,
+            )
+        self._logs = LogWindow(gather_object=group.gather_object)
+        self._sum_dtype = torch.float32 if group.device.type == "mps" else torch.float64
         # For each kind: the sum of the losses, and the items.
-        self._loss_sums: dict[str, tuple[Any, Any]] = dict.fromkeys(parts.hooks.kinds, (0.0, 0.0))
+        self._loss_sums: dict[str, tuple[Any, Any]] = dict.fromkeys(hooks.kinds, (0.0, 0.0))
         self._num_samples = 0
         self._order: Any = None
 
@@ -122,16 +136,10 @@ class EvaluateLoop(Loop[EvaluateParts]):
         """Whether a subclass decides after each batch whether that was enough."""
         return type(self).should_stop is not EvaluateLoop.should_stop
 
-    def limits(self) -> Mapping[str, str]:
-        """Return what is not supported, with the reasons; what takes turns of its own goes with no early stop."""
-        turns = "it may stop after any batch, and these keep the processes in step in another way"
-        own = {"accelerator": turns, "batch_eval_metrics": turns} if self.stops_early else {}
-        return {**own, **self.unsupported}
-
     def run(
         self, loader: Any, *, is_interleaved: bool = False, order: Any = None, num_expected: int | None = None
     ) -> EvalLoopOutput:
-        """Evaluate the batches; collective at the end only, unless it may stop early or metrics are per batch.
+        """Evaluate the batches; collective at the end only, unless the ranks take turns.
 
         Args:
             loader: Gives this rank's batches.
@@ -145,31 +153,22 @@ class EvaluateLoop(Loop[EvaluateParts]):
         config, hooks = self.parts.config, self.parts.hooks
         self._order = order
         self._open(num_expected)
-        compute = hooks.compute_metrics
-        batch_metrics: BatchMetrics | None = None
-        if config.computes_per_batch and compute is not None:
-            batch_metrics = BatchMetrics(
-                compute,
-                group=self.parts.group,
-                takes_objects=config.takes_objects,
-                finish_outputs=hooks.finish_outputs,
-            )
-        self._run_batches(iter(loader), batch_metrics)
+        self._run_batches(iter(loader))
         if hooks.finish is not None:
             hooks.finish()
-        # First, because ranks with more batches exchange theirs until all are through.
-        per_batch = {} if batch_metrics is None else batch_metrics.finish()
+        per_batch = {} if self._batch_metrics is None else self._batch_metrics.metrics
         reports: list[Mapping[str, Any]] = [self._mean_loss(), self._logs.read(), per_batch]
         if hooks.read_metrics is not None:
             reports.append(hooks.read_metrics())
-        predictions, labels = self._collect("outputs", is_interleaved), self._collect("labels", is_interleaved)
-        if compute is not None and not config.computes_per_batch and predictions is not None:
-            extras = {name: self._collect(name, is_interleaved) for name in ("inputs", "losses")}
-            if labels is not None:
-                reports.append(checked_metrics(compute(EvalPrediction(predictions, labels, **extras))))
+        kept = {name: self._collect(name, is_interleaved) for name in tuple(self._kept)}
+        predictions, labels = kept.pop("outputs", None), kept.pop("labels", None)
+        is_complete = predictions is not None and labels is not None
+        if hooks.compute_metrics is not None and not config.computes_per_batch and is_complete:
+            reports.append(checked_metrics(hooks.compute_metrics(EvalPrediction(predictions, labels, **kept))))
         if not config.returns_predictions:
             predictions = labels = None
-        num_samples, metrics = self._total_samples(), merge_reports(*reports)
+        num_samples = int(self._sum_over_ranks(torch.tensor(self._num_samples, device=self.parts.group.device)))
+        metrics = merge_reports(*reports)
         if not num_samples and not metrics:
             warn_once(
                 "An evaluation read no sample, so it reports no metric. A stream that can be read only once was used "
@@ -177,23 +176,41 @@ class EvaluateLoop(Loop[EvaluateParts]):
             )
         return EvalLoopOutput(predictions, labels, metrics, num_samples)
 
-    def _run_batches(self, batches: Iterator[Any], batch_metrics: BatchMetrics | None) -> None:
-        stops_early, batch = self.stops_early, next(batches, _END)
-        while batch is not _END or stops_early:
+    def _run_batches(self, batches: Iterator[Any]) -> None:
+        """Run this rank's batches, and take part in the turns of ranks that have more, where they need it.
+
+        In a turn without a batch, a rank repeats its last one if the steps may talk to each other (what comes of it is
+        dropped), runs the forward passes that a split model needs of it, and has nothing for metrics of a turn.
+        """
+        hooks, metrics = self.parts.hooks, self._batch_metrics
+        is_watched = self.stops_early or metrics is not None or hooks.repeat_batch is not None
+        takes_turns = self.parts.group.world_size > 1 and is_watched
+        agree: Callable[[bool], bool] = self._all_true if takes_turns else bool
+        upcoming, last = next(batches, _END), None
+        if takes_turns and hooks.repeat_batch is not None and not agree(upcoming is not _END):
+            raise _nothing_to_repeat()
+        is_over = agree(upcoming is _END)
+        while not is_over:
             output = None
-            if batch is not _END:
-                upcoming = next(batches, _END)
+            parts: Mapping[str, Any] = {}
+            if upcoming is not _END:
+                batch, upcoming = upcoming, next(batches, _END)
+                last = _copied(batch) if upcoming is _END else None  # a step may pop from what it is given
                 output = self.run_batch(batch)
-                if batch_metrics is not None:
-                    batch_metrics.add(self._batch_parts(batch, output), is_last=upcoming is _END)
+                if metrics is not None:
+                    parts = self._batch_parts(batch, output)
                 self._tell(output)
-                batch = upcoming
-            # Asked in every process as often, so that it may be collective.
-            if stops_early and self._all_true(self.should_stop(output) or batch is _END):
-                if self._order is not None and not self._all_true(batch is _END):
-                    # Of samples that were not all read, there is no order but that of reading.
-                    self._order = None
-                return
+            elif hooks.repeat_batch is not None:
+                hooks.repeat_batch(_copied(last))
+            if takes_turns and hooks.finish is not None:
+                hooks.finish()
+            is_enough = self.stops_early and self.should_stop(output)
+            is_over = agree(is_enough or upcoming is _END)
+            if metrics is not None:
+                metrics.add(parts, is_last=is_over)
+        if self.stops_early and self._order is not None and not agree(upcoming is _END):
+            # Of samples that were not all read, there is no order but that of reading.
+            self._order = None
 
     def should_stop(self, output: StepOutput | None) -> bool:
         """Tell after each batch whether the evaluation may end; it ends once every process says so.
@@ -210,13 +227,9 @@ class EvaluateLoop(Loop[EvaluateParts]):
         is_needed = self.parts.hooks.compute_metrics is not None and not config.computes_per_batch
         if not config.keeps_predictions or not (config.returns_predictions or is_needed):
             return
-        options: dict[str, Any] = {"moves_every": config.moves_every, "takes_objects": config.takes_objects}
-        for name in ("outputs", "labels", "inputs", "losses"):
-            self._kept[name] = (
-                Kept(**options, num_samples=num_expected, folder=config.spill_dir)
-                if config.joins_batches
-                else KeptBatches(**options)
-            )
+        kind = partial(Kept, num_samples=num_expected, folder=config.spill_dir) if config.joins_batches else KeptBatches
+        for name in ("outputs", "labels", "inputs", "losses") if is_needed else ("outputs", "labels"):
+            self._kept[name] = kind(moves_every=config.moves_every, takes_objects=config.takes_objects)
 
     def _tell(self, output: StepOutput) -> None:
         """Tell callbacks that a batch is done."""
@@ -243,7 +256,8 @@ class EvaluateLoop(Loop[EvaluateParts]):
                 raise _no_logits()
         if self._kept:
             for name, part in self._batch_parts(batch, output).items():
-                self._kept[name].add(part)
+                if name in self._kept:
+                    self._kept[name].add(part)
         return output
 
     def _batch_parts(self, batch: Any, output: StepOutput) -> dict[str, Any]:
@@ -256,10 +270,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         return parts
 
     def _collect(self, name: str, is_interleaved: bool) -> Any:
-        kept = self._kept.pop(name, None)
-        if kept is None:
-            return None
-        joined = kept.joined(self.parts.group, is_interleaved=is_interleaved)
+        joined = self._kept.pop(name).joined(self.parts.group, is_interleaved=is_interleaved)
         if name == "outputs" and self.parts.hooks.finish_outputs is not None:
             joined = self.parts.hooks.finish_outputs(joined)
         if self._order is None or not self.parts.config.joins_batches:
@@ -285,14 +296,15 @@ class EvaluateLoop(Loop[EvaluateParts]):
         total, count = means[chosen]
         return {"loss": total / count} if count else {}
 
-    def _total_samples(self) -> int:
-        return int(self._sum_over_ranks(torch.tensor(self._num_samples, device=self.parts.group.device)))
-
     def _all_true(self, flag: bool) -> bool:
         return not self._sum_over_ranks(torch.tensor(int(not flag), device=self.parts.group.device))
 
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.parts.group.reduce(tensor, op="sum") if self.parts.group.world_size > 1 else tensor
+
+
+def _copied(batch: Any) -> Any:
+    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def _main_input(batch: Any, name: str) -> Any:
@@ -320,6 +332,14 @@ def _no_logits() -> TaskError:
         "preprocess_logits_for_metrics was given.",
         "It returned None, so there is nothing to call compute_metrics with.",
         "Return what compute_metrics is to get as predictions.",
+    )
+
+
+def _nothing_to_repeat() -> ConfigError:
+    return ConfigError(
+        "An evaluation was asked for: with an accelerator in use, or of a split model that generates.",
+        "Its steps may talk to other processes, and one of them has no batch to take part with.",
+        "Evaluate on at least one sample per process.",
     )
 
 

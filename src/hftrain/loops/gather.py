@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy
 import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
 from hftrain.core.errors import TaskError
 from hftrain.core.tree import map_tensors
@@ -38,7 +41,12 @@ class Group(Protocol):
 
 
 class _Keeper:
-    """Take one stream of nested tensors (predictions, labels, inputs or losses), and move it to the host in time."""
+    """Take one stream of nested tensors (predictions, labels, inputs or losses), and move it to the host in time.
+
+    Args:
+        moves_every: Batches kept on the device before they move to the host; None moves them at the end.
+        takes_objects: Keep what is no tensor, too: lists as one object per sample, others as one per batch.
+    """
 
     def __init__(self, *, moves_every: int | None = None, takes_objects: bool = False) -> None:
         self._moves_every = moves_every
@@ -55,7 +63,9 @@ class _Keeper:
             return
         tree = map_tensors(as_tensors(tree, takes_objects=self._takes_objects), _as_rows)
         self._waiting.append(tree)
-        if len(self._waiting) == self._moves_every or _is_on_host(tree):
+        leaves, _ = tree_flatten(tree)
+        is_on_host = all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if is_on_host or len(self._waiting) == self._moves_every:
             self.to_host()
 
     def to_host(self) -> None:
@@ -69,15 +79,10 @@ class _Keeper:
 
 
 class KeptBatches(_Keeper):
-    """Keep a stream batch by batch.
+    """Keep a stream batch by batch."""
 
-    Args:
-        moves_every: Batches kept on the device before they move to the host; None moves them at the end.
-        takes_objects: Keep what is no tensor, too.
-    """
-
-    def __init__(self, *, moves_every: int | None = None, takes_objects: bool = False) -> None:
-        super().__init__(moves_every=moves_every, takes_objects=takes_objects)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._batches: list[Any] = []
 
     def _store(self, tree: Any) -> None:
@@ -94,58 +99,41 @@ class KeptBatches(_Keeper):
         if group.world_size == 1:
             return self._batches or None
         counts = group.gather_object(len(self._batches))
-        found: list[list[Any]] = [[] for _ in counts]
-        for turn in range(max(counts)):
-            mine = encode(self._batches[turn]) if turn < len(self._batches) else None
-            for rank, batch in enumerate(group.gather_object(mine)):
-                if turn < counts[rank]:
-                    found[rank].append(decode(batch))
-        if is_interleaved:
-            return [batches[turn] for turn in range(max(counts)) for batches in found if turn < len(batches)] or None
-        return [batch for batches in found for batch in batches] or None
+        mine = [*map(encode, self._batches), *[None] * (max(counts) - len(self._batches))]
+        turns = [[decode(batch) for batch in group.gather_object(each)] for each in mine]
+        in_order = turns if is_interleaved else zip(*turns, strict=True)
+        return [batch for batches in in_order for batch in batches if batch is not None] or None
 
 
 class Kept(_Keeper):
     """Keep a stream as a whole: nothing is held twice where the number of samples is known.
 
     Args:
-        moves_every: Batches kept on the device before they move to the host; None moves them at the end.
-        takes_objects: Keep what is no tensor, too: lists as one object per sample, others as one per batch.
         num_samples: How many samples this rank will see, as far as is known.
         folder: Hold arrays in files there, mapped into memory; None holds them in memory.
     """
 
-    def __init__(
-        self,
-        *,
-        moves_every: int | None = None,
-        takes_objects: bool = False,
-        num_samples: int | None = None,
-        folder: Path | None = None,
-    ) -> None:
-        super().__init__(moves_every=moves_every, takes_objects=takes_objects)
-        self._options: dict[str, Any] = {"num_expected": num_samples or 0, "folder": folder}
+    def __init__(self, *, num_samples: int | None = None, folder: Path | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._num_samples = num_samples or 0
         self._folder = folder
-        self._tree: Any = None
-        self._structure: Any = None
+        # The rows of each leaf; the form of the batches, and which of their leaves are objects.
+        self._rows: list[Any] = []
+        self._form: tuple[TreeSpec, list[bool]] | None = None
 
     def _store(self, tree: Any) -> None:
-        structure = _structure(tree)
-        if self._tree is None:
-            self._tree, self._structure = _map_leaves(tree, self._open), structure
-        elif structure != self._structure:
-            raise _mismatch("batches", [self._structure, structure])
-        leaves = iter(_leaves(self._tree))
-        for leaf in _leaves(tree):
-            next(leaves).append(leaf)
+        leaves, spec = tree_flatten(tree)
+        form = spec, [isinstance(leaf, Objects) for leaf in leaves]
+        if self._form is None:
+            self._form = form
+            self._rows = [self._open(is_objects) for is_objects in form[1]]
+        elif form != self._form:
+            raise _mismatch("batches", [self._form, form])
+        for rows, leaf in zip(self._rows, leaves, strict=True):
+            rows.append(leaf)
 
-    def _open(self, leaf: Any) -> Any:
-        return _ObjectRows() if isinstance(leaf, Objects) else Rows(**self._options)
-
-    def here(self) -> Any:
-        """Return what this rank holds as NumPy arrays, concatenated over batches; None if nothing was kept."""
-        self.to_host()
-        return _map_leaves(self._tree, lambda rows: rows.array())
+    def _open(self, is_objects: bool) -> Any:
+        return _ObjectRows() if is_objects else Rows(num_expected=self._num_samples, folder=self._folder)
 
     def joined(self, group: Group, *, is_interleaved: bool) -> Any:
         """Return everything as NumPy arrays, concatenated over batches and ranks; None if nothing was kept.
@@ -159,25 +147,27 @@ class Kept(_Keeper):
         Raises:
             TaskError: Ranks hold what cannot be joined.
         """
-        if group.world_size == 1:
-            return self.here()
         self.to_host()
-        held = [structure for structure in group.gather_object(self._structure) if structure is not None]
-        if any(structure != held[0] for structure in held):
-            raise _mismatch("processes", held)
-        if not held:
+        if group.world_size == 1:
+            return self._form and tree_unflatten([rows.array() for rows in self._rows], self._form[0])
+        found = group.gather_object(self._form and [treespec_dumps(self._form[0]), self._form[1]])
+        forms = [(treespec_loads(text), kinds) for text, kinds in filter(None, found)]
+        if any(form != forms[0] for form in forms):
+            raise _mismatch("processes", forms)
+        if not forms:
             return None
-        leaves = _leaves(self._tree)[::-1]
-
-        def join(kind: Any) -> Any:
-            # A rank without batches knows no structure: it learns it from the others, and sends nothing.
-            mine = leaves.pop() if leaves else None
+        spec, kinds = forms[0]
+        joined: list[Any] = []
+        # A rank without batches learns the form from the others, and sends nothing.
+        for is_objects, mine in zip_longest(kinds, self._rows):
             places = _places(group.gather_object(mine.batch_sizes if mine else []), is_interleaved=is_interleaved)
-            if kind == _OBJECTS:
-                return _gather_objects(mine, group, places)
-            return _gather_rows(mine, group, places, folder=self._folder)
-
-        return _fill(held[0], join)
+            rows = None if mine is None else mine.array()
+            joined.append(
+                _gather_objects(rows or [], group, places)
+                if is_objects
+                else _gather_rows(rows, group, places, folder=self._folder)
+            )
+        return tree_unflatten(joined, spec)
 
 
 class _ObjectRows:
@@ -221,17 +211,9 @@ def as_tensors(tree: Any, *, takes_objects: bool = False) -> Any:
     )
 
 
-def concatenate(trees: Sequence[Any], *, takes_objects: bool = False) -> Any:
-    """Concatenate nested host tensors along the first dimension, the others padded with -100, as NumPy arrays."""
-    kept = Kept(takes_objects=takes_objects)
-    for tree in trees:
-        kept.add(tree)
-    return kept.here()
-
-
 def to_numpy(tree: Any) -> Any:
     """Turn nested host tensors into NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
-    return map_tensors(tree, _tensor_to_numpy)
+    return map_tensors(tree, lambda tensor: (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy())
 
 
 def put_back(tree: Any, order: Any, *, folder: Path | None = None) -> Any:
@@ -244,22 +226,22 @@ def put_back(tree: Any, order: Any, *, folder: Path | None = None) -> Any:
         order: The places of the samples in the order they were read.
         folder: Hold arrays in files there, mapped into memory; None holds them in memory.
     """
-    if isinstance(tree, Mapping):
-        return {key: put_back(value, order, folder=folder) for key, value in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(put_back(value, order, folder=folder) for value in tree)
-    if not isinstance(tree, (numpy.ndarray, list)) or not len(order) or len(tree) % len(order):
-        return tree
-    per_sample = len(tree) // len(order)
+    return tree_map(partial(_put_back, order=order, folder=folder), tree, is_leaf=lambda each: isinstance(each, list))
+
+
+def _put_back(found: Any, *, order: Any, folder: Path | None) -> Any:
+    if found is None or not len(order) or len(found) % len(order):
+        return found
+    per_sample = len(found) // len(order)
     rows = (numpy.argsort(order)[:, None] * per_sample + numpy.arange(per_sample)).ravel()
-    if isinstance(tree, list):
-        return [tree[row] for row in rows]
+    if isinstance(found, list):
+        return [found[row] for row in rows]
     if folder is None:
-        return tree[rows]
-    ordered = allocate(tree.shape, torch.from_numpy(tree).dtype, folder=folder)
-    step = max(1, _CHUNK_BYTES // max(1, tree[:1].nbytes))
+        return found[rows]
+    ordered = allocate(found.shape, torch.from_numpy(found).dtype, folder=folder)
+    step = max(1, _CHUNK_BYTES // max(1, found[:1].nbytes))
     for start in range(0, len(rows), step):
-        ordered[start : start + step] = tree[rows[start : start + step]]
+        ordered[start : start + step] = found[rows[start : start + step]]
     return ordered
 
 
@@ -267,12 +249,14 @@ def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().unsqueeze(0) if tensor.dim() == 0 else tensor.detach()
 
 
-def _is_on_host(tree: Any) -> bool:
-    return all(leaf.device.type == "cpu" for leaf in _leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
-def _tensor_to_numpy(tensor: torch.Tensor) -> Array:
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+def _mismatch(of: str, forms: list[tuple[TreeSpec, list[bool]]]) -> TaskError:
+    return TaskError(
+        f"Predictions of several {of} were to be joined.",
+        "They differ in their keys, or in how many tensors they hold.",
+        "Return the same structure for each batch, leave the differing outputs out with ignore_keys or "
+        "preprocess_logits_for_metrics, or set eval_do_concat_batches=False.",
+        structures=[tree_unflatten(["objects" if each else "tensor" for each in kinds], spec) for spec, kinds in forms],
+    )
 
 
 # -- over ranks ------------------------------------------------------------------------------------------------------
@@ -286,84 +270,32 @@ def _places(batch_sizes: Sequence[Sequence[int]], *, is_interleaved: bool) -> li
         is_interleaved: Ranks took batches in turn; else each holds a contiguous run.
     """
     places: list[list[range]] = [[] for _ in batch_sizes]
-    num_turns = max(map(len, batch_sizes))
-    ranks = range(len(batch_sizes))
-    in_turn = ((rank, turn) for turn in range(num_turns) for rank in ranks)
-    in_runs = ((rank, turn) for rank in ranks for turn in range(num_turns))
+    in_runs = [[(rank, size) for size in sizes] for rank, sizes in enumerate(batch_sizes)]
     start = 0
-    for rank, turn in in_turn if is_interleaved else in_runs:
-        if turn < len(batch_sizes[rank]):
-            places[rank].append(range(start, start + batch_sizes[rank][turn]))
-            start += batch_sizes[rank][turn]
+    for rank, size in filter(None, chain.from_iterable(zip_longest(*in_runs) if is_interleaved else in_runs)):
+        places[rank].append(range(start, start + size))
+        start += size
     return [torch.tensor([row for run in runs for row in run], dtype=torch.int64) for runs in places]
 
 
-def _gather_rows(mine: Any, group: Group, places: list[torch.Tensor], *, folder: Path | None) -> Array:
+def _gather_rows(mine: Array | None, group: Group, places: list[torch.Tensor], *, folder: Path | None) -> Array:
     """Bring all ranks' rows together piece by piece, each where it stands in the data; collective."""
-    own = None if mine is None else torch.from_numpy(mine.array())
+    own = None if mine is None else torch.from_numpy(mine)
     kinds = group.gather_object(None if own is None else [str(own.dtype).removeprefix("torch."), list(own.shape[1:])])
     examples = [torch.empty((0, *kind[1]), dtype=getattr(torch, kind[0])) for kind in kinds if kind is not None]
     shape, dtype = common_kind(examples)
     own = examples[0] if own is None else own
     joined = allocate((sum(map(len, places)), *shape), dtype, folder=folder)
-    row_bytes = max(1, joined[:1].nbytes)
-    step = max(1, _CHUNK_BYTES // row_bytes)
+    step = max(1, _CHUNK_BYTES // max(1, joined[:1].nbytes))
     for start in range(0, max(map(len, places)), step):
         rows = group.gather(padded(own[start : start + step], shape, dtype).to(group.device)).cpu()
-        where = torch.cat([rank[start : start + step] for rank in places])
-        joined[where.numpy()] = rows.numpy()
+        joined[torch.cat([rank[start : start + step] for rank in places]).numpy()] = rows.numpy()
     return joined
 
 
-def _gather_objects(mine: Any, group: Group, places: list[torch.Tensor]) -> list[Any]:
+def _gather_objects(mine: list[Any], group: Group, places: list[torch.Tensor]) -> list[Any]:
     joined: list[Any] = [None] * sum(map(len, places))
-    for rank, found in enumerate(group.gather_object(encode([] if mine is None else mine.array()))):
-        for place, value in zip(places[rank].tolist(), decode(found), strict=True):
+    for where, found in zip(places, group.gather_object(encode(mine)), strict=True):
+        for place, value in zip(where.tolist(), decode(found), strict=True):
             joined[place] = value
     return joined
-
-
-# -- structures ------------------------------------------------------------------------------------------------------
-
-_TENSOR, _OBJECTS = 0, 1
-
-
-def _structure(tree: Any) -> Any:
-    """Describe a nested structure as JSON data: a leaf is a number, a tuple a list, a mapping its items in order."""
-    if isinstance(tree, dict):
-        return {"items": [[key, _structure(value)] for key, value in tree.items()]}
-    if isinstance(tree, tuple):
-        return [_structure(value) for value in tree]
-    return _OBJECTS if isinstance(tree, Objects) else _TENSOR
-
-
-def _fill(structure: Any, make_leaf: Callable[[Any], Any]) -> Any:
-    if isinstance(structure, dict):
-        return {key: _fill(value, make_leaf) for key, value in structure["items"]}
-    if isinstance(structure, list):
-        return tuple(_fill(value, make_leaf) for value in structure)
-    return make_leaf(structure)
-
-
-def _leaves(tree: Any) -> list[Any]:
-    if isinstance(tree, (dict, tuple)):
-        return [leaf for value in (tree.values() if isinstance(tree, dict) else tree) for leaf in _leaves(value)]
-    return [] if tree is None else [tree]
-
-
-def _map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, dict):
-        return {key: _map_leaves(value, function) for key, value in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(_map_leaves(value, function) for value in tree)
-    return None if tree is None else function(tree)
-
-
-def _mismatch(of: str, structures: list[Any]) -> TaskError:
-    return TaskError(
-        f"Predictions of several {of} were to be joined.",
-        "They differ in their keys, or in how many tensors they hold.",
-        "Return the same structure for each batch, leave the differing outputs out with ignore_keys or "
-        "preprocess_logits_for_metrics, or set eval_do_concat_batches=False.",
-        structures=structures,
-    )

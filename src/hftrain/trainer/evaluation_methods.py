@@ -36,7 +36,6 @@ from hftrain.trainer.evaluating import (
     trace_model,
 )
 from hftrain.trainer.generating import generates
-from hftrain.trainer.instep import InStep, check_turns
 from hftrain.trainer.loop_parts import used_in_evaluation
 from hftrain.trainer.mistakes import explain_mistake
 from hftrain.trainer.reports import (
@@ -181,21 +180,20 @@ class EvaluationMethods(StepMethods):
         self.callback_handler.refresh(eval_dataloader=dataloader)
         jit = JitModel(self.torch_jit_model_eval, self.task.model) if self.args.jit_mode_eval else None
         parts = self._evaluate_parts(loss_only=loss_only, ignore_keys=ignore_keys, jit=jit)
-        batches = self._in_step(dataloader, loss_only=loss_only, ignore_keys=ignore_keys)
         kind = PredictLoop if self._stage == "predict" else EvaluateLoop
         loop = cast(EvaluateLoop, self.loops.get(kind.stage) or kind())
         used = used_in_evaluation(
             self.args,
             self.strategy,
             dataset=getattr(dataloader, "dataset", None),
-            takes_turns=batches is not dataloader,
+            takes_turns=parts.hooks.repeat_batch is not None,
             is_per_batch=parts.config.computes_per_batch and parts.hooks.compute_metrics is not None,
         )
         check_features(loop, used)
         loop.attach(parts)
         try:
             output = loop.run(
-                batches,
+                dataloader,
                 is_interleaved=takes_turns(dataloader),
                 order=reading_order(dataloader),
                 num_expected=expected_samples(dataloader),
@@ -224,23 +222,6 @@ class EvaluationMethods(StepMethods):
         return EvaluationMethods.evaluation_loop(
             self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
-
-    def _in_step(self, dataloader: Any, *, loss_only: bool, ignore_keys: list[str] | None) -> Any:
-        """Return the loader, made to keep the ranks in step where the steps may talk to each other."""
-        talks = self._accelerator is not None and isinstance(self.task, ModelTask)
-        # A split model generates in step (`synced_gpus`).
-        talks = talks or (self.strategy.shards_model and generates(self.args))
-        if self.strategy.world_size == 1 or not talks:
-            return dataloader
-        if self.args.batch_eval_metrics and self.compute_metrics is not None and not loss_only:
-            # Only the metrics talk, and those take turns of their own.
-            check_turns(type(self), is_overridden=any(map(self._is_overridden, ("prediction_step", "compute_loss"))))
-            return dataloader
-
-        def repeat(batch: Any) -> None:
-            self.prediction_step(self.task.model, batch, loss_only, ignore_keys)
-
-        return InStep(dataloader, all_true=self.strategy.all_true, repeat=repeat)
 
     def torch_jit_model_eval(self, model: nn.Module, dataloader: Any, training: bool = False) -> nn.Module:
         """Return a model traced with the first batch of a loader; as it is, with a warning, where that fails.
@@ -275,6 +256,9 @@ class EvaluationMethods(StepMethods):
             loss, outputs, labels = self.prediction_step(self.task.model, batch, loss_only, ignore_keys)
             return StepOutput(loss=loss, outputs=outputs, labels=labels, logs=self._eval_logs)
 
+        def repeat_batch(batch: Any) -> None:
+            self.prediction_step(self.task.model, batch, loss_only, ignore_keys)
+
         config = evaluate_config(
             self.args,
             keeps_predictions=not loss_only,
@@ -283,18 +267,31 @@ class EvaluationMethods(StepMethods):
             returns_predictions=not is_replaced,
         )
         plain = self.task if isinstance(self.task, ModelTask) else None
+        compute_metrics = None if loss_only else self.compute_metrics
         hooks = EvaluateHooks(
             evaluate_batch=evaluate_batch,
             count_items=self.task.count_items if plain is None else plain.weights,
             kinds=("",) if plain is None else plain.kinds,
             choose_kind=None if plain is None else search.agree,
-            compute_metrics=None if loss_only else self.compute_metrics,
+            compute_metrics=compute_metrics,
             needs_labels=not is_prediction,
             preprocess_logits=self.preprocess_logits_for_metrics,
+            repeat_batch=repeat_batch if self._steps_talk(compute_metrics) else None,
             finish=self.strategy.finish_forwards,
             read_metrics=None if is_prediction and not isinstance(self.task, ModelTask) else self._read_metrics,
         )
         return EvaluateParts(config=config, hooks=hooks, group=self.strategy, events=self.callback_handler)
+
+    def _steps_talk(self, compute_metrics: Any) -> bool:
+        """Tell whether evaluation steps may talk to the other processes, each of which must then take as many."""
+        if self.strategy.shards_model and generates(self.args):
+            return self.strategy.world_size > 1  # a split model generates in step (`synced_gpus`)
+        if self._accelerator is None or not isinstance(self.task, ModelTask) or self.strategy.world_size == 1:
+            return False
+        if compute_metrics is None or not self.args.batch_eval_metrics:
+            return True
+        # Else only the metrics talk.
+        return any(map(self._is_overridden, ("prediction_step", "compute_loss")))
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -14,7 +14,7 @@ import torch
 
 from hftrain.core.errors import TaskError
 from hftrain.loops.buffers import PADDING
-from hftrain.loops.gather import Kept, KeptBatches, concatenate, put_back, to_numpy
+from hftrain.loops.gather import Kept, KeptBatches, put_back, to_numpy
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8)
 RunRanks = Callable[..., list[Any]]
@@ -24,6 +24,14 @@ class Alone:
     """One rank."""
 
     world_size = 1
+
+
+def concatenate(batches: list[Any]) -> Any:
+    """Keep batches on one rank."""
+    kept = Kept()
+    for batch in batches:
+        kept.add(batch)
+    return kept.joined(Alone(), is_interleaved=False)  # type: ignore[arg-type]
 
 
 # -- one tree or many, against NumPy ---------------------------------------------------------------------------------
@@ -278,7 +286,7 @@ def test_rows_in_a_file_go_back_piece_by_piece_into_another(tmp_path: Path, monk
     order = [3, 0, 4, 1, 2]
     kept = Kept(num_samples=5, folder=tmp_path)
     kept.add({"x": torch.tensor(order, dtype=torch.int64)[:, None].expand(5, 2), "empty": torch.empty(5, 0)})
-    found = put_back(kept.here(), order, folder=tmp_path)
+    found = put_back(kept.joined(Alone(), is_interleaved=False), order, folder=tmp_path)
     assert isinstance(found["x"], numpy.memmap)
     assert found["x"].tolist() == [[row, row] for row in range(5)]
     assert found["empty"].shape == (5, 0)

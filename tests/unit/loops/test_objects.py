@@ -13,6 +13,7 @@ import torch
 from hftrain.core.errors import TaskError
 from hftrain.loops.gather import Kept
 from hftrain.loops.objects import Objects, decode, encode, to_plain
+from hftrain.strategies.single import SingleDeviceStrategy
 
 
 @pytest.mark.parametrize(
@@ -74,5 +75,6 @@ def test_object_that_is_no_list_counts_once_per_batch() -> None:
     kept = Kept(takes_objects=True)
     for text in ("a", "b"):
         kept.add({"text": text, "x": torch.ones(3)})
-    assert kept.here()["text"] == ["a", "b"]
-    assert kept.here()["x"].shape == (6,)
+    joined = kept.joined(SingleDeviceStrategy(use_cpu=True), is_interleaved=False)
+    assert joined["text"] == ["a", "b"]
+    assert joined["x"].shape == (6,)
