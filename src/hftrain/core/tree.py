@@ -51,13 +51,13 @@ def batch_size_of(batch: Any) -> int | None:
     """
     if isinstance(batch, torch.Tensor):
         return int(batch.shape[0]) if batch.dim() > 0 else None
-    if is_samples(batch):
-        return len(batch)
     if isinstance(batch, (dict, Mapping)):
         labels = batch.get("labels")
         if isinstance(labels, torch.Tensor) and labels.dim() > 0:
             return int(labels.shape[0])
         batch = batch.values()
+    elif is_samples(batch):
+        return len(batch)
     elif not isinstance(batch, (list, tuple)):
         return None
     sizes: dict[int, int] = {}

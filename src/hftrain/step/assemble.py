@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,8 @@ from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)
 
+_PARAMS = itemgetter("params")
+
 
 def assemble_stepper(
     *,
@@ -32,7 +36,7 @@ def assemble_stepper(
     args: Any = None,
     unclipped: Sequence[torch.Tensor] = (),
     untrained: Iterable[torch.Tensor] = (),
-    before_clip: Callable[[], None] | None = None,
+    average_unclipped: Callable[[], None] | None = None,
 ) -> Stepper:
     """Resolve who does what in a step: the precision, unless the strategy's own engine takes it over.
 
@@ -45,7 +49,8 @@ def assemble_stepper(
         unclipped: Parameters of the optimizer that are left as they are, and not counted; read again at each step.
         untrained: Parameters of the model that the optimizer does not hold. Their gradients are cleared after each
             step, and clipped and counted with the others, unless these are unscaled first: nothing unscales them.
-        before_clip: Is called once the gradients of a step are complete, before they are unscaled and clipped.
+        average_unclipped: Averages the gradients of `unclipped` over all processes; called once those of a step are
+            complete, if there are any.
 
     Raises:
         StrategyError: The strategy declares more than it provides, or takes over only a part that needs another.
@@ -59,6 +64,7 @@ def assemble_stepper(
         return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0)
     left = list(untrained)
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
+    average = average_unclipped or (lambda: None)
     clip: Callable[[], torch.Tensor | None] = (
         _make_clip(
             strategy,
@@ -66,15 +72,16 @@ def assemble_stepper(
             args,
             unscale=partial(precision.unscale, optimizer) if unscales else None,
             unclipped=unclipped,
+            average=average,
             untrained=[] if unscales else left,
         )
         if Owns.CLIP not in owns
-        else _read_norm(getattr(strategy, "last_norm", None) if max_grad_norm else None)
+        else _read_norm(getattr(strategy, "last_norm", None) if max_grad_norm else None, unclipped, average)
     )
     return Stepper(
         autocast=nullcontext if Owns.CASTING in owns else precision.autocast,
         backward=engine.backward if Owns.BACKWARD in owns else precision.backward,
-        clip=clip if before_clip is None else partial(_after, before_clip, clip),
+        clip=clip,
         step=engine.step if Owns.STEP in owns else partial(precision.step, optimizer),
         zero_grad=getattr(strategy, "zero_grad", optimizer.zero_grad)
         if Owns.STEP in owns
@@ -104,16 +111,19 @@ def _make_clip(
     *,
     unscale: Callable[[], None] | None,
     unclipped: Sequence[torch.Tensor],
+    average: Callable[[], None],
     untrained: list[torch.Tensor],
 ) -> Callable[[], torch.Tensor | None]:
     def clip() -> torch.Tensor | None:
+        if unclipped:
+            average()
         max_norm = args.max_grad_norm
         if not max_norm or max_norm < 0:
             return None
         if unscale is not None:
             unscale()
         # Read again, because a callback may add a parameter group.
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
         if untrained:
             held = set(map(id, parameters))
             parameters += [parameter for parameter in untrained if id(parameter) not in held]
@@ -137,14 +147,15 @@ def _make_zero_grad(optimizer: Optimizer, untrained: list[torch.Tensor]) -> Call
     return zero_grad
 
 
-def _after(first: Callable[[], None], then: Callable[[], Any]) -> Any:
-    first()
-    return then()
-
-
-def _read_norm(norm: Any) -> Callable[[], Any]:
+def _read_norm(norm: Any, unclipped: Sequence[torch.Tensor], average: Callable[[], None]) -> Callable[[], Any]:
     """Return what stands in for clipping where the engine clips, or nobody."""
-    return lambda: norm
+
+    def read() -> Any:
+        if unclipped:
+            average()
+        return norm
+
+    return read
 
 
 def _check_owns(strategy: Strategy, *, scales: bool) -> None:

@@ -29,7 +29,7 @@ def reduce(tensor: torch.Tensor, *, op: str, device: torch.device) -> torch.Tens
     return result / dist.get_world_size() if op == "mean" else result
 
 
-def sum_later(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Callable[[], Any]]:
+def sum_later(tensor: torch.Tensor, device: torch.device | None) -> tuple[torch.Tensor, Callable[[], Any]]:
     """Begin to sum a tensor over all ranks; return what will hold the sum, and what waits for it."""
     result = tensor.detach().to(device, copy=True, non_blocking=True)
     return result, dist.all_reduce(result, dist.ReduceOp.SUM, async_op=True).wait

@@ -127,7 +127,7 @@ class DistributedStrategy(Strategy):
         return tensor if self.world_size == 1 else collectives.reduce(tensor, op=op, device=self.device)
 
     def reduce_later(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
-        return super().reduce_later(tensor) if self.world_size == 1 else collectives.sum_later(tensor, self.device)
+        return super().reduce_later(tensor) if self.world_size == 1 else collectives.sum_later(tensor, self._device)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = super().gather(tensor)

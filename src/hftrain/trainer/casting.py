@@ -31,16 +31,15 @@ class ModelCasting:
 
     Args:
         computing: Makes the casting context.
+
+    Attributes:
+        is_on: Whether a model is cast so.
     """
 
     def __init__(self, computing: Computing) -> None:
         self._computing = computing
         self._changed: list[tuple[nn.Module, Any]] = []
-
-    @property
-    def is_on(self) -> bool:
-        """Whether a model is cast so."""
-        return bool(self._changed)
+        self.is_on = False
 
     def apply(self, model: nn.Module) -> None:
         """Let the model cast itself, once, after it was compiled; mutates it until `undo`."""
@@ -49,12 +48,14 @@ class ModelCasting:
             self._changed.append((model, before))
             # In this place no copy and no saved model takes it along.
             model._compiled_call_impl = _Call(self._computing, before or model._call_impl)
+            self.is_on = True
 
     def undo(self) -> None:
         """Leave every model as it was; safe to call twice."""
         for model, before in self._changed:
             model._compiled_call_impl = before
         self._changed.clear()
+        self.is_on = False
 
 
 def is_cast_inside(

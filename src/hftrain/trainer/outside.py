@@ -58,16 +58,12 @@ class OutsideWeights:
             value = parameter.detach() if strategy.is_main else torch.zeros_like(parameter)
             parameter.copy_(strategy.reduce(value))
 
+    @torch.no_grad()
     def average(self) -> None:
         """Average the gradients over all processes. Collective.
 
         A process whose batch did not need a parameter has no gradient of it. One that no process needed keeps none.
         """
-        if self.parameters:  # else a step pays for no more than this look
-            self._average()
-
-    @torch.no_grad()
-    def _average(self) -> None:
         for dtype in dict.fromkeys(parameter.dtype for parameter in self.parameters):
             parameters = [parameter for parameter in self.parameters if parameter.dtype == dtype]
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

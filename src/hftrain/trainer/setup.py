@@ -86,7 +86,7 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
         args=trainer.args,
         unclipped=outside.parameters,
         untrained=untrained,
-        before_clip=outside.average if outside.is_averaged else None,
+        average_unclipped=outside.average if outside.is_averaged else None,
     )
     trainer._computing.use(stepper, optimizer)
     return stepper

@@ -133,8 +133,8 @@ class LossShares:
                 return None
         if self._does_divide is False and self._watch.is_on:
             self._watch.see(batches)
-        counts = [self._items_of(batch) for batch in batches]
-        self._counted = {id(batch): (batch, _known(count)) for batch, count in zip(batches, counts, strict=True)}
+        counts = list(map(self._items_of, batches))
+        self._counted = dict(zip(map(id, batches), zip(batches, map(_known, counts), strict=True), strict=True))
         self._total, wait = self._sum(counts, device)
         if self._is_read or (task is not None and (task.label_smoothing or task.gives_count)):
             wait()
