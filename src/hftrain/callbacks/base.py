@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 CallbackResult: TypeAlias = TrainerControl | Mapping[str, bool] | None
+# What an event reports: `logs` or `metrics`.
+Metrics: TypeAlias = Mapping[str, Any] | None
 
 
 class TrainerCallback:

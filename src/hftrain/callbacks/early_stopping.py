@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hftrain.callbacks.base import CallbackResult, ExportableState, TrainerCallback
+from hftrain.callbacks.base import CallbackResult, ExportableState, Metrics, TrainerCallback
 from hftrain.core.errors import ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.core.progress import TrainerControl
@@ -60,12 +60,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             raise ConfigError(_missing_settings(args))
 
     def on_evaluate(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Metrics = None, **kwargs: Any
     ) -> CallbackResult:
         """Compare with the best metric before this evaluation, and stop when patience runs out.
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from hftrain.callbacks.base import TrainerCallback
+from hftrain.callbacks.base import Metrics, TrainerCallback
 from hftrain.callbacks.progress import shorten
 from hftrain.core.optional import require
 from hftrain.core.progress import TrainerControl
@@ -148,12 +148,7 @@ class NotebookProgressCallback(TrainerCallback):
         self._draw(state)
 
     def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
     ) -> None:
         """Remember the training loss; a row of its own if the run has no evaluations."""
         if not logs or "loss" not in logs:
@@ -163,12 +158,7 @@ class NotebookProgressCallback(TrainerCallback):
             self._add_row(args, state, {})
 
     def on_evaluate(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Metrics = None, **kwargs: Any
     ) -> None:
         """Add a row, or the columns of another evaluation set to the same row."""
         self._prediction = self._loader = None

@@ -66,14 +66,7 @@ class PredictionWriter(TrainerCallback):
         self._start(None)
 
     def on_prediction_step(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        eval_dataloader: Any = None,
-        outputs: Any = None,
-        labels: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, outputs: Any = None, **kwargs: Any
     ) -> None:
         """Take a batch's predictions; evaluations have none to write.
 
@@ -82,10 +75,10 @@ class PredictionWriter(TrainerCallback):
         """
         if outputs is None:
             return
-        self._start_if_new(eval_dataloader, args.process_index)
-        named = {**_flat(outputs, f"{self._num_batches}/outputs"), **_flat(labels, f"{self._num_batches}/labels")}
+        self._start_if_new(kwargs.get("eval_dataloader"), args.process_index)
+        named = _flat({"outputs": outputs, "labels": kwargs.get("labels")}, f"{self._num_batches}")
         # A copy: what a model hands out may be a view of something larger, or be written to again.
-        self._waiting.update({name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()})
+        self._waiting |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
         self._num_batches += 1
         if self._num_batches % self._batches_per_file == 0:
             self._write(args.process_index)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from hftrain.callbacks.base import TrainerCallback
+from hftrain.callbacks.base import Metrics, TrainerCallback
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 
@@ -17,12 +16,7 @@ class PrinterCallback(TrainerCallback):
     """
 
     def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
     ) -> None:
         """Print the entry; the count of floating-point operations stays out, as no one can read it."""
         if state.is_local_process_zero and logs:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from hftrain.callbacks.base import TrainerCallback
+from hftrain.callbacks.base import Metrics, TrainerCallback
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 
@@ -76,12 +75,7 @@ class ProgressCallback(TrainerCallback):
         self._close_prediction()
 
     def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
     ) -> None:
         """Write a training run's log entry above the bars."""
         if self._training is not None and logs:
@@ -143,16 +137,8 @@ class Meter:
         self._file = file or sys.stderr
         self._bar: _Bar | None = None
         if getattr(self._file, "isatty", bool)():
-            self._bar = _Bar(
-                desc=name,
-                total=total,
-                initial=initial,
-                unit=unit,
-                file=self._file,
-                leave=leave,
-                dynamic_ncols=True,
-                miniters=1,
-            )
+            looks: dict[str, Any] = {"leave": leave, "dynamic_ncols": True, "miniters": 1}
+            self._bar = _Bar(desc=name, total=total, initial=initial, unit=unit, file=self._file, **looks)
         self._stride = max(1, -(-total // PLAIN_LINES)) if total else sys.maxsize
         self._next_line = initial + self._stride
         self._printed: int | None = None
@@ -169,7 +155,9 @@ class Meter:
             self._bar.update(n - self.n)
         self.n = n
         if self._bar is None and n >= self._next_line:
-            self._print_if_due()
+            now = time.monotonic()
+            if now - self._last_line >= PLAIN_INTERVAL_S:
+                self._print(now)
 
     def close(self) -> None:
         """Show the final count and let go of the output."""
@@ -177,11 +165,6 @@ class Meter:
             self._bar.close()
         elif self._printed != self.n:
             self._print(time.monotonic())
-
-    def _print_if_due(self) -> None:
-        now = time.monotonic()
-        if now - self._last_line >= PLAIN_INTERVAL_S:
-            self._print(now)
 
     def _print(self, now: float) -> None:
         self._last_line, self._printed, self._next_line = now, self.n, self.n + self._stride

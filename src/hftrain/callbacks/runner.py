@@ -9,7 +9,6 @@ from typing import Any
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.callbacks.checks import check_callback
-from hftrain.callbacks.spellings import CONTEXT, HandlerSpellings
 from hftrain.core.errors import CheckpointError, TaskError, explain, suggest
 from hftrain.core.events import EVENTS
 from hftrain.core.progress import TrainerControl
@@ -18,11 +17,28 @@ from hftrain.core.tree import is_alike
 
 Handler = Callable[..., Any]
 
+CONTEXT = (
+    *("model", "processing_class", "tokenizer", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"),
+)
+_REPORTS = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
+# The flags that an event answers, or resets, as code that fires it by hand expects.
+_ANSWERED: dict[str, tuple[str, ...]] = {
+    "on_train_begin": ("should_training_stop",),
+    "on_epoch_begin": ("should_epoch_stop",),
+    "on_step_begin": ("should_log", "should_evaluate", "should_save"),
+    "on_log": ("should_log",),
+    "on_evaluate": ("should_evaluate",),
+    "on_save": ("should_save",),
+}
+_REPLACEABLE = ("call_event", *EVENTS)
 
-class CallbackHandler(HandlerSpellings):
+
+class CallbackHandler:
     """Hold a run's callbacks and call the methods they override.
 
     Which methods those are is looked up when callbacks are added or removed and by `refresh`, never while training.
+    Overrides of `log` or `evaluate` may fire events by the names they know: ``handler.on_log(args, state, control,
+    logs)`` is `fire`, and ``handler.eval_dataloader`` reads and sets what callbacks receive.
 
     Args:
         callbacks: Classes (instantiated without arguments) or instances, in the order of their calls. Any object with
@@ -99,6 +115,31 @@ class CallbackHandler(HandlerSpellings):
         """Remove what `pop` would return."""
         self.pop(callback)
 
+    add_callback, pop_callback, remove_callback = add, pop, remove
+
+    @property
+    def callback_list(self) -> str:
+        """The names of the callbacks' classes, a line each."""
+        return "\n".join(type(callback).__name__ for callback in self.callbacks)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in CONTEXT:
+            return self._context[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in CONTEXT:
+            self.refresh(**{name: value})
+        else:
+            super().__setattr__(name, value)
+            if name in _REPLACEABLE:
+                self.refresh()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name in _REPLACEABLE:
+            self.refresh()
+
     def refresh(self, **context: Any) -> None:
         """Replace keywords that callbacks receive, and look again at what each callback overrides.
 
@@ -124,7 +165,7 @@ class CallbackHandler(HandlerSpellings):
         """
         control = self.control
         if self.answers:
-            self._answer(event, control)
+            _answer(event, control)
         handlers = self._handlers[event]
         if handlers:
             context = {**self._context, **extra} if extra else self._context
@@ -133,6 +174,20 @@ class CallbackHandler(HandlerSpellings):
                 if result is not None and result is not control:
                     self._adopt(result, handler, event)
         return control
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **extra: Any) -> TrainerControl:
+        """Call every callback that overrides `event`, with these in place of the runner's own; return the control.
+
+        Args:
+            **extra: Keywords for this call only: the `logs` of ``on_log``, the `metrics` of ``on_evaluate``.
+        """
+        own = self.args, self.state, self.control
+        self.args, self.state, self.control = args, state, control
+        try:
+            # The class's, for on the instance it may lead back here.
+            return type(self).fire(self, event, **extra)
+        finally:
+            self.args, self.state, self.control = own
 
     def stateful_states(self) -> dict[str, Any]:
         """Return the state of every callback that exports one, and of the control, by class name.
@@ -201,7 +256,7 @@ class CallbackHandler(HandlerSpellings):
             for event in EVENTS
         }
         self.heard = frozenset(event for event, handlers in self._handlers.items() if handlers)
-        replaced = {name for name in ("call_event", *EVENTS) if self._is_replaced(name)}
+        replaced = {name for name in _REPLACEABLE if self._is_replaced(name)}
         vars(self).pop("fire", None)
         if replaced:
             self.heard = frozenset(EVENTS) if "call_event" in replaced else self.heard | replaced
@@ -215,7 +270,7 @@ class CallbackHandler(HandlerSpellings):
     def _fire_replaced(self, replaced: Set[str], event: str, **extra: Any) -> TrainerControl:
         """Fire an event through the methods that were put in the place of the documented ones."""
         if self.answers:
-            self._answer(event, self.control)
+            _answer(event, self.control)
         name = event if event in replaced else "call_event"
         parts = (self.args, self.state, self.control)
         method = getattr(self, name)
@@ -250,6 +305,29 @@ class CallbackHandler(HandlerSpellings):
             self.control.update(saved["args"])
         except (AttributeError, KeyError, TypeError) as error:
             raise CheckpointError(_misfit(type(self.control).__name__, error, saved)) from error
+
+
+def _answer(event: str, control: TrainerControl) -> None:
+    for flag in _ANSWERED.get(event, ()):
+        setattr(control, flag, False)
+
+
+def _firing(event: str) -> Any:
+    def fire(
+        self: CallbackHandler, args: Any, state: Any, control: Any, report: Any = None, **extra: Any
+    ) -> TrainerControl:
+        _answer(event, control)
+        if report is not None:
+            extra[_REPORTS.get(event, "report")] = report
+        return self.call_event(event, args, state, control, **extra)
+
+    fire.__name__, fire.__doc__ = event, f"Call every callback that overrides `{event}`; return the control."
+    return fire
+
+
+# On the class, so that subclasses can call them through `super()`.
+for _event in EVENTS:
+    setattr(CallbackHandler, _event, _firing(_event))
 
 
 def _overridden(callback: Any, event: str) -> Handler | None:

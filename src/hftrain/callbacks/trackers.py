@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hftrain.callbacks.base import ExportableState, TrainerCallback
+from hftrain.callbacks.base import ExportableState, Metrics, TrainerCallback
 from hftrain.core.log import get_logger
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
@@ -101,9 +101,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
         if state.global_step > 0 and (wanted is None or self.run_id != wanted):
             logger.warning("Tracker %s starts a new run for the resumed training.", self._name)
 
-    def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start a run, or continue the one that the checkpoint names."""
         if not state.is_world_process_zero:
             return
@@ -114,32 +112,20 @@ class TrackerCallback(TrainerCallback, ExportableState):
         if self._has_trained and not is_resumed:
             self.run_id = None
         self._is_broken, self._has_trained, self._num_failed, self._saved = False, True, 0, None
-        self._open(args, state, model)
+        self._open(args, state, kwargs.get("model"))
 
     def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
     ) -> None:
         """Report the numbers."""
-        if state.is_world_process_zero and logs and self._open(args, state, model):
+        if state.is_world_process_zero and logs and self._open(args, state, kwargs.get("model")):
             self._try(self.logger.log, self.rename(numbers_of(logs)), state.global_step)
 
     def on_predict(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, Any] | None = None,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Metrics = None, **kwargs: Any
     ) -> None:
         """Report a prediction's metrics."""
-        self.on_log(args, state, control, logs=metrics, model=model)
+        self.on_log(args, state, control, logs=metrics, **kwargs)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Upload the checkpoint if each is asked for."""
@@ -269,11 +255,9 @@ class KubeflowCallback(TrackerCallback, tracker="kubeflow"):
         """Keep the names that the log has."""
         return dict(metrics)
 
-    def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start to report."""
-        super().on_train_begin(args, state, control, model=model, **kwargs)
+        super().on_train_begin(args, state, control, **kwargs)
         self._report(state, True)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -34,6 +34,5 @@ class AzureMLLogger(Logger):
             self._run.tag(name, str(value))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics."""
         for name, value in metrics.items():
             self._run.log(name, value, step=step)

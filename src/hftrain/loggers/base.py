@@ -68,6 +68,7 @@ class Logger:
         name: The name in `report_to`.
         packages: The importable packages it needs.
         replaces: Trackers that ``report_to="all"`` leaves out where it includes this one, which does their work.
+        off_switch: The environment variable that switches it off when true, or ``"VARIABLE=value"``.
         artifacts: Which checkpoints to upload: ``"no"``, ``"end"`` (the best or last one) or ``"checkpoint"`` (each).
         run_id: Set by `start`: by which name the run can be continued later; None if it cannot.
 
@@ -84,6 +85,7 @@ class Logger:
     name: ClassVar[str] = ""
     packages: ClassVar[tuple[str, ...]] = ()
     replaces: ClassVar[tuple[str, ...]] = ()
+    off_switch: ClassVar[str] = ""
     artifacts: str = "no"
     run_id: str | None = None
 
@@ -95,7 +97,9 @@ class Logger:
     @classmethod
     def why_off(cls) -> str | None:
         """Tell why this tracker is switched off on this machine; None if it is not."""
-        return None
+        variable, _, value = cls.off_switch.partition("=")
+        is_off = os.environ.get(variable, "").lower() == value.lower() if value else variable and is_set(variable)
+        return f"{cls.off_switch} is set" if is_off else None
 
     @classmethod
     def joins_all(cls) -> bool:
@@ -116,6 +120,25 @@ class Logger:
 
     def close(self) -> None:
         """End the run, unless it was the user's before; safe to call again."""
+
+
+class RunLogger(Logger):
+    """Report through one object, the tracker's run, which `start` opens or joins.
+
+    Attributes:
+        end: The method of a run that ends it.
+    """
+
+    end: ClassVar[str] = "finish"
+    _run: Any = None
+    # Not the user's: `close` ends it.
+    _is_own = False
+
+    def close(self) -> None:
+        """End the run, unless it was the user's before; safe to call again."""
+        if self._run is not None and self._is_own:
+            getattr(self._run, self.end)()
+        self._run = None
 
 
 def regroup(metrics: Mapping[str, Any]) -> dict[str, Any]:

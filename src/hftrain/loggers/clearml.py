@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrain.loggers.base import Logger, RunFacts, is_set
+from hftrain.loggers.base import RunFacts, RunLogger, is_set
 
 
-class ClearMLLogger(Logger):
+class ClearMLLogger(RunLogger):
     """Report to ClearML, in the current task if there is one.
 
     Environment variables: CLEARML_PROJECT (``"HuggingFace Transformers"``), CLEARML_TASK (``"Trainer"``),
@@ -21,11 +21,10 @@ class ClearMLLogger(Logger):
 
     name = "clearml"
     packages = ("clearml",)
+    end = "close"
 
     def __init__(self) -> None:
         self.artifacts = "checkpoint" if is_set("CLEARML_LOG_MODEL") else "no"
-        self._task: Any = None
-        self._is_own = False
 
     def start(self, run: RunFacts) -> None:
         """Start, continue or join a task; record the settings as its configuration."""
@@ -42,7 +41,7 @@ class ClearMLLogger(Logger):
                 reuse_last_task_id=False,
                 continue_last_task=run.run_id or False,
             )
-        self._task = task
+        self._run = task
         self.run_id = task.id
         task.connect(dict(run.hparams), name="Args")
         if run.model_config:
@@ -50,21 +49,14 @@ class ClearMLLogger(Logger):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Add to a plot for each metric, a line for each stage."""
-        reporter = self._task.get_logger()
+        reporter = self._run.get_logger()
         for name, value in metrics.items():
             stage, _, metric = name.partition("/")
             reporter.report_scalar(title=metric, series=stage, value=value, iteration=step)
 
     def log_artifact(self, folder: Path, step: int) -> None:
-        """Upload a checkpoint's folder."""
-        self._task.upload_artifact(folder.name, artifact_object=str(folder), wait_on_upload=True)
+        self._run.upload_artifact(folder.name, artifact_object=str(folder), wait_on_upload=True)
 
     def finish_training(self) -> None:
         """Wait for what is on its way."""
-        self._task.flush()
-
-    def close(self) -> None:
-        """Close the task."""
-        if self._task is not None and self._is_own:
-            self._task.close()
-        self._task = None
+        self._run.flush()

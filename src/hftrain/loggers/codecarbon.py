@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from hftrain.loggers.base import Logger, RunFacts
+from hftrain.loggers.base import RunFacts, RunLogger
 
 
-class CodeCarbonLogger(Logger):
+class CodeCarbonLogger(RunLogger):
     """Measure what training uses and emits, and write ``emissions.csv`` to the output folder.
 
     CodeCarbon itself reads CODECARBON_* and ``.codecarbon.config``. It measures from the start to the end of training.
@@ -20,9 +19,7 @@ class CodeCarbonLogger(Logger):
 
     name = "codecarbon"
     packages = ("codecarbon",)
-
-    def __init__(self) -> None:
-        self._tracker: Any = None
+    end = "stop"
 
     @classmethod
     def why_off(cls) -> str | None:
@@ -34,15 +31,9 @@ class CodeCarbonLogger(Logger):
         from codecarbon import EmissionsTracker
 
         Path(run.output_dir).mkdir(parents=True, exist_ok=True)
-        self._tracker = EmissionsTracker(output_dir=run.output_dir)
-        self._tracker.start()
+        self._run, self._is_own = EmissionsTracker(output_dir=run.output_dir), True
+        self._run.start()
 
     def finish_training(self) -> None:
         """Stop measuring and write the file."""
         self.close()
-
-    def close(self) -> None:
-        """Stop measuring and write the file."""
-        if self._tracker is not None:
-            self._tracker.stop()
-            self._tracker = None

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrain.loggers.base import Logger, RunFacts, is_set
+from hftrain.loggers.base import RunFacts, RunLogger, is_set
 
 _ONLINE = {"ONLINE": True, "OFFLINE": False}
 
 
-class CometLogger(Logger):
+class CometLogger(RunLogger):
     """Report to Comet, in the experiment that is running if there is one.
 
     Environment variables: COMET_PROJECT_NAME (``"huggingface"``), COMET_MODE (``"ONLINE"``, ``"OFFLINE"``,
@@ -24,16 +24,11 @@ class CometLogger(Logger):
 
     name = "comet_ml"
     packages = ("comet_ml",)
+    off_switch = "COMET_MODE=DISABLED"
+    end = "end"
 
     def __init__(self) -> None:
         self.artifacts = "end" if is_set("COMET_LOG_ASSETS") else "no"
-        self._experiment: Any = None
-        self._is_own = False
-
-    @classmethod
-    def why_off(cls) -> str | None:
-        """Name COMET_MODE where it says so."""
-        return "COMET_MODE=DISABLED is set" if os.environ.get("COMET_MODE", "").upper() == "DISABLED" else None
 
     def start(self, run: RunFacts) -> None:
         """Start, continue or join an experiment; record the settings as parameters."""
@@ -47,27 +42,19 @@ class CometLogger(Logger):
                 options["online"] = _ONLINE[os.environ["COMET_MODE"].upper()]
             running = comet_ml.start(project_name=os.environ.get("COMET_PROJECT_NAME", "huggingface"), **options)
             running.set_name(run.name)
-        self._experiment = running
+        self._run = running
         self.run_id = running.get_key()
         running.log_parameters(dict(run.hparams), prefix="args", nested_support=False)
         if run.model_config:
             running.log_parameters(dict(run.model_config), prefix="config", nested_support=False)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics."""
-        self._experiment.log_metrics(dict(metrics), step=step, epoch=metrics.get("train/epoch"))
+        self._run.log_metrics(dict(metrics), step=step, epoch=metrics.get("train/epoch"))
 
     def log_artifact(self, folder: Path, step: int) -> None:
-        """Upload a checkpoint's folder."""
-        self._experiment.log_asset_folder(str(folder), step=step, log_file_name=True, recursive=True)
-        self._experiment.flush()
+        self._run.log_asset_folder(str(folder), step=step, log_file_name=True, recursive=True)
+        self._run.flush()
 
     def finish_training(self) -> None:
         """Wait for what is on its way."""
-        self._experiment.flush()
-
-    def close(self) -> None:
-        """End the experiment."""
-        if self._experiment is not None and self._is_own:
-            self._experiment.end()
-        self._experiment = None
+        self._run.flush()

@@ -36,7 +36,6 @@ class DagsHubLogger(MLflowLogger):
         return "dagshub" in os.environ.get("MLFLOW_TRACKING_URI", "")
 
     def start(self, run: RunFacts) -> None:
-        """Start or join a run."""
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             raise ConfigError(
                 "Tracker 'dagshub' was asked for.",

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrain.loggers.base import Logger, RunFacts, artifacts_asked
+from hftrain.loggers.base import RunFacts, RunLogger, artifacts_asked
 
 
-class DVCLiveLogger(Logger):
+class DVCLiveLogger(RunLogger):
     """Write metrics, parameters and plots as the files of DVCLive.
 
     Environment variables: HF_DVCLIVE_LOG_MODEL: true records the last checkpoint in DVC, ``"all"`` each one.
@@ -24,13 +24,14 @@ class DVCLiveLogger(Logger):
 
     name = "dvclive"
     packages = ("dvclive",)
+    end = "end"
 
     def __init__(self, live: Any = None, log_model: str | bool | None = None, **kwargs: Any) -> None:
         if log_model is None:
             self.artifacts = artifacts_asked("HF_DVCLIVE_LOG_MODEL", {"all": "checkpoint"})
         else:
             self.artifacts = {"all": "checkpoint", True: "end"}.get(log_model, "no")
-        self._live = live
+        self._run = live
         self._is_own = live is None
         self._options = kwargs
 
@@ -39,23 +40,16 @@ class DVCLiveLogger(Logger):
         from dvclive import Live
 
         if self._is_own:
-            self._live = Live(**{"resume": run.run_id is not None, **self._options})
-        self.run_id = self._live.dir
-        self._live.log_params({name: value for name, value in run.config.items() if value is not None})
+            self._run = Live(**{"resume": run.run_id is not None, **self._options})
+        self.run_id = self._run.dir
+        self._run.log_params({name: value for name, value in run.config.items() if value is not None})
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics."""
-        self._live.step = step
+        self._run.step = step
         for name, value in metrics.items():
-            self._live.log_metric(name, value)
-        self._live.make_summary()
+            self._run.log_metric(name, value)
+        self._run.make_summary()
 
     def log_artifact(self, folder: Path, step: int) -> None:
         """Record a checkpoint in DVC, as a copy."""
-        self._live.log_artifact(str(folder), name="model", type="model", copy=True)
-
-    def close(self) -> None:
-        """End the run."""
-        if self._is_own and self._live is not None:
-            self._live.end()
-            self._live = None
+        self._run.log_artifact(str(folder), name="model", type="model", copy=True)

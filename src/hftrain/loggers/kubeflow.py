@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
-from hftrain.loggers.base import Logger, RunFacts, is_set
+from hftrain.loggers.base import Logger, RunFacts
 
 _URL = "KUBEFLOW_TRAINER_SERVER_URL"
 _TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"
@@ -34,6 +34,7 @@ class KubeflowLogger(Logger):
     """
 
     name = "kubeflow"
+    off_switch = "DISABLE_KUBEFLOW_INTEGRATION"
 
     def __init__(self) -> None:
         self._metrics: dict[str, Any] = {}
@@ -45,9 +46,8 @@ class KubeflowLogger(Logger):
     @classmethod
     def why_off(cls) -> str | None:
         """Tell that the run is not part of a TrainJob, or that it was switched off."""
-        if is_set("DISABLE_KUBEFLOW_INTEGRATION"):
-            return "DISABLE_KUBEFLOW_INTEGRATION is set"
-        return None if os.environ.get(_URL) else f"{_URL} is not set, as it is in a Kubeflow TrainJob"
+        is_absent = None if os.environ.get(_URL) else f"{_URL} is not set, as it is in a Kubeflow TrainJob"
+        return super().why_off() or is_absent
 
     def start(self, run: RunFacts) -> None:
         """Forget the metrics of an earlier run."""

@@ -28,15 +28,11 @@ class MLflowLogger(Logger):
     name = "mlflow"
     packages: ClassVar[tuple[str, ...]] = ("mlflow",)
     replaces: ClassVar[tuple[str, ...]] = ("azure_ml",)
+    off_switch = "DISABLE_MLFLOW_INTEGRATION"
 
     def __init__(self) -> None:
         self.artifacts = "checkpoint" if is_set("HF_MLFLOW_LOG_ARTIFACTS") else "no"
         self._is_own = False
-
-    @classmethod
-    def why_off(cls) -> str | None:
-        """Name DISABLE_MLFLOW_INTEGRATION where it is true."""
-        return "DISABLE_MLFLOW_INTEGRATION is set" if is_set("DISABLE_MLFLOW_INTEGRATION") else None
 
     def start(self, run: RunFacts) -> None:
         """Start or join a run; record the settings as parameters, cut into what MLflow takes."""
@@ -51,19 +47,16 @@ class MLflowLogger(Logger):
             mlflow.start_run(run_id=run_id, run_name=None if run_id else run.name, nested=is_nested)
         active: Any = mlflow.active_run()
         self.run_id = active.info.run_id
-        tags = _tags()
-        if tags:
+        if tags := _tags():
             mlflow.set_tags(tags)
         self._log_params(run, known=active.data.params)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics."""
         import mlflow
 
         mlflow.log_metrics(dict(metrics), step=step, run_id=self.run_id)
 
     def log_artifact(self, folder: Path, step: int) -> None:
-        """Upload a checkpoint's folder."""
         import mlflow
 
         mlflow.log_artifacts(str(folder), artifact_path=folder.name, run_id=self.run_id)
@@ -99,12 +92,9 @@ class MLflowLogger(Logger):
 
 
 def _tags() -> dict[str, Any]:
-    text = os.environ.get("MLFLOW_TAGS")
-    if not text:
-        return {}
+    text = os.environ.get("MLFLOW_TAGS") or "{}"
     try:
-        tags: dict[str, Any] = dict(json.loads(text))
+        return dict(json.loads(text))
     except (ValueError, TypeError) as error:
         reason = f"It is not a JSON object: {error}."
         raise ConfigError(f"MLFLOW_TAGS={text!r} is set.", reason, 'Write it as {"key": "value"}.') from error
-    return tags

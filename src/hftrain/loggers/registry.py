@@ -19,19 +19,24 @@ loggers: Registry[Logger] = Registry(
         ),
     },
 )
-loggers.register("azure_ml", "hftrain.loggers.azure_ml:AzureMLLogger", summary="Azure Machine Learning")
-loggers.register("clearml", "hftrain.loggers.clearml:ClearMLLogger", summary="ClearML")
-loggers.register("codecarbon", "hftrain.loggers.codecarbon:CodeCarbonLogger", summary="CodeCarbon, emissions")
-loggers.register("comet_ml", "hftrain.loggers.comet:CometLogger", summary="Comet")
-loggers.register("dagshub", "hftrain.loggers.dagshub:DagsHubLogger", summary="MLflow on DagsHub")
-loggers.register("dvclive", "hftrain.loggers.dvclive:DVCLiveLogger", summary="DVCLive")
-loggers.register("flyte", "hftrain.loggers.flyte:FlyteLogger", summary="Flyte, inside a task")
-loggers.register("kubeflow", "hftrain.loggers.kubeflow:KubeflowLogger", summary="a Kubeflow TrainJob's server")
-loggers.register("mlflow", "hftrain.loggers.mlflow:MLflowLogger", summary="MLflow")
-loggers.register("swanlab", "hftrain.loggers.swanlab:SwanLabLogger", summary="SwanLab")
-loggers.register("tensorboard", "hftrain.loggers.tensorboard:TensorBoardLogger", summary="TensorBoard")
-loggers.register("trackio", "hftrain.loggers.trackio:TrackioLogger", summary="Trackio")
-loggers.register("wandb", "hftrain.loggers.wandb:WandbLogger", summary="Weights & Biases")
+_TABLE = """
+    azure_ml     azure_ml     AzureMLLogger      Azure Machine Learning
+    clearml      clearml      ClearMLLogger      ClearML
+    codecarbon   codecarbon   CodeCarbonLogger   CodeCarbon, emissions
+    comet_ml     comet        CometLogger        Comet
+    dagshub      dagshub      DagsHubLogger      MLflow on DagsHub
+    dvclive      dvclive      DVCLiveLogger      DVCLive
+    flyte        flyte        FlyteLogger        Flyte, inside a task
+    kubeflow     kubeflow     KubeflowLogger     a Kubeflow TrainJob's server
+    mlflow       mlflow       MLflowLogger       MLflow
+    swanlab      swanlab      SwanLabLogger      SwanLab
+    tensorboard  tensorboard  TensorBoardLogger  TensorBoard
+    trackio      trackio      TrackioLogger      Trackio
+    wandb        wandb        WandbLogger        Weights & Biases
+"""
+for _row in _TABLE.strip().splitlines():
+    _name, _home, _class, _summary = _row.split(maxsplit=3)
+    loggers.register(_name, f"hftrain.loggers.{_home}:{_class}", summary=_summary)
 
 
 def available_loggers() -> list[str]:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrain.loggers.base import Logger, RunFacts
+from hftrain.loggers.base import RunFacts, RunLogger
 
 
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(RunLogger):
     """Write event files to `logging_dir`, by default ``output_dir/runs/DATETIME_HOSTNAME``.
 
     A resumed run goes on in its folder; what the interrupted one wrote after the checkpoint is hidden.
@@ -25,10 +25,11 @@ class TensorBoardLogger(Logger):
 
     name = "tensorboard"
     packages = ("tensorboard",)
+    end = "close"
 
     def __init__(self, tb_writer: Any = None) -> None:
         self._is_own = tb_writer is None
-        self._writer = tb_writer
+        self._run = tb_writer
 
     def start(self, run: RunFacts) -> None:
         """Open the folder; record the settings as hyper-parameters and as text."""
@@ -38,26 +39,19 @@ class TensorBoardLogger(Logger):
         if self._is_own:
             folder = run.logging_dir or run.run_id or _new_folder(run.output_dir)
             purge = run.step + 1 if folder == run.run_id else None
-            self._writer = SummaryWriter(folder, purge_step=purge)
+            self._run = SummaryWriter(folder, purge_step=purge)
             self.run_id = folder
-        self._writer.add_text("args", _as_code(run.hparams))
+        self._run.add_text("args", _as_code(run.hparams))
         if run.model_config:
-            self._writer.add_text("model_config", _as_code(run.model_config))
+            self._run.add_text("model_config", _as_code(run.model_config))
         make: Any = hparams
         for summary in make(dict(run.hparams), {}):
-            self._writer.file_writer.add_summary(summary)
+            self._run.file_writer.add_summary(summary)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write scalars."""
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Close the files."""
-        if self._is_own and self._writer is not None:
-            self._writer.close()
-            self._writer = None
+            self._run.add_scalar(name, value, step)
+        self._run.flush()
 
 
 def _new_folder(output_dir: str) -> str:

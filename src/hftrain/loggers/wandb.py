@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.core.errors import ConfigError, suggest
-from hftrain.loggers.base import Logger, RunFacts, artifacts_asked, is_set
+from hftrain.loggers.base import RunFacts, RunLogger, artifacts_asked
 
 _WATCHED = ("false", "gradients", "parameters", "all")
 
 
-class WandbLogger(Logger):
+class WandbLogger(RunLogger):
     """Report to Weights & Biases, in the run that is open if there is one.
 
     Environment variables: WANDB_PROJECT (``"huggingface"``), WANDB_LOG_MODEL (``"false"``, ``"end"``,
@@ -25,20 +25,14 @@ class WandbLogger(Logger):
 
     name = "wandb"
     packages = ("wandb",)
+    off_switch = "WANDB_DISABLED"
+    _model: Any = None
 
     def __init__(self) -> None:
         self.artifacts = artifacts_asked("WANDB_LOG_MODEL", {"end": "end", "checkpoint": "checkpoint"})
         self._watched = os.environ.get("WANDB_WATCH", "false").lower()
         if self._watched not in _WATCHED:
             raise ConfigError(f"WANDB_WATCH={self._watched!r} is set.", "", suggest(self._watched, _WATCHED))
-        self._run: Any = None
-        self._is_own = False
-        self._model: Any = None
-
-    @classmethod
-    def why_off(cls) -> str | None:
-        """Name WANDB_DISABLED where it is true."""
-        return "WANDB_DISABLED is set" if is_set("WANDB_DISABLED") else None
 
     def start(self, run: RunFacts) -> None:
         """Open or join a run, record the settings, and watch the model if asked to."""
@@ -74,9 +68,3 @@ class WandbLogger(Logger):
         if self._model is not None:
             self._run.unwatch(self._model)
             self._model = None
-
-    def close(self) -> None:
-        """Finish the run."""
-        if self._run is not None and self._is_own:
-            self._run.finish()
-        self._run = None
