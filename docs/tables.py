@@ -212,7 +212,6 @@ def readers(fields: frozenset[str]) -> dict[str, list[str]]:
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
             is_read = owner in ("args", "arguments") or (owner == "self" and module == "arguments.processes")
             is_named = isinstance(node, ast.Constant) and module.startswith(("adapter.", "core.state"))
-            is_named = is_named and module != "adapter.launching"
             if (
                 isinstance(name, str)
                 and name in fields

@@ -86,6 +86,7 @@ from hftrain.data.documented import RemoveColumnsCollator as RemoveColumnsCollat
 from hftrain.data.documented import SequentialDistributedSampler as SequentialDistributedSampler
 from hftrain.data.documented import get_length_grouped_indices as get_length_grouped_indices
 from hftrain.data.documented import seed_worker as seed_worker
+from hftrain.data.eval_sets import EvalSet as EvalSet
 from hftrain.data.sizes import has_length as has_length
 from hftrain.engine.engine import Engine as Engine
 from hftrain.loggers.base import Logger as Logger
@@ -138,7 +139,6 @@ from hftrain.task.loss import LabelSmoother as LabelSmoother
 from hftrain.task.overflow import DebugUnderflowOverflow as DebugUnderflowOverflow
 from hftrain.trainer import Seq2SeqTrainer as Seq2SeqTrainer
 from hftrain.trainer import Trainer as Trainer
-from hftrain.trainer.eval_sets import EvalSet as EvalSet
 from hftrain.trainer.reports import metrics_format as metrics_format
 from hftrain.trainer.utilities import find_executable_batch_size as find_executable_batch_size
 from hftrain.trainer.utilities import is_main_process as is_main_process

@@ -146,7 +146,7 @@ def test_trainer_says_that_deepspeed_is_at_work(tmp_path: Path) -> None:
                 "strategy": "deepspeed", "save_only_model": True, "load_best_model_at_end": True,
                 "save_strategy": "steps", "eval_strategy": "no", "metric_for_best_model": None,
             },
-            "save_only_model=True with load_best_model_at_end=True",
+            "save_only_model=True was asked for with load_best_model_at_end=True",
         ),
         (
             {

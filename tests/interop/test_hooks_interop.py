@@ -10,7 +10,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from hftrain import Seq2SeqTrainer, Trainer  # noqa: E402
-from hftrain.trainer.hooks import DOCUMENTED, NEWER  # noqa: E402
+from hftrain.rules.hooks import DOCUMENTED, NEWER  # noqa: E402
 
 pytestmark = pytest.mark.interop
 
@@ -26,6 +26,4 @@ def test_every_method_of_the_installed_trainer_is_ours_or_has_a_remedy(theirs: A
     ]
     assert len(methods) > 3
     unknown = [name for name in methods if not hasattr(ours, name) and name not in DOCUMENTED and name not in NEWER]
-    assert unknown == [], (
-        "add them to hftrain/trainer/hooks.py, and the version to tests/documented/trainer_methods.json"
-    )
+    assert unknown == [], "add them to hftrain/rules/hooks.py, and the version to tests/documented/trainer_methods.json"

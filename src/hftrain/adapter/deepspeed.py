@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.adapter import fsdp
-from hftrain.adapter.data import read_accelerator_config, total_batch_size
-from hftrain.adapter.sharing import syncs_each_batch
+from hftrain.adapter.data import total_batch_size
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.types import PrecisionPolicy
@@ -49,14 +48,13 @@ def settle_deepspeed(args: Any, strategy: Strategy, precision: Precision) -> Non
     """Fill a DeepSpeed strategy's config from the arguments; other strategies are left alone. Mutates the strategy.
 
     Raises:
-        ConfigError: The config contradicts the arguments, or DeepSpeed cannot do what they ask for.
+        ConfigError: The config contradicts the arguments.
     """
     if not isinstance(strategy, DeepSpeedStrategy):
         return
     # What `Trainer.propagate_args_to_deepspeed` calls, when arguments have changed since.
     strategy.propagate_args = partial(_propagate, strategy, precision.policy)  # type: ignore[attr-defined]
     _propagate(strategy, precision.policy, args)
-    _check_arguments(args, strategy)
     _warn_of_what_the_config_makes(args, strategy)
 
 
@@ -112,39 +110,6 @@ def run_values(args: Any, *, world_size: int, has_found_batch_size: bool = False
         *values,
         *(Fill(key=f"optimizer.params.{key}", value=value, name=name) for key, (value, name) in optimizer.items()),
     ]
-
-
-def _check_arguments(args: Any, strategy: DeepSpeedStrategy) -> None:
-    """Raise where DeepSpeed cannot do what the arguments ask for."""
-    conflicts = [
-        (
-            args.auto_find_batch_size and strategy.stage == 3,
-            "auto_find_batch_size=True",
-            "With ZeRO-3 a process that runs out of memory leaves the others waiting for its parameters.",
-            "Set the batch size, or use stage 2.",
-        ),
-        (
-            args.save_only_model and args.load_best_model_at_end,
-            "save_only_model=True with load_best_model_at_end=True",
-            "DeepSpeed's best model is loaded from a complete checkpoint.",
-            "Drop one of the two.",
-        ),
-        (
-            syncs_each_batch(args),
-            "accelerator_config's sync_each_batch=True",
-            "The engine decides when processes exchange gradients: with stage 2 and 3 after each micro-batch anyway.",
-            "Leave it out.",
-        ),
-        (
-            read_accelerator_config(args).get("use_configured_state", False),
-            "accelerator_config's use_configured_state=True",
-            "An accelerate state that was made before knows nothing of this DeepSpeed config.",
-            "Leave it out.",
-        ),
-    ]
-    for is_asked, asked, reason, remedy in conflicts:
-        if is_asked:
-            raise ConfigError(f"{asked} was asked for with strategy={strategy.name!r}.", reason, remedy)
 
 
 def _warn_of_what_the_config_makes(args: Any, strategy: DeepSpeedStrategy) -> None:

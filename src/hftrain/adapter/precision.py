@@ -66,21 +66,6 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
     return name, {"matmul": matmul}
 
 
-def check_half_precision_backend(args: Any, device_type: str) -> None:
-    """Refuse an implementation of mixed precision that belongs to another kind of device; touches none.
-
-    Raises:
-        ConfigError: `half_precision_backend` names the CPU's or CUDA's, and the run's device is another.
-    """
-    device = {"cpu_amp": "cpu", "cuda_amp": "cuda"}.get(args.half_precision_backend)
-    if device not in (None, device_type) and (args.fp16 or args.bf16):
-        raise ConfigError(
-            f"half_precision_backend={args.half_precision_backend!r} was asked for.",
-            f"It is that of {device!r}, and this run takes {device_type!r}.",
-            "Leave half_precision_backend at 'auto', which suits the device.",
-        )
-
-
 def _field(args: Any) -> str:
     return "fp16" if args.fp16 else "bf16"
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hftrain.adapter.data import read_accelerator_config
 from hftrain.arguments.accelerator import AcceleratorConfig
 from hftrain.core.errors import ConfigError, suggest
@@ -33,15 +31,15 @@ def settle_sharing(args: Any) -> None:
     config = read_accelerator_config(args)
     for key in _SWITCHES:
         if not isinstance(config.get(key, False), bool):
-            raise _refused(key, config[key], "It is neither true nor false.", "Use True or False.")
+            raise refused_key(key, config[key], "It is neither true nor false.", "Use True or False.")
     if config.get("dispatch_batches") not in (None, True, False):
         reason = "It is neither true, false nor null."
-        raise _refused("dispatch_batches", config["dispatch_batches"], reason, "Use True, False or None.")
+        raise refused_key("dispatch_batches", config["dispatch_batches"], reason, "Use True, False or None.")
     accumulation = _accumulation(config)
     num_steps = accumulation.get("num_steps", args.gradient_accumulation_steps)
     if args.gradient_accumulation_steps not in (1, num_steps):
         reason = f"gradient_accumulation_steps={args.gradient_accumulation_steps} says otherwise."
-        raise _refused("num_steps", num_steps, reason, "Keep one of the two.")
+        raise refused_key("num_steps", num_steps, reason, "Keep one of the two.")
     args.gradient_accumulation_steps = num_steps
 
 
@@ -56,49 +54,24 @@ def non_blocking_copies(args: Any) -> bool | None:
     return None if value is None else bool(value)
 
 
-def check_configured_state(args: Any, planned_device: torch.device) -> None:
-    """Refuse `use_configured_state=True` where accelerate's state is missing, or is about another device.
-
-    Raises:
-        ConfigError: It is.
-    """
-    if not read_accelerator_config(args).get("use_configured_state", False):
-        return
-    from accelerate import PartialState
-
-    if not PartialState._shared_state:
-        raise _refused(
-            "use_configured_state",
-            True,
-            "accelerate has no initialized state.",
-            "Make an accelerate.PartialState or Accelerator first, or leave the setting out.",
-        )
-    configured = PartialState().device
-    if configured.type != planned_device.type:
-        raise _refused(
-            "use_configured_state",
-            True,
-            f"accelerate's state is on {configured.type}, and the strategy on {planned_device.type}.",
-            "Make the state with cpu=True for use_cpu=True, and without both else.",
-        )
-
-
 def _accumulation(config: Mapping[str, Any]) -> Mapping[str, Any]:
     given = config.get("gradient_accumulation_kwargs") or {}
     if not isinstance(given, Mapping):
         reason = "It is not a mapping of settings."
-        raise _refused("gradient_accumulation_kwargs", given, reason, "Give a dict, such as {'sync_each_batch': True}.")
+        remedy = "Give a dict, such as {'sync_each_batch': True}."
+        raise refused_key("gradient_accumulation_kwargs", given, reason, remedy)
     for key, value in given.items():
         if key not in _ACCUMULATION:
             reason = "gradient_accumulation_kwargs has no such key."
-            raise _refused(key, value, reason, suggest(str(key), _ACCUMULATION))
+            raise refused_key(key, value, reason, suggest(str(key), _ACCUMULATION))
         if key in _FIXED and value is not True:
-            raise _refused(key, value, _FIXED[key], "Leave it out, or set it to True.")
+            raise refused_key(key, value, _FIXED[key], "Leave it out, or set it to True.")
     num_steps = given.get("num_steps", 1)
     if type(num_steps) is not int or num_steps < 1:
-        raise _refused("num_steps", num_steps, "It counts micro-batches.", "Use a whole number of at least 1.")
+        raise refused_key("num_steps", num_steps, "It counts micro-batches.", "Use a whole number of at least 1.")
     return given
 
 
-def _refused(key: Any, value: Any, reason: str, remedy: str) -> ConfigError:
+def refused_key(key: Any, value: Any, reason: str, remedy: str) -> ConfigError:
+    """Word the refusal of a key of `accelerator_config`."""
     return ConfigError(f"accelerator_config={{{key!r}: ...}} was given.", reason, remedy, **{str(key): value})

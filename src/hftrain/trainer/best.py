@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.state import TrainerState
-from hftrain.trainer.checks import best_metric_key
+from hftrain.rules.evaluation import best_metric_key
 
 
 class BestMetric:

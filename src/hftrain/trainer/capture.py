@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,10 @@ from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.state import TrainerState
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule
+from hftrain.task.state import task_state
 
 # What a model writes next to its weights, and what may change while it trains.
 _CONFIGS = ("config", "generation_config")
-
-
-def task_state(task: TaskModule) -> dict[str, torch.Tensor]:
-    """Return what the task itself holds next to its model."""
-    with without_model(task):
-        return task.state_dict()
-
-
-@contextmanager
-def without_model(task: TaskModule) -> Iterator[TaskModule]:
-    """Take the model out for a while: its state may be in pieces, and reading it a thing for all processes."""
-    model = task.model
-    del task.model
-    try:
-        yield task
-    finally:
-        task.model = model
 
 
 def model_writer(

@@ -16,18 +16,19 @@ from hftrain.core.log import sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput
 from hftrain.data.dispatch import takes_turns
+from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
 from hftrain.data.grouping import reading_order
 from hftrain.data.sizes import expected_samples
 from hftrain.loops.contract import check_features
 from hftrain.loops.evaluate import EvaluateHooks, EvaluateLoop, EvaluateParts
 from hftrain.loops.predict import PredictLoop
 from hftrain.optim.weight_modes import evaluation_weights
+from hftrain.rules.mistakes import explain_mistake
 from hftrain.task.metric_state import read_metrics, warn_of_unread, warn_of_unreported
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
 from hftrain.trainer.announce import announce_evaluation
 from hftrain.trainer.casting import to_float32
-from hftrain.trainer.eval_sets import EvalSet, is_due, split_eval_sets
 from hftrain.trainer.evaluating import (
     JitModel,
     cast_weights,
@@ -37,7 +38,6 @@ from hftrain.trainer.evaluating import (
 )
 from hftrain.trainer.generating import generates
 from hftrain.trainer.loop_parts import used_in_evaluation
-from hftrain.trainer.mistakes import explain_mistake
 from hftrain.trainer.reports import (
     speed_metrics,
     to_plain,

@@ -19,11 +19,15 @@ from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import set_seed
+from hftrain.core.signatures import takes_trial
 from hftrain.core.state import TrainerState
+from hftrain.data.eval_sets import EvalSet
 from hftrain.data.persistent import LoaderCache
 from hftrain.loops.contract import Loop
 from hftrain.loops.window import LossWindow
 from hftrain.precision.base import Precision
+from hftrain.rules.optimizer import check_optimizer
+from hftrain.rules.task import check_not_lightning, check_task
 from hftrain.search.config import HPSearchBackend
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import Compiler
@@ -33,11 +37,7 @@ from hftrain.task.modes import TrainingMode
 from hftrain.task.module import TaskModule
 from hftrain.trainer.acceleration import adopt_accelerator, has_engine, make_accelerator
 from hftrain.trainer.casting import ModelCasting
-from hftrain.trainer.checks import (
-    check_optimizer,
-)
 from hftrain.trainer.computing import Computing
-from hftrain.trainer.eval_sets import EvalSet
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.memory import MemoryTracker
 from hftrain.trainer.numerics import prepare_model
@@ -45,8 +45,6 @@ from hftrain.trainer.output import Output
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
 from hftrain.trainer.searching import TrialRun
 from hftrain.trainer.session import TrainSession
-from hftrain.trainer.signatures import takes_trial
-from hftrain.trainer.tasks import check_not_lightning, check_task
 from hftrain.trainer.weighing import LossShares
 
 

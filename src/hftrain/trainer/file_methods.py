@@ -12,7 +12,8 @@ import torch
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.core.log import get_logger, warn_once
 from hftrain.optim.weight_modes import evaluation_weights
-from hftrain.trainer.capture import saved_tool, task_state, write_model
+from hftrain.task.state import task_state
+from hftrain.trainer.capture import saved_tool, write_model
 from hftrain.trainer.fields import TrainerFields
 from hftrain.trainer.reports import (
     metrics_format,

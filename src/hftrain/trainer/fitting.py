@@ -22,7 +22,6 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger
 from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import batch_size_of, is_samples, map_tensors
-from hftrain.core.types import Owns
 
 if TYPE_CHECKING:
     from hftrain.arguments.training import TrainingArguments
@@ -37,16 +36,6 @@ T = TypeVar("T")
 logger = get_logger(__name__)
 
 SMALLER_BATCH = "smaller_batch"
-
-
-def check_fitting(args: TrainingArguments, strategy: Strategy) -> None:
-    """Raise where a strategy's engine has fixed the micro-batch before the run."""
-    if args.auto_find_batch_size and Owns.ACCUMULATION in strategy.owns:
-        raise ConfigError(
-            f"auto_find_batch_size={args.auto_find_batch_size!r} was asked for with strategy={strategy.name!r}.",
-            "Its engine counts the micro-batches itself and is told their size when it starts.",
-            "Set per_device_train_batch_size and gradient_accumulation_steps.",
-        )
 
 
 @dataclass(eq=False, kw_only=True)

@@ -13,11 +13,11 @@ from torch import nn
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.optional import require
+from hftrain.core.signatures import accepts
 from hftrain.strategies.base import Strategy
 from hftrain.task.loss import IGNORED_LABEL
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
-from hftrain.trainer.signatures import accepts
 
 _SETTINGS = {"generation_max_length": "max_length", "generation_num_beams": "num_beams"}
 _LIMITS = ("max_new_tokens", "max_length")

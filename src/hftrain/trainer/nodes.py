@@ -7,20 +7,8 @@ from pathlib import Path
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.foreign import check_whole
 from hftrain.checkpoint.layout import TRAINER_STATE
-from hftrain.core.errors import CheckpointError, ConfigError
+from hftrain.core.errors import CheckpointError
 from hftrain.strategies.base import Strategy
-
-
-def check_nodes(args: TrainingArguments, strategy: Strategy) -> None:
-    """Raise where each machine should keep a whole checkpoint, and no machine has a whole model."""
-    if args.save_on_each_node and strategy.shards_model:
-        raise ConfigError(
-            f"save_on_each_node=True was asked for with strategy={strategy.name!r}.",
-            "Each process holds a part of the model, so no machine has all that a checkpoint needs.",
-            "Put output_dir on storage that all machines share, and leave save_on_each_node out.",
-            save_on_each_node=True,
-            strategy=strategy.name,
-        )
 
 
 def own_checkpoint(args: TrainingArguments, strategy: Strategy, output_dir: Path, folder: Path) -> Path:

@@ -23,18 +23,6 @@ _MAX_LOOKS, _LOOK_S = 10, 0.3
 logger = get_logger(__name__)
 
 
-def check_output(args: Any) -> None:
-    """Raise where a remote `output_dir` cannot work; asks no network."""
-    check_url(args.output_dir)
-    if is_url(args.output_dir) and args.save_on_each_node:
-        raise ConfigError(
-            f"save_on_each_node=True was asked for with output_dir={args.output_dir!r}.",
-            "All machines would write the same files of the same store.",
-            "Leave save_on_each_node out: a remote folder is one that all machines share.",
-            save_on_each_node=True,
-        )
-
-
 class Output:
     """The output folder of a Trainer, and what it takes to get files out of it and into it.
 

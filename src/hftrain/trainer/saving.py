@@ -38,8 +38,9 @@ from hftrain.storage.tensors import save_tensors
 from hftrain.strategies.base import Strategy
 from hftrain.task.metric_state import metric_states, restore_metric_states
 from hftrain.task.module import TaskModule
+from hftrain.task.state import without_model
 from hftrain.trainer.best import BestMetric
-from hftrain.trainer.capture import frozen_state, model_writer, saved_tool, without_model
+from hftrain.trainer.capture import frozen_state, model_writer, saved_tool
 from hftrain.trainer.leftovers import to_do
 from hftrain.trainer.loop_parts import LoopStates
 from hftrain.trainer.outside import OutsideWeights

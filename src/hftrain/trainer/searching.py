@@ -15,6 +15,7 @@ from hftrain.callbacks import CallbackHandler, NotebookProgressCallback, Progres
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.preserve import preserved
+from hftrain.core.signatures import takes_trial
 from hftrain.core.state import TrainerState
 from hftrain.search.config import BestRun, HPSearchBackend, Report, SearchConfig, check_directions
 from hftrain.search.defaults import (
@@ -28,7 +29,6 @@ from hftrain.search.ray_tune import search_with_ray
 from hftrain.search.wandb_sweep import search_with_wandb
 from hftrain.strategies.base import Strategy
 from hftrain.trainer.output import Output
-from hftrain.trainer.signatures import takes_trial
 
 if TYPE_CHECKING:
     from hftrain.trainer.trainer import Trainer

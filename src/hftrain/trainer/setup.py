@@ -13,20 +13,23 @@ from torch import nn
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.parts import load_trainer_state
 from hftrain.core.errors import ConfigError
+from hftrain.core.log import get_logger
 from hftrain.core.progress import TrainerControl
+from hftrain.core.types import Owns
+from hftrain.data.eval_sets import check_cadences
 from hftrain.loops.window import LossWindow
+from hftrain.rules.optimizer import check_optimizer
 from hftrain.step.assemble import assemble_stepper
 from hftrain.step.stepper import Stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.modes import TrainingMode
 from hftrain.task.module import TaskModule
-from hftrain.trainer.checks import check_optimizer
-from hftrain.trainer.engines import is_taken
-from hftrain.trainer.eval_sets import check_cadences
 
 if TYPE_CHECKING:
     from hftrain.trainer.session import TrainSession
     from hftrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -43,7 +46,9 @@ def set_up(session: TrainSession, max_steps: int) -> Stepper:
     noise = None if trainer.neftune_noise_alpha is None else (trainer._activate_neftune, trainer._deactivate_neftune)
     session.changes.apply(trainer.model, noise_hooks=noise)
     trainer._forget_schedule()
-    if is_taken(strategy, trainer.model_wrapped):
+    if Owns.STEP in strategy.owns and strategy.unwrap(trainer.model_wrapped) is not trainer.model_wrapped:
+        # An earlier run's went into an engine that is gone.
+        logger.warning("strategy=%r starts this run with a new optimizer and a new schedule.", strategy.name)
         trainer.optimizer = trainer.lr_scheduler = None
 
     strategy.plan(num_steps=max_steps, num_warmup_steps=trainer.args.get_warmup_steps(max_steps))

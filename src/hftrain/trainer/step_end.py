@@ -10,10 +10,10 @@ import torch
 
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.core.progress import TrainerControl
+from hftrain.core.signatures import call_with
 from hftrain.core.state import TrainerState
 from hftrain.loops.window import LossWindow, as_number
 from hftrain.trainer.counting import RunCounts
-from hftrain.trainer.hooks import call_with
 
 
 class StepEnd:

@@ -12,10 +12,9 @@ from torch import nn
 
 from hftrain.adapter.compilation import compile_config
 from hftrain.adapter.deepspeed import settle_deepspeed
-from hftrain.adapter.launching import check_local_rank
 from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
-from hftrain.adapter.precision import check_half_precision_backend, precision_request
-from hftrain.adapter.sharing import check_configured_state, non_blocking_copies, settle_sharing
+from hftrain.adapter.precision import precision_request
+from hftrain.adapter.sharing import non_blocking_copies, settle_sharing
 from hftrain.adapter.strategy import strategy_request
 from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
@@ -26,14 +25,22 @@ from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger, get_verbosity, set_verbosity, warn_once
 from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import enable_full_determinism, set_seed
+from hftrain.core.signatures import accepts, in_context, taking
 from hftrain.core.types import TrainOutput
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator
+from hftrain.data.eval_sets import split_eval_sets
 from hftrain.data.persistent import LoaderCache
 from hftrain.loggers.base import Logger
 from hftrain.loops.contract import Loop
 from hftrain.loops.registry import create_loops
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
+from hftrain.rules.hooks import check_hooks, missing_attribute
+from hftrain.rules.optimizer import check_optimizer
+from hftrain.rules.parts import check_arguments, check_model, check_parts, refusing_unknown
+from hftrain.rules.saving import check_fits
+from hftrain.rules.strategy import check_local_rank, check_strategy
+from hftrain.rules.task import check_unused_by_task
 from hftrain.search.config import BestRun, HPSearchBackend, choose_backend
 from hftrain.step.legality import check_legal
 from hftrain.strategies.base import Strategy
@@ -43,35 +50,20 @@ from hftrain.task.introspect import is_recomputing
 from hftrain.task.model_task import CountItems
 from hftrain.task.module import TaskModule
 from hftrain.trainer.casting import ModelCasting
-from hftrain.trainer.checks import (
-    check_arguments,
-    check_model,
-    check_optimizer,
-    check_parts,
-    check_sharding,
-    check_strategy,
-    check_unused_by_task,
-)
 from hftrain.trainer.computing import Computing
 from hftrain.trainer.debugging import debug_callbacks
 from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
-from hftrain.trainer.eval_sets import split_eval_sets
-from hftrain.trainer.fitting import SMALLER_BATCH, check_fitting, with_smaller_batches
-from hftrain.trainer.foresight import check_fits
-from hftrain.trainer.hooks import check_hooks, in_context, missing_attribute
+from hftrain.trainer.fitting import SMALLER_BATCH, with_smaller_batches
 from hftrain.trainer.hub import TrainerHub
-from hftrain.trainer.keywords import refusing_unknown
 from hftrain.trainer.memory import MemoryTracker, measuring_init
-from hftrain.trainer.nodes import check_nodes
 from hftrain.trainer.numerics import check_training
-from hftrain.trainer.output import Output, check_output
+from hftrain.trainer.output import Output
 from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse, without_trackers
 from hftrain.trainer.replicas import forget_devices, note_devices
 from hftrain.trainer.resuming import find_resume
 from hftrain.trainer.run_methods import RunMethods
 from hftrain.trainer.searching import check_search, search
 from hftrain.trainer.session import TrainSession
-from hftrain.trainer.signatures import accepts, taking
 from hftrain.trainer.whereabouts import report_late_ranks
 from hftrain.trainer.writing import saves_at_all
 
@@ -162,8 +154,7 @@ class Trainer(RunMethods):
             collator=data_collator,
         )
         self.loops = create_loops(loop)
-        self._make_parts(model, strategy, precision)
-        check_sharding(self.args, self.strategy, optimizers=optimizers)
+        self._make_parts(model, strategy, precision, optimizers)
         callbacks = self._with_trackers(loggers, [*as_list(callbacks), *as_list(callback)])
         self.save_policy = save_policy or SavePolicy()
         eval_dataset, self._eval_sets = split_eval_sets(eval_dataset)
@@ -192,7 +183,13 @@ class Trainer(RunMethods):
         if self.optimizer is not None and self.model_init is None:
             check_optimizer(self.optimizer, self.lr_scheduler, self.model)
 
-    def _make_parts(self, model: Any, strategy: str | Strategy | None, precision: str | Precision | None) -> None:
+    def _make_parts(
+        self,
+        model: Any,
+        strategy: str | Strategy | None,
+        precision: str | Precision | None,
+        optimizers: tuple[Any, Any],
+    ) -> None:
         """Choose strategy and precision and refuse what cannot work; nothing is launched."""
         is_checkpointing = self.args.gradient_checkpointing or is_recomputing(model)
         forget_devices(self.args, model)
@@ -203,12 +200,9 @@ class Trainer(RunMethods):
             precision if isinstance(precision, Precision) else precisions.create(precision_name, **precision_options)
         )
         note_devices(self.args, self.strategy)
-        check_strategy(self.args, self.strategy)
         settle_deepspeed(self.args, self.strategy, self.precision)
-        check_nodes(self.args, self.strategy)
-        check_output(self.args)
+        check_strategy(self.args, self.strategy, optimizers=optimizers)
         check_legal(self.strategy, self.precision)
-        check_configured_state(self.args, self.strategy.planned_device)
         self.strategy.non_blocking = non_blocking_copies(self.args)
         self._memory = MemoryTracker(
             is_on=not self.args.skip_memory_metrics,
@@ -216,8 +210,6 @@ class Trainer(RunMethods):
             device_type=self.strategy.device_type,
         )
         self._memory.start("init")
-        check_half_precision_backend(self.args, self.strategy.device_type)
-        check_fitting(self.args, self.strategy)
         self.compiler = Compiler(compile_config(self.args))
         self._computing = Computing(self.precision.backward, self.precision.autocast)
         self._casting = ModelCasting(self._computing)

@@ -26,10 +26,10 @@ from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
+from hftrain.rules.saving import watch_states
 from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.strategies.base import Strategy
 from hftrain.trainer.capture import model_writer
-from hftrain.trainer.foresight import watch_states
 from hftrain.trainer.output import Output
 from hftrain.trainer.room import check_room, checkpoint_bytes, expected_state_bytes
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from hftrain.adapter.launching import check_local_rank
 from hftrain.arguments import TrainingArguments
 from hftrain.core.errors import ConfigError
+from hftrain.rules.strategy import check_local_rank
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import ConfigError, Trainer
 from hftrain.adapter.data import total_batch_size
-from hftrain.adapter.sharing import check_configured_state, non_blocking_copies, settle_sharing, syncs_each_batch
+from hftrain.adapter.sharing import non_blocking_copies, settle_sharing, syncs_each_batch
+from hftrain.rules.strategy import check_configured_state
 
 
 @dataclass

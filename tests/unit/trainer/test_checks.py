@@ -12,20 +12,12 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from hftrain import ConfigError, TaskError, TaskModule, Trainer
+from hftrain.rules.data import check_eval_data, check_train_data
+from hftrain.rules.evaluation import best_metric_key, check_best_metric
+from hftrain.rules.optimizer import check_optimizer, read_optimizers
+from hftrain.rules.parts import check_arguments, check_model, check_parts
+from hftrain.rules.task import check_task, check_unused_by_task
 from hftrain.task.model_task import ModelTask
-from hftrain.trainer.checks import (
-    best_metric_key,
-    check_arguments,
-    check_best_metric,
-    check_eval_data,
-    check_model,
-    check_optimizer,
-    check_parts,
-    check_train_data,
-    check_unused_by_task,
-    read_optimizers,
-)
-from hftrain.trainer.tasks import check_task
 
 
 class Strange:

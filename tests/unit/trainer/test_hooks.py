@@ -11,7 +11,8 @@ from support.source import ROOT
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import ConfigError, Seq2SeqTrainer, Trainer
-from hftrain.trainer.hooks import DOCUMENTED, HELPERS, NEWER, call_with
+from hftrain.core.signatures import call_with
+from hftrain.rules.hooks import DOCUMENTED, HELPERS, NEWER
 
 UNCALLED = [name for name in DOCUMENTED if not hasattr(Trainer, name)]
 

@@ -12,7 +12,7 @@ import torch
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import Trainer
-from hftrain.trainer.signatures import accepts, taking
+from hftrain.core.signatures import accepts, taking
 
 
 def current(a, b, extra=None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -44,3 +44,30 @@ def taking(function: Callable[..., Any], num_positional: int, name: str) -> Call
         return function(*(args if takes_rest and not takes_name else args[:num_positional]), **kwargs)
 
     return adapted
+
+
+def in_context(prepare: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a training step that runs in the context that `prepare` gives, on the micro-batch it gives."""
+
+    def run(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        make_context, inputs = prepare(model, inputs)
+        with make_context():
+            return step(model, inputs, num_items_in_batch)
+
+    return run
+
+
+def call_with(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Call a hook with those of the documented values that its signature has a name for, in whatever generation.
+
+    One that takes ``*args`` gets them all, in order; arguments of other names are taken for the values in their order.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return function(*values.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = {p.name for p in positional}
+    if {p.name for p in positional if p.default is p.empty} <= values.keys():
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return function(**{name: value for name, value in values.items() if takes_any or name in names})
+    return function(*list(values.values())[: len(positional)])

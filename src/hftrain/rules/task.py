@@ -1,14 +1,15 @@
-"""What a task must be for a Trainer to take it."""
+"""What a task must be for a Trainer to take it, and which settings a task of one's own does not read."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
-from hftrain.core.errors import TaskError
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.lightning import MODULE_METHODS, MODULE_MISNOMERS, lightning_base
 from hftrain.core.uncalled import check_uncalled
+from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 
 _STEPS = ("training_step", "evaluation_step", "prediction_step", "count_items")
@@ -64,6 +65,26 @@ def check_task(task: TaskModule) -> None:
         )
     _check_names(type(task))
     _check_signatures(task)
+
+
+def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any, count_items: Any = None) -> None:
+    """Raise where a setting that only a plain model's loss reads is given with a task of one's own."""
+    if isinstance(task, ModelTask):
+        return
+    given = {
+        "compute_loss_func": compute_loss_func,
+        "label_smoothing_factor": args.label_smoothing_factor or None,
+        "label_names": args.label_names,
+        "count_items": count_items,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} was given together with {type(task).__name__}.",
+            "A task computes its own loss and knows its own labels.",
+            "Do it in the task's training_step, evaluation_step and count_items.",
+            **given,
+        )
 
 
 def _check_names(kind: type[TaskModule]) -> None:

@@ -1,15 +1,24 @@
-"""What can be read as a dataset, and what is given in the place of one."""
+"""What can be read as a dataset, and whether there is enough of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hftrain.core.errors import ConfigError
+from hftrain.adapter.plan import require_max_steps
+from hftrain.arguments.training import TrainingArguments
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.lightning import lightning_base
-from hftrain.trainer.eval_sets import EvalSet
+from hftrain.data.collators import default_data_collator
+from hftrain.data.columns import known_columns
+from hftrain.data.eval_sets import EvalSet
+from hftrain.data.sizes import has_length
+from hftrain.task.introspect import forward_parameters
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule
 
 _LOADERS = {
     "train_dataset": "get_train_dataloader",
@@ -19,19 +28,36 @@ _LOADERS = {
 
 
 def check_kind(dataset: Any, role: str) -> None:
-    """Raise if something other than a dataset was given.
-
-    Args:
-        dataset: What was given; None passes.
-        role: The argument: ``"train_dataset"``, ``"eval_dataset"`` or ``"test_dataset"``.
-
-    Raises:
-        ConfigError: It names what to give instead.
-    """
+    """Raise if something other than a dataset, or None, was given as `role`: ``"train_dataset"`` and so on."""
     found = _find_problem(dataset, role)
     if found is not None:
         reason, remedy = found
         raise ConfigError(f"Cannot use a {type(dataset).__name__} as {role}:", reason, remedy)
+
+
+def check_train_data(args: TrainingArguments, dataset: Any) -> None:
+    """Raise unless there is something to train on and a way to tell how long."""
+    remedy = "Pass train_dataset to the Trainer or override get_train_dataloader."
+    if dataset is None:
+        raise ConfigError("train() was called.", "There is no train_dataset.", remedy)
+    if not has_length(dataset):
+        require_max_steps(args)
+    elif len(dataset) == 0:
+        raise ConfigError("train() was called.", "train_dataset is empty.", "Pass a dataset with at least one sample.")
+
+
+def check_eval_data(args: TrainingArguments, eval_dataset: Any, *, has_own_loader: bool) -> None:
+    """Raise where evaluations are planned without data, or on an empty set."""
+    if args.eval_strategy == "no":
+        return
+    asked = f"eval_strategy={str(args.eval_strategy)!r} was asked for."
+    sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
+    for name, dataset in sets.items():
+        if has_length(dataset) and len(dataset) == 0:
+            raise ConfigError(asked, f"{name} is empty.", "Pass a dataset with at least one sample.")
+    if (eval_dataset is None or not sets) and not has_own_loader:
+        remedy = "Pass eval_dataset, override get_eval_dataloader, or set eval_strategy='no'."
+        raise ConfigError(asked, "There is no eval_dataset to evaluate on.", remedy)
 
 
 def check_one_set(dataset: Any) -> None:
@@ -53,6 +79,35 @@ def check_loader(loader: Any) -> None:
             "batches come from one loader.",
             "Return one object with __len__ whose __iter__ yields the batches, such as zip(*loaders) or one loader "
             "after the other; or join the datasets.",
+        )
+
+
+def batch_columns(task: TaskModule, dataset: Any, collator: Any) -> set[str] | None:
+    """Return the keys of a batch, where the default collator makes it of columns that are known unread; else None."""
+    columns = known_columns(dataset) if collator is default_data_collator and isinstance(task, ModelTask) else None
+    if columns is None:
+        return None
+    names = set(columns)
+    if type(dataset) in (list, tuple):
+        names = {name for name, value in dataset[0].items() if value is not None and not isinstance(value, str)}
+    return names | ({"labels"} if names & {"label", "label_ids"} else set())
+
+
+def check_inputs(model: nn.Module, columns: Iterable[str]) -> None:
+    """Raise where the model needs an input that no column of the training data gives."""
+    missing = [
+        name
+        for name, parameter in forward_parameters(model).items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and name not in columns
+    ]
+    if missing:
+        raise TaskError(
+            "A dataset was given.",
+            f"{type(model).__name__}.forward needs {', '.join(missing)}, and the columns that make a batch "
+            f"are {', '.join(sorted(columns))}.",
+            "Add the column, rename one, or pass a data_collator that makes it.",
         )
 
 

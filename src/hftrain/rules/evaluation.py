@@ -1,0 +1,102 @@
+"""Evaluations that cannot run as asked, and metrics that nothing reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from hftrain.adapter.data import eval_loader_config
+from hftrain.arguments.training import TrainingArguments
+from hftrain.core.errors import ConfigError, TaskError, suggest
+from hftrain.core.signatures import accepts
+from hftrain.data.loaders import build_eval_loader
+from hftrain.data.sizes import has_length
+from hftrain.strategies.base import Strategy
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule
+
+
+def best_metric_key(metric: str) -> str:
+    """Return the name a metric has in an evaluation's results."""
+    return metric if metric.startswith("eval_") else f"eval_{metric}"
+
+
+def check_best_metric(
+    args: TrainingArguments, *, task: TaskModule, compute_metrics: Callable[..., Any] | None, eval_dataset: Any
+) -> None:
+    """Raise where no evaluation can ever report `metric_for_best_model`.
+
+    A task's own logs and a `compute_metrics` function may report any name: those are rehearsed on one batch.
+    """
+    if args.metric_for_best_model is None:
+        return
+    wanted = best_metric_key(args.metric_for_best_model)
+    is_never_there = wanted == "eval_loss" and isinstance(eval_dataset, Mapping)
+    if not is_never_there and (compute_metrics is not None or not isinstance(task, ModelTask)):
+        return
+    sets = [f"eval_{name}_loss" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else ["eval_loss"]
+    if wanted not in sets:
+        raise ConfigError(
+            f"metric_for_best_model={args.metric_for_best_model!r} was asked for.",
+            "Without compute_metrics an evaluation reports the loss alone.",
+            f"Pass compute_metrics, or choose one of these: {suggest(wanted, sets)}",
+            metric_for_best_model=args.metric_for_best_model,
+        )
+
+
+def check_functions(args: TrainingArguments, functions: Mapping[str, Any], *, computes_loss: bool) -> None:
+    """Raise where something that is to be called cannot be, or not so.
+
+    Args:
+        functions: By the names of the Trainer's arguments, or what else they are called in an error.
+        computes_loss: Whether the user's class overrides compute_loss, which may read `compute_loss_func` as it likes.
+    """
+    for name, function in functions.items():
+        is_loss = name == "compute_loss_func"
+        if function is None or (is_loss and computes_loss):
+            continue
+        if not callable(function):
+            more = ", or override compute_loss to return a loss that is divided already" if is_loss else ""
+            raise ConfigError(f"Cannot use {name}={function!r}:", "it is not callable.", f"Pass a function{more}.")
+        is_by_batch = args.batch_eval_metrics and "metrics" in name and not name.startswith("preprocess")
+        if is_by_batch and not accepts(function, "compute_result"):
+            raise ConfigError(
+                "batch_eval_metrics=True was asked for.",
+                f"{name} is called with each batch, and takes no compute_result, which tells it the last one.",
+                "Give it the argument compute_result, or leave batch_eval_metrics out.",
+                batch_eval_metrics=True,
+            )
+
+
+def check_batches(args: TrainingArguments, strategy: Strategy, name: str, dataset: Any) -> None:
+    """Raise where an evaluation would find no batch."""
+    config = eval_loader_config(args, has_accelerator=False)
+    if not config.drop_last or not has_length(dataset):
+        return
+    n, samples = strategy.world_size, range(len(dataset))
+    if not any(len(build_eval_loader(samples, config, collate=list, rank=rank, world_size=n)) for rank in range(n)):
+        raise ConfigError(
+            f"eval_strategy={str(args.eval_strategy)!r} was asked for.",
+            f"The evaluation set {name!r} gives no full batch, and incomplete ones are left out.",
+            "Make per_device_eval_batch_size smaller, or set dataloader_drop_last=False.",
+            dataloader_drop_last=True,
+            per_device_eval_batch_size=config.batch_size,
+        )
+
+
+def check_columns(
+    args: TrainingArguments, model: nn.Module, label_names: Sequence[str], name: str, columns: set[str]
+) -> None:
+    """Raise where the columns of an evaluation's batches lack what `compute_metrics` is called with."""
+    labels, main, lacking = list(label_names), getattr(model, "main_input_name", "input_ids"), None
+    if labels and not set(labels) <= columns:
+        lacking = f"labels ({', '.join(labels)})"
+        remedy = "Name the label columns in label_names, add them to the data, or leave compute_metrics out."
+    elif "inputs" in args.include_for_metrics and main not in columns:
+        lacking = f"main input {main!r}"
+        remedy = "Set main_input_name on the model to the column that it is to get."
+    if lacking:
+        reason = f"The evaluation set {name!r} has no {lacking} for it, only {', '.join(sorted(columns))}."
+        raise TaskError("compute_metrics was given.", reason, remedy)

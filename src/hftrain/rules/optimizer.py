@@ -1,0 +1,107 @@
+"""Which optimizer and schedule cannot train the model, and who else would make them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.core.errors import ConfigError, TaskError
+from hftrain.strategies.base import Strategy
+from hftrain.task.module import TaskModule
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.Module) -> None:
+    """Raise unless the optimizer holds parameters of the model, and the schedule drives that optimizer."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in held for parameter in model.parameters()):
+        raise ConfigError(
+            f"{type(model).__name__} was to be trained with a {type(optimizer).__name__}.",
+            "The optimizer holds none of the model's parameters, so nothing would change.",
+            "Make it from the parameters of the model that is trained; after replacing the model, set "
+            "trainer.optimizer and trainer.lr_scheduler to None.",
+        )
+    check_step(type(optimizer))
+    driven = getattr(schedule, "optimizer", optimizer)
+    if driven is not optimizer:
+        raise ConfigError(
+            f"A {type(schedule).__name__} was to drive the learning rate.",
+            "It was made for another optimizer than the one that trains.",
+            "Make it from the same optimizer.",
+        )
+
+
+def check_step(kind: type[torch.optim.Optimizer]) -> None:
+    """Raise where an optimizer's step calls the model again, as LBFGS does."""
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigError(
+            f"A {kind.__name__} was to train.",
+            "Its step needs a closure that runs the model again, and a step here runs it once: clipping, "
+            "accumulation and the scaling of the loss would not reach what the closure computes.",
+            "Use another optimizer, or run it yourself in an override of training_step.",
+        )
+
+
+def read_optimizers(made: Any, *, maker: str) -> tuple[Any, Any]:
+    """Return (optimizer, schedule), either None, from what `configure_optimizers` returned.
+
+    Raises:
+        TaskError: It returned something else; the error names what.
+    """
+    optimizer, schedule = made if isinstance(made, (tuple, list)) and len(made) == 2 else (made, None)
+    is_schedule = schedule is None or (hasattr(schedule, "step") and not isinstance(schedule, torch.optim.Optimizer))
+    if (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)) and is_schedule:
+        return optimizer, schedule
+    shown = ", ".join(type(part).__name__ for part in made) if isinstance(made, (tuple, list)) else ""
+    raise TaskError(
+        f"{maker}.configure_optimizers was called.",
+        f"It returned a {type(made).__name__}{f' of ({shown})' if shown else ''}.",
+        "Return one optimizer, or one (optimizer, schedule) pair, or None to take them from the arguments.",
+    )
+
+
+def check_made(
+    strategy: Strategy,
+    task: TaskModule,
+    *,
+    optimizers: tuple[Any, Any],
+    optimizer_cls_and_kwargs: Any,
+    is_overridden: Callable[[str], bool],
+) -> None:
+    """Raise where the strategy's config makes the optimizer or the schedule, and somebody else does too.
+
+    Args:
+        strategy: Its config may make them.
+        task: May make its own.
+        optimizers: What the Trainer has.
+        optimizer_cls_and_kwargs: What the Trainer was given.
+        is_overridden: Tells whether the user's class has a hook of its own.
+    """
+    given: dict[str, dict[str, Any]] = {
+        "optimizer": {
+            "optimizers[0]": optimizers[0],
+            "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
+            f"{type(task).__name__}.configure_optimizers": (
+                type(task).configure_optimizers is not TaskModule.configure_optimizers or None
+            ),
+            "an override of create_optimizer": is_overridden("create_optimizer") or None,
+            # It drives an optimizer that does not exist yet.
+            "optimizers[1]": optimizers[1],
+        },
+        "scheduler": {
+            "optimizers[1]": optimizers[1],
+            "an override of create_scheduler": is_overridden("create_scheduler") or None,
+        },
+    }
+    for part in sorted(strategy.makes):
+        others = [name for name, value in given[part].items() if value is not None]
+        if others:
+            raise ConfigError(
+                f"The config of strategy={strategy.name!r} has {'an' if part[0] == 'o' else 'a'} {part}.",
+                f"{', '.join(others)} would make one too, or drive another.",
+                "Keep one of the two.",
+            )

@@ -1,0 +1,17 @@
+"""Refusals as rows: when, what was asked for, why it cannot be, what to do, and the values that were received."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hftrain.core.errors import ConfigError
+
+Row = tuple[Any, str, str, str] | tuple[Any, str, str, str, dict[str, Any]]
+
+
+def refuse(rows: Iterable[Row]) -> None:
+    """Raise for the first row whose condition holds."""
+    for row in rows:
+        if row[0]:
+            raise ConfigError(row[1], row[2], row[3], **(row[4] if len(row) == 5 else {}))

@@ -1,0 +1,174 @@
+"""Checkpoints that could not be written, ranked, or read again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.arguments.training import TrainingArguments
+from hftrain.checkpoint.fitting import group_settings
+from hftrain.checkpoint.layout import OPTIMIZER, WEIGHTS
+from hftrain.checkpoint.parts import check_complete
+from hftrain.checkpoint.policy import SavePolicy
+from hftrain.checkpoint.weights import check_saveable
+from hftrain.core.errors import CheckpointError, ConfigError
+from hftrain.core.tree import map_tensors
+from hftrain.rules.rows import refuse
+from hftrain.storage.tensors import plain_containers, tensor_shapes
+from hftrain.strategies.base import Strategy
+from hftrain.task.module import TaskModule
+from hftrain.task.state import task_state
+
+
+def check_save_policy(args: TrainingArguments, policy: SavePolicy) -> None:
+    """Raise where what a `SavePolicy` asks for could not happen."""
+    is_ranked = args.metric_for_best_model is not None and args.eval_strategy != "no"
+    refuse(
+        (
+            (
+                policy.keep_best is not None and not is_ranked,
+                f"SavePolicy(keep_best={policy.keep_best}) was asked for.",
+                "No evaluation says which checkpoints are the best.",
+                "Set metric_for_best_model, and eval_strategy to 'steps' or 'epoch'.",
+                {"metric_for_best_model": args.metric_for_best_model, "eval_strategy": str(args.eval_strategy)},
+            ),
+            (
+                policy.on_exception and args.auto_find_batch_size == "smaller_batch",
+                "SavePolicy(on_exception=True) was asked for with auto_find_batch_size='smaller_batch'.",
+                "That starts the run again after an error, while a checkpoint is for going on.",
+                "Use auto_find_batch_size=True, which cuts the batches of the step instead.",
+            ),
+        )
+    )
+
+
+def check_fits(model: nn.Module, folder: Path | None, *, is_split: bool, is_overridden: Callable[[str], bool]) -> None:
+    """Raise where a checkpoint plainly holds another model; whether it holds all of this one is seen when it is loaded.
+
+    Args:
+        model: Unwrapped.
+        folder: The checkpoint; None starts again.
+        is_split: Whether processes hold parts of a layer.
+        is_overridden: Tells whether the user's class has a hook of its own.
+
+    Raises:
+        CheckpointError: Weights of the same name have other shapes, or no name is the same; or it holds only weights.
+    """
+    if folder is not None:
+        check_complete(folder, OPTIMIZER)
+    if folder is None or not (folder / WEIGHTS).is_file() or is_overridden("_load_from_checkpoint"):
+        return
+    found = tensor_shapes(folder / WEIGHTS)
+    # What ZeRO-3 has split, in an evaluation or a training before, is empty in itself.
+    own = {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in model.named_parameters()}
+    others = [f"{name} is {found[name]}, not {own[name]}" for name in own if found.get(name, own[name]) != own[name]]
+    if others and not is_split:
+        raise CheckpointError(
+            f"Resuming from {folder} was asked for.",
+            f"It holds another model than this {type(model).__name__}: {'; '.join(others[:3])}.",
+            "Build the model as it was, or name another checkpoint.",
+        )
+
+
+def watch_states(
+    args: TrainingArguments,
+    strategy: Strategy,
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+    loops: Mapping[str, Any],
+    *,
+    own: Callable[[], Any],
+    pending: list[Callable[[], None]],
+    is_overridden: Callable[[str], bool],
+) -> None:
+    """Refuse a run whose optimizer, schedule or data has a state that no checkpoint can hold.
+
+    Checks now, before the first step, and once after it, when the optimizer has made its state.
+
+    Args:
+        loops: The run's, by stage.
+        own: Returns what else each process saves.
+        pending: What the loop calls at each step's end, see `FitParts`; mutated.
+        is_overridden: Tells whether the user's class has a hook of its own.
+
+    Raises:
+        ConfigError: It names the value and its type.
+    """
+
+    def check() -> None:
+        in_use = [loop for stage, loop in loops.items() if stage != "fit" or loop.is_attached]
+        states: dict[str, Any] = {f"The state of {type(loop).__name__}": loop.state_dict for loop in in_use}
+        states["The state of the training data"] = own
+        if not is_overridden("_save_optimizer_and_scheduler"):
+            # Where processes hold parts, their state is put together for a save.
+            whole = optimizer.state_dict if not strategy.shards_model else partial(group_settings, optimizer)
+            states[f"The state of {type(optimizer).__name__}"] = whole
+            if schedule is not None:
+                states[f"The state of {type(schedule).__name__}"] = schedule.state_dict
+        _check_states(states)
+
+    def check_again() -> None:
+        pending.remove(check_again)
+        check()
+
+    if not args.save_only_model:
+        check()
+        pending.append(check_again)
+
+
+def _check_states(states: Mapping[str, Callable[[], Any]]) -> None:
+    for name, read in states.items():
+        try:
+            state = read()
+        except Exception:
+            # Some have no state before they are used.
+            continue
+        try:
+            plain_containers(map_tensors(state, lambda _: None))
+        except CheckpointError as error:
+            remedy = "Or set save_only_model=True; such a run cannot be resumed."
+            raise ConfigError(f"{name} should be saved in each checkpoint.", str(error), remedy) from error
+
+
+def check_saves(
+    args: TrainingArguments,
+    strategy: Strategy,
+    task: TaskModule,
+    model: nn.Module,
+    callbacks: Sequence[Any],
+    *,
+    is_own: bool,
+) -> None:
+    """Raise where the state of the model, the task or a callback cannot be written.
+
+    Args:
+        is_own: Whether the user's class writes checkpoints or models itself.
+    """
+    if not is_own and not strategy.shards_model:
+        check_saveable(model, model.state_dict(), safe=bool(args.save_safetensors))
+    foreign = [name for name, value in task_state(task).items() if not isinstance(value, torch.Tensor)]
+    if foreign and not is_own:
+        raise CheckpointError(
+            f"Cannot save what {type(task).__name__} holds next to its model:",
+            f"{', '.join(foreign)} is not a tensor.",
+            "Return a tensor from get_extra_state(), or keep the state in buffers that are written in place.",
+        )
+    for callback in callbacks:
+        if callable(getattr(callback, "state", None)) and callable(getattr(callback, "from_state", None)):
+            try:
+                json.dumps(callback.state())
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"The callback {type(callback).__name__} exports its state, to be saved in each checkpoint.",
+                    f"It cannot be written as JSON: {error}.",
+                    "Let state() return numbers, text, lists and dictionaries.",
+                ) from error
+            except Exception:
+                # Some have no state before the run begins.
+                pass

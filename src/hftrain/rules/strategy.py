@@ -1,0 +1,157 @@
+"""What a strategy cannot do of what the arguments ask for, and what contradicts the launch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hftrain.adapter.data import read_accelerator_config
+from hftrain.adapter.sharing import refused_key, syncs_each_batch
+from hftrain.arguments.training import TrainingArguments
+from hftrain.core.errors import ConfigError
+from hftrain.core.types import Owns
+from hftrain.rules.rows import Row, refuse
+from hftrain.storage.remote import check_url, is_url
+from hftrain.strategies.base import Strategy
+from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
+
+# What runs the model in evaluations of its own, or casts it for them.
+_NOT_IN_PARTS = ("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "jit_mode_eval")
+
+
+def check_strategy(args: TrainingArguments, strategy: Strategy, *, optimizers: tuple[Any, Any]) -> None:
+    """Refuse what the arguments ask for and the strategy, not launched yet, cannot do.
+
+    Raises:
+        ConfigError: Both are named.
+    """
+    refuse(_of_devices(args, strategy))
+    if isinstance(strategy, DeepSpeedStrategy):
+        refuse(_of_deepspeed(args, strategy))
+    check_url(args.output_dir or "")
+    refuse(_of_checkpoints(args, strategy))
+    check_configured_state(args, strategy.planned_device)
+    if strategy.shards_model:
+        refuse(_of_parts(args, strategy, optimizers))
+
+
+def check_local_rank(args: TrainingArguments) -> None:
+    """Refuse a `local_rank` that the launcher does not confirm."""
+    launched = os.environ.get("LOCAL_RANK")
+    if args.local_rank not in (-1, int(launched or -1)):
+        raise ConfigError(
+            f"local_rank={args.local_rank} was asked for.",
+            "The launcher's environment variable LOCAL_RANK decides the rank, and it does not say so.",
+            "Launch with torchrun, and leave local_rank out.",
+            local_rank=args.local_rank,
+            LOCAL_RANK=launched,
+        )
+
+
+def check_tensor_parallel(size: int, strategy: Strategy, *, is_handled: bool) -> None:
+    """Refuse a model whose layers are split over processes that would each read other data."""
+    if size > 1 and not is_handled:
+        raise ConfigError(
+            f"A model whose layers are split over {size} processes was given.",
+            f"With strategy={strategy.name!r} every process reads its own share of the data.",
+            "Load the model without a tensor-parallel plan, or use DeepSpeed's tensor_parallel.",
+            tp_size=size,
+        )
+
+
+def check_configured_state(args: TrainingArguments, planned_device: torch.device) -> None:
+    """Refuse `use_configured_state=True` where accelerate's state is missing, or is about another device."""
+    if not read_accelerator_config(args).get("use_configured_state", False):
+        return
+    from accelerate import PartialState
+
+    key = "use_configured_state"
+    if not PartialState._shared_state:
+        remedy = "Make an accelerate.PartialState or Accelerator first, or leave the setting out."
+        raise refused_key(key, True, "accelerate has no initialized state.", remedy)
+    device = PartialState().device
+    if device.type != planned_device.type:
+        reason = f"accelerate's state is on {device.type}, and the strategy on {planned_device.type}."
+        raise refused_key(key, True, reason, "Make the state with cpu=True for use_cpu=True, and without both else.")
+
+
+def _of_devices(args: TrainingArguments, strategy: Strategy) -> Iterator[Row]:
+    yield (
+        args.use_cpu and strategy.device_type != "cpu",
+        f"use_cpu=True was asked for together with strategy={type(strategy).__name__}(...).",
+        f"The strategy takes the device {str(strategy.planned_device)!r}.",
+        "Make the strategy with use_cpu=True, or leave use_cpu out of the arguments.",
+        {"use_cpu": True, "strategy": strategy.name},
+    )
+    device = {"cpu_amp": "cpu", "cuda_amp": "cuda"}.get(args.half_precision_backend)
+    yield (
+        device not in (None, strategy.device_type) and (args.fp16 or args.bf16),
+        f"half_precision_backend={args.half_precision_backend!r} was asked for.",
+        f"It is that of {device!r}, and this run takes {strategy.device_type!r}.",
+        "Leave half_precision_backend at 'auto', which suits the device.",
+    )
+    yield (
+        args.auto_find_batch_size and Owns.ACCUMULATION in strategy.owns,
+        f"auto_find_batch_size={args.auto_find_batch_size!r} was asked for with strategy={strategy.name!r}.",
+        "Its engine counts the micro-batches itself and is told their size when it starts.",
+        "Set per_device_train_batch_size and gradient_accumulation_steps.",
+    )
+
+
+def _of_deepspeed(args: TrainingArguments, strategy: Strategy) -> Iterator[Row]:
+    yield (
+        syncs_each_batch(args),
+        f"accelerator_config's sync_each_batch=True was asked for with strategy={strategy.name!r}.",
+        "The engine decides when processes exchange gradients: with stage 2 and 3 after each micro-batch anyway.",
+        "Leave it out.",
+    )
+    yield (
+        read_accelerator_config(args).get("use_configured_state", False),
+        f"accelerator_config's use_configured_state=True was asked for with strategy={strategy.name!r}.",
+        "An accelerate state that was made before knows nothing of this DeepSpeed config.",
+        "Leave it out.",
+    )
+
+
+def _of_checkpoints(args: TrainingArguments, strategy: Strategy) -> Iterator[Row]:
+    yield (
+        args.save_on_each_node and strategy.shards_model,
+        f"save_on_each_node=True was asked for with strategy={strategy.name!r}.",
+        "Each process holds a part of the model, so no machine has all that a checkpoint needs.",
+        "Put output_dir on storage that all machines share, and leave save_on_each_node out.",
+        {"save_on_each_node": True, "strategy": strategy.name},
+    )
+    yield (
+        args.save_on_each_node and is_url(args.output_dir or ""),
+        f"save_on_each_node=True was asked for with output_dir={args.output_dir!r}.",
+        "All machines would write the same files of the same store.",
+        "Leave save_on_each_node out: a remote folder is one that all machines share.",
+        {"save_on_each_node": True},
+    )
+    is_split = strategy.shards_model or isinstance(strategy, DeepSpeedStrategy)
+    yield (
+        is_split and args.save_only_model and args.load_best_model_at_end,
+        f"save_only_model=True was asked for with load_best_model_at_end=True and strategy={strategy.name!r}.",
+        "The best model is loaded into parts that are split among processes, from a complete checkpoint.",
+        "Drop one of the two.",
+        {"save_only_model": True, "load_best_model_at_end": True},
+    )
+
+
+def _of_parts(args: TrainingArguments, strategy: Strategy, optimizers: tuple[Any, Any]) -> Iterator[Row]:
+    yield (
+        optimizers[0] is not None,
+        f"optimizers=({type(optimizers[0]).__name__}(...), ...) was given with strategy={strategy.name!r}.",
+        "The strategy splits the parameters, and the given optimizer holds the whole ones.",
+        "Pass optimizer_cls_and_kwargs, or override create_optimizer.",
+    )
+    for setting in _NOT_IN_PARTS:
+        yield (
+            getattr(args, setting),
+            f"{setting}=True was asked for with strategy={strategy.name!r}.",
+            "Each forward pass brings the processes' parts of the parameters together as they are, in step.",
+            "Drop it, or use strategy='ddp'.",
+        )
