@@ -3,7 +3,7 @@
 from hftrain import loggers as loggers
 from hftrain import loops as loops
 from hftrain import strategies as strategies
-from hftrain.adapter.zero3 import HfDeepSpeedConfig as HfDeepSpeedConfig
+from hftrain.adapter.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
 from hftrain.arguments import AcceleratorConfig as AcceleratorConfig
 from hftrain.arguments import DebugOption as DebugOption
 from hftrain.arguments import FSDPOption as FSDPOption

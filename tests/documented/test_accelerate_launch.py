@@ -17,7 +17,7 @@ import pytest
 from support.distributed import run_command
 from support.tiny import make_arguments
 
-from hftrain.adapter.compilation import compile_config
+from hftrain.adapter.configs import compile_config
 from hftrain.adapter.precision import precision_request
 from hftrain.adapter.strategy import strategy_request
 

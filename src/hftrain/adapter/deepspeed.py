@@ -1,8 +1,9 @@
-"""What the arguments and the launcher say for a DeepSpeed config."""
+"""What the arguments and the launcher say for DeepSpeed, and models that ZeRO-3 splits while they are built."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from hftrain.adapter import fsdp
 from hftrain.adapter.data import total_batch_size
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
+from hftrain.core.optional import is_available
 from hftrain.core.types import PrecisionPolicy
 from hftrain.precision.base import Precision
 from hftrain.strategies.base import Strategy
@@ -28,11 +30,7 @@ def launcher_asks() -> bool:
 
 
 def deepspeed_options(args: Any) -> dict[str, Any]:
-    """Return the options of a strategy chosen by name: the config of the arguments, else of the launcher.
-
-    Raises:
-        ConfigError: DeepSpeed cannot do what other arguments ask for.
-    """
+    """Return the options of a strategy chosen by name: the config of the arguments, else of the launcher."""
     other = f"fsdp={args.fsdp!r}" if args.fsdp else "the launcher's FSDP" if fsdp.launcher_asks() else None
     if other is not None:
         raise ConfigError(
@@ -45,11 +43,7 @@ def deepspeed_options(args: Any) -> dict[str, Any]:
 
 
 def settle_deepspeed(args: Any, strategy: Strategy, precision: Precision) -> None:
-    """Fill a DeepSpeed strategy's config from the arguments; other strategies are left alone. Mutates the strategy.
-
-    Raises:
-        ConfigError: The config contradicts the arguments.
-    """
+    """Fill a DeepSpeed strategy's config from the arguments; other strategies are left alone. Mutates the strategy."""
     if not isinstance(strategy, DeepSpeedStrategy):
         return
     # What `Trainer.propagate_args_to_deepspeed` calls, when arguments have changed since.
@@ -70,8 +64,6 @@ def run_values(args: Any, *, world_size: int, has_found_batch_size: bool = False
     """Return what the arguments say for the config's keys.
 
     Args:
-        args: The training arguments.
-        world_size: The number of processes.
         has_found_batch_size: Whether the batch size was searched for, and wins over the config's.
 
     Source: the documented "auto" values.
@@ -147,3 +139,58 @@ def _from_launcher() -> dict[str, Any] | str:
     steps = said.get("gradient_accumulation_steps", "1")
     config["gradient_accumulation_steps"] = "auto" if steps in ("1", "auto") else int(steps)
     return config
+
+
+class HfDeepSpeedConfig:
+    """Let transformers models that are built from now on be split by ZeRO-3 layer by layer, so that none is ever whole.
+
+    Keep the object for as long as models are built: without it they are whole again. With another stage of ZeRO it
+    changes nothing. The processes meet when it is made. Collective.
+
+    Args:
+        config_or_args: The training arguments, whose `deepspeed` counts, or a DeepSpeed config as a dict or a path.
+
+    Attributes:
+        config: The DeepSpeed config, its "auto" values filled from the arguments or left out.
+
+    Raises:
+        ConfigError: The arguments hold no DeepSpeed config, or it cannot be used.
+        MissingDependencyError: DeepSpeed is not installed.
+
+    Source: the documented `HfDeepSpeedConfig`.
+    """
+
+    def __init__(self, config_or_args: Any) -> None:
+        args = config_or_args if hasattr(config_or_args, "per_device_train_batch_size") else None
+        given = config_or_args if args is None else deepspeed_options(args)["config"]
+        if not given:
+            raise ConfigError(
+                "Cannot make a HfDeepSpeedConfig from these arguments:",
+                "they hold no DeepSpeed config.",
+                "Set deepspeed to a dict or the path of a JSON file, or pass that instead of the arguments.",
+            )
+        options = {} if args is None else {"use_cpu": args.use_cpu, "backend": args.ddp_backend}
+        self._strategy = DeepSpeedStrategy(config=given, **options)
+        if args is not None:
+            half = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+            self._strategy.fill_config(run_values(args, world_size=self._strategy.world_size), half=half)
+        self.config = _without_auto(self._strategy.config)
+        if "train_batch_size" not in self.config:
+            self.config.setdefault("train_micro_batch_size_per_gpu", 1)
+        self._strategy.launch()
+        if is_available("transformers"):
+            from transformers.integrations.deepspeed import set_hf_deepspeed_config
+
+            # Held weakly: what is built after this object is gone is whole.
+            hold: Callable[[Any], Any] = set_hf_deepspeed_config
+            hold(self)
+
+    def is_zero3(self) -> bool:
+        """Tell whether parameters are split."""
+        return self._strategy.stage == 3
+
+
+def _without_auto(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    return {key: _without_auto(value) for key, value in config.items() if value != "auto"}

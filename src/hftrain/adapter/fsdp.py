@@ -54,11 +54,7 @@ def asks_for_wrapper(args: Any) -> bool:
 
 
 def check_engine(args: Any, name: str) -> None:
-    """Raise where the name of a strategy means another engine of FSDP than the version in `fsdp_config`.
-
-    Raises:
-        ConfigError: It does; both are named.
-    """
+    """Raise where the name of a strategy means another engine of FSDP than the version in `fsdp_config`."""
     version = read_fsdp_config(_asked(args)[1]).get("version")
     means = "1" if name == "fsdp1" else "2"
     if version is not None and str(version) in ("1", "2") and str(version) != means:
@@ -73,12 +69,8 @@ def fsdp_options(args: Any, *, is_named: bool, has_wrapper: bool = False) -> dic
     """Return the options of `FSDPStrategy` that the arguments ask for.
 
     Args:
-        args: The training arguments.
         is_named: Whether the strategy was asked for by its own name, rather than by `fsdp`.
         has_wrapper: Whether the strategy is `FSDP1Strategy`, which takes more of them.
-
-    Raises:
-        ConfigError: There is one process that no launcher started, or a key or its value cannot be.
     """
     words, given = _asked(args)
     if not is_named and args.world_size == 1 and "WORLD_SIZE" not in os.environ:

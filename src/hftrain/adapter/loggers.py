@@ -21,11 +21,7 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
     None means all that are installed, as documented; the log names them. A Kubeflow TrainJob is always reported to.
 
     Args:
-        args: The training arguments.
         given: What the Trainer was given as `loggers`; wins over `report_to`.
-
-    Raises:
-        ConfigError: A tracker has no known name, or is not a logger.
     """
     asked = args.report_to if given is None else given
     if asked is None:
@@ -52,11 +48,7 @@ def tracker_callbacks(trackers: Sequence[str | Logger], *, besides: Sequence[Any
     """Return the callbacks that feed trackers; nothing is started.
 
     Args:
-        trackers: Their names, or loggers.
         besides: The user's own callbacks; a tracker that has one of them is not fed twice.
-
-    Raises:
-        MissingDependencyError: A tracker's package is not installed.
     """
     kinds = {callback if isinstance(callback, type) else type(callback) for callback in besides}
     fed = {kind.tracker for kind in kinds if issubclass(kind, TrackerCallback)}

@@ -16,12 +16,8 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
     """Return the precision's registry name and options.
 
     Args:
-        args: The training arguments.
         precision: What the `precision=` keyword said; None leaves the choice to the arguments. An object keeps the
             options it was made with.
-
-    Raises:
-        ConfigError: The keyword contradicts an argument or cannot heed it; both are named.
     """
     chosen = [name for name in ("fp16", "bf16") if getattr(args, name)]
     if args.fp16_opt_level != "O1":

@@ -20,12 +20,7 @@ _ACCUMULATION = ("num_steps", "sync_each_batch", *_FIXED)
 
 
 def settle_sharing(args: Any) -> None:
-    """Read and check `accelerator_config`, and let its `num_steps` be `gradient_accumulation_steps`; mutates `args`.
-
-    Raises:
-        ConfigError: A key is unknown, a value is of the wrong kind or cannot be, or `num_steps` contradicts
-            `gradient_accumulation_steps`.
-    """
+    """Read and check `accelerator_config`, and let its `num_steps` be `gradient_accumulation_steps`; mutates `args`."""
     if isinstance(args.accelerator_config, (str, Path)):
         args.accelerator_config = AcceleratorConfig.from_json_file(args.accelerator_config)
     config = read_accelerator_config(args)

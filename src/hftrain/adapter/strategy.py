@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hftrain.adapter import deepspeed, fsdp
-from hftrain.adapter.mesh import mesh_request
-from hftrain.adapter.sagemaker import check_sagemaker
 from hftrain.adapter.xla import asks_for_xla, has_xla_config, xla_options
+from hftrain.arguments.enums import ParallelMode
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
@@ -23,6 +22,9 @@ _DEFAULT_TIMEOUT_S = 1800
 _LAUNCHER_ENGINES = {"ACCELERATE_USE_FSDP": "fsdp", "ACCELERATE_USE_DEEPSPEED": "deepspeed"}
 _LAUNCHER_ENGINES["ACCELERATE_USE_MEGATRON_LM"] = "megatron_lm"
 _STRATEGY_FIELDS = ("deepspeed", "fsdp", "sharded_ddp", "tpu_num_cores")
+# accelerate's `ParallelismConfig`: what splits a model in other ways, and the shardings with and without copies.
+_SPLITS = {"tp_size": "layers", "cp_size": "sequences", "sp_size": "sequences"}
+_HYBRID = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
 
 
 def strategy_request(
@@ -31,15 +33,11 @@ def strategy_request(
     """Return the strategy's registry name and options.
 
     Args:
-        args: The training arguments.
         strategy: What the `strategy=` keyword said; None and ``"auto"`` leave the choice to the arguments and the
             launcher. An object keeps the options it was made with.
         is_checkpointing: Whether the model recomputes activations (decides `find_unused_parameters`, as documented).
-
-    Raises:
-        ConfigError: The keyword contradicts an argument; both are named. Or it is neither a name nor a strategy.
     """
-    check_sagemaker(args)
+    _check_sagemaker(args)
     _check_kind(strategy)
     is_object = isinstance(strategy, Strategy)
     chosen = _name_of(strategy)
@@ -90,6 +88,25 @@ def strategy_request(
     return name, {option: value for option, value in {**defaults, **wanted}.items() if accepts(option)}
 
 
+def _check_sagemaker(args: Any) -> None:
+    """Refuse SageMaker's own runtimes: their processes would each train alone."""
+    asked, runtime = None, "model-parallel"
+    if (args.mp_parameters or "{}").strip() not in ("", "{}"):
+        asked = f"mp_parameters={args.mp_parameters!r} was given."
+    elif args.parallel_mode == ParallelMode.SAGEMAKER_MODEL_PARALLEL:
+        asked = "The launcher asked for SageMaker's model parallelism (SM_HP_MP_PARAMETERS)."
+    elif args.parallel_mode == ParallelMode.SAGEMAKER_DATA_PARALLEL:
+        asked, runtime = "The launcher asked for SageMaker's data parallelism (SM_FRAMEWORK_PARAMS).", "data-parallel"
+    if asked is not None:
+        is_split = runtime == "model-parallel"
+        successor = "fsdp='full_shard' (or deepspeed=...), which splits the model" if is_split else "strategy='ddp'"
+        raise ConfigError(
+            asked,
+            f"SageMaker's {runtime} runtime (smdistributed) needs a trainer of its own, which this is not.",
+            f"Launch with torchrun (distribution={{'torch_distributed': {{'enabled': True}}}}) and use {successor}.",
+        )
+
+
 def _check_kind(strategy: Any) -> None:
     if strategy is None or isinstance(strategy, Strategy) or (isinstance(strategy, str) and strategy):
         return
@@ -136,7 +153,7 @@ def _check_fields(args: Any, strategy: str | Strategy | None) -> None:
 
 def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[str, Any]]:
     """Return the strategy and the options that `parallelism_config` means; None and nothing without it."""
-    found, chosen = mesh_request(args), _name_of(strategy)
+    found, chosen = _mesh_request(args), _name_of(strategy)
     if found is None:
         return None, {}
     if chosen is not None and found[0] not in _engines_of(strategy):
@@ -146,6 +163,49 @@ def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[
             "Keep one of the two.",
         )
     return found
+
+
+def _mesh_request(args: Any) -> tuple[str, dict[str, Any]] | None:
+    """Return the strategy and the options that `parallelism_config`, or the launcher's, asks for; None for nothing."""
+    config = args.parallelism_config
+    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        from accelerate.parallelism_config import ParallelismConfig
+
+        config = ParallelismConfig()
+    if config is None:
+        return None
+    names = ("dp_replicate_size", "dp_shard_size", *_SPLITS)
+    if not all(hasattr(config, name) for name in names[:3]):
+        reason = f"A {type(config).__name__} is not accelerate's ParallelismConfig."
+        raise _refusal({}, reason, "Make one: accelerate.ParallelismConfig(dp_shard_size=2).")
+    sizes = {name: int(getattr(config, name, 1) or 1) for name in names}
+    for name, what in _SPLITS.items():
+        if sizes[name] > 1:
+            reason = (
+                f"{name} splits {what} over processes, and here each process reads and computes samples of its own."
+            )
+            raise _refusal(sizes, reason, f"Leave {name} at 1, and split the parameters: dp_shard_size.")
+    copies, parts = sizes["dp_replicate_size"], sizes["dp_shard_size"]
+    if copies == parts == 1:
+        return None
+    if copies * parts != args.world_size:
+        reason = f"It describes {copies * parts} processes, and the launcher started {args.world_size}."
+        raise _refusal(sizes, reason, "Start that many, or change the sizes.")
+    if parts == 1:
+        return "ddp", {}
+    words = [str(word) for word in args.fsdp or ()]
+    sharding = next((word for word in words if word not in ("offload", "auto_wrap")), "full_shard")
+    sharding = {hybrid: plain for plain, hybrid in _HYBRID.items()}.get(sharding, sharding) if copies > 1 else sharding
+    if sharding not in _HYBRID:
+        reason = f"fsdp={sharding!r} splits the model differently from dp_shard_size={parts}."
+        raise _refusal(sizes, reason, "Leave one of the two out.")
+    if copies == 1:
+        return "fsdp", {"sharding": sharding}
+    return "fsdp", {"sharding": _HYBRID[sharding], "shard_size": parts}
+
+
+def _refusal(sizes: dict[str, int], reason: str, remedy: str) -> ConfigError:
+    return ConfigError("parallelism_config was given.", reason, remedy, **sizes)
 
 
 def _automatic(args: Any) -> str:

@@ -37,11 +37,7 @@ def asks_for_xla(args: Any) -> bool:
 
 
 def xla_options(args: Any) -> dict[str, Any]:
-    """Return the options of `XLAStrategy` that the arguments ask for.
-
-    Raises:
-        ConfigError: A key of `fsdp_config` or a word of `fsdp` cannot be acted on.
-    """
+    """Return the options of `XLAStrategy` that the arguments ask for."""
     options: dict[str, Any] = {}
     if args.tpu_num_cores is not None:
         options["num_devices"] = args.tpu_num_cores

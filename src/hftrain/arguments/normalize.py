@@ -36,11 +36,7 @@ _CHOICE_LISTS: dict[str, type[Enum]] = {"debug": DebugOption, "fsdp": FSDPOption
 
 
 def normalize(args: ArgumentFields) -> None:
-    """Give every setting but the choices its one form; mutates the arguments.
-
-    Raises:
-        ConfigError: JSON text cannot be parsed, or 'none' is combined with trackers.
-    """
+    """Give every setting but the choices its one form; mutates the arguments."""
     _normalize_paths(args)
     _normalize_lists(args)
     _normalize_json(args)
@@ -51,11 +47,7 @@ def normalize(args: ArgumentFields) -> None:
 
 
 def convert_choices(args: ArgumentFields) -> None:
-    """Turn the names of choices into members of their enum; mutates the arguments.
-
-    Raises:
-        ConfigError: A name is unknown; close matches are listed.
-    """
+    """Turn the names of choices into members of their enum; mutates the arguments."""
     for name, choice in _CHOICES.items():
         setattr(args, name, choice(getattr(args, name)))
     for name, choice in _CHOICE_LISTS.items():
@@ -127,11 +119,7 @@ def _normalize_json(args: ArgumentFields) -> None:
 
 
 def strip_fsdp(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `fsdp_config` with its keys without the documented ``fsdp_``, and booleans that are written as text.
-
-    Raises:
-        ConfigError: A key is written both ways, with two values.
-    """
+    """Return `fsdp_config` with its keys without the documented ``fsdp_``, and booleans that are written as text."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         short, value = str(key).removeprefix("fsdp_"), _flag(value)

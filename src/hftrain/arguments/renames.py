@@ -43,11 +43,7 @@ _SHARDINGS = {
 
 
 def apply_renames(args: ArgumentFields) -> None:
-    """Move every old spelling to its new place; mutates the arguments.
-
-    Raises:
-        ConfigError: The old and the new spelling say different things; both are named.
-    """
+    """Move every old spelling to its new place; mutates the arguments."""
     for old, new in _RENAMED.items():
         if _is_given(args, old):
             _take_over(args, old, new, getattr(args, old))

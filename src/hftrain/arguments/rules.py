@@ -71,11 +71,7 @@ _XLA_KEYS = ("xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 
 
 def check_values(args: ArgumentFields) -> None:
-    """Refuse values that are wrong by themselves, whatever the other settings say.
-
-    Raises:
-        ConfigError: A number is out of range, or a name unknown.
-    """
+    """Refuse values that are wrong by themselves, whatever the other settings say."""
     for name, smallest in _COUNTS.items():
         _check_number(args, name, smallest, math.inf, kind=Integral)
     for name, (low, high) in _RANGES.items():
@@ -144,11 +140,7 @@ def _check_interval(args: ArgumentFields, name: str, strategy: str) -> None:
 
 
 def check_combinations(args: ArgumentFields) -> None:
-    """Refuse settings that cannot work together; warn once about those that have no effect together.
-
-    Raises:
-        ConfigError: Two settings contradict one another; both are named.
-    """
+    """Refuse settings that cannot work together; warn once about those that have no effect together."""
     _check_best_model(args)
     _check_followers(args)
     _check_precision(args)

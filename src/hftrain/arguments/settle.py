@@ -13,9 +13,6 @@ def settle(args: ArgumentFields) -> None:
     """Bring arguments into their one form, fill in what follows, and refuse what cannot work; mutates them.
 
     Doing it again changes nothing, so it may be repeated after attributes were assigned.
-
-    Raises:
-        ConfigError: A setting is unknown, out of range, or contradicts another.
     """
     normalize(args)
     apply_renames(args)

@@ -25,7 +25,6 @@ def taking(function: Callable[..., Any], num_positional: int, name: str) -> Call
     Where `function` takes it by keyword only, or in another place, it is handed on so; where not at all, dropped.
 
     Args:
-        function: A hook, possibly overridden with an older signature.
         num_positional: How many positional arguments come before.
         name: The argument that newer signatures have.
     """

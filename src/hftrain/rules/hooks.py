@@ -86,13 +86,9 @@ def check_hooks(kind: type, base: type, *, given: Mapping[str, Any], attributes:
     """Raise where a subclass defines a hook that nothing calls, or takes a name that the base class lives on.
 
     Args:
-        kind: The class of a Trainer that is constructed.
         base: The class that calls the hooks; the package's own subclasses of it know what they do.
         given: The attributes that a subclass had set before it called the base class's ``__init__``.
         attributes: Those that the Trainer has now.
-
-    Raises:
-        ConfigError: It names the class, the name and what to do.
     """
     if all(each.__module__.startswith("hftrain.") for each in kind.__mro__[:-1] if each not in base.__mro__):
         return

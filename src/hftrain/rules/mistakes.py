@@ -27,13 +27,7 @@ def explain_mistake(
 
     Args:
         error: What a step raised; a note about the batch is added to it.
-        task: The step's.
-        model: Its own, unwrapped.
-        label_names: The columns that are labels.
         loss_maker: What returned the loss, where it was neither the task nor the model.
-
-    Raises:
-        TaskError: The mistake is a known one.
     """
     if isinstance(error, HFTrainError):
         return

@@ -47,11 +47,7 @@ def check_step(kind: type[torch.optim.Optimizer]) -> None:
 
 
 def read_optimizers(made: Any, *, maker: str) -> tuple[Any, Any]:
-    """Return (optimizer, schedule), either None, from what `configure_optimizers` returned.
-
-    Raises:
-        TaskError: It returned something else; the error names what.
-    """
+    """Return (optimizer, schedule), either None, from what `configure_optimizers` returned."""
     optimizer, schedule = made if isinstance(made, (tuple, list)) and len(made) == 2 else (made, None)
     is_schedule = schedule is None or (hasattr(schedule, "step") and not isinstance(schedule, torch.optim.Optimizer))
     if (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)) and is_schedule:
@@ -72,15 +68,7 @@ def check_made(
     optimizer_cls_and_kwargs: Any,
     is_overridden: Callable[[str], bool],
 ) -> None:
-    """Raise where the strategy's config makes the optimizer or the schedule, and somebody else does too.
-
-    Args:
-        strategy: Its config may make them.
-        task: May make its own.
-        optimizers: What the Trainer has.
-        optimizer_cls_and_kwargs: What the Trainer was given.
-        is_overridden: Tells whether the user's class has a hook of its own.
-    """
+    """Raise where the strategy's config makes the optimizer or the schedule, and somebody else does too."""
     given: dict[str, dict[str, Any]] = {
         "optimizer": {
             "optimizers[0]": optimizers[0],

@@ -99,11 +99,7 @@ def check_parts(*, model_init: Any, optimizers: tuple[Any, Any], optimizer_cls_a
 
 
 def refusing_unknown(init: Init) -> Init:
-    """Let a constructor refuse keywords that it does not take; its signature stays as it is.
-
-    Raises:
-        UnknownArgumentError: When it is called with one.
-    """
+    """Let a constructor refuse keywords that it does not take; its signature stays as it is."""
     known = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)

@@ -52,13 +52,8 @@ def check_fits(model: nn.Module, folder: Path | None, *, is_split: bool, is_over
     """Raise where a checkpoint plainly holds another model; whether it holds all of this one is seen when it is loaded.
 
     Args:
-        model: Unwrapped.
         folder: The checkpoint; None starts again.
         is_split: Whether processes hold parts of a layer.
-        is_overridden: Tells whether the user's class has a hook of its own.
-
-    Raises:
-        CheckpointError: Weights of the same name have other shapes, or no name is the same; or it holds only weights.
     """
     if folder is not None:
         check_complete(folder, OPTIMIZER)
@@ -92,13 +87,8 @@ def watch_states(
     Checks now, before the first step, and once after it, when the optimizer has made its state.
 
     Args:
-        loops: The run's, by stage.
         own: Returns what else each process saves.
         pending: What the loop calls at each step's end, see `FitParts`; mutated.
-        is_overridden: Tells whether the user's class has a hook of its own.
-
-    Raises:
-        ConfigError: It names the value and its type.
     """
 
     def check() -> None:

@@ -23,11 +23,7 @@ _NOT_IN_PARTS = ("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "jit_
 
 
 def check_strategy(args: TrainingArguments, strategy: Strategy, *, optimizers: tuple[Any, Any]) -> None:
-    """Refuse what the arguments ask for and the strategy, not launched yet, cannot do.
-
-    Raises:
-        ConfigError: Both are named.
-    """
+    """Refuse what the arguments ask for and the strategy, not launched yet, cannot do."""
     refuse(_of_devices(args, strategy))
     if isinstance(strategy, DeepSpeedStrategy):
         refuse(_of_deepspeed(args, strategy))

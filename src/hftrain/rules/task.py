@@ -17,11 +17,7 @@ _CALLED = (*_STEPS, "configure_optimizers", "metrics", "forward")
 
 
 def check_not_lightning(model: Any) -> None:
-    """Raise if a model is one of Lightning's modules, whose hooks nothing here calls.
-
-    Raises:
-        TaskError: It is.
-    """
+    """Raise if a model is one of Lightning's modules, whose hooks nothing here calls."""
     if lightning_base(model) == "LightningModule" and not isinstance(model, TaskModule):
         name = type(model).__name__
         raise TaskError(

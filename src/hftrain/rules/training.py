@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.adapter.configs import schedule_config
 from hftrain.adapter.data import train_loader_config
-from hftrain.adapter.optim import schedule_config
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import EarlyStoppingCallback
 from hftrain.core.errors import ConfigError
@@ -68,17 +68,9 @@ def check_ahead(
     """Refuse a training that cannot come to a good end; reads no data and launches nothing.
 
     Args:
-        args: The run's.
-        strategy: Not launched yet.
-        task: About to be trained.
-        model: Its own, unwrapped.
-        given: What it is trained with.
         optimizers: (optimizer, schedule); None where the run makes it.
         learning_rate: Where a schedule begins.
         spill_dir: Where predictions wait, if they do.
-
-    Raises:
-        HFTrainError: It names what would fail, and what to do.
     """
     names = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
     functions = {name: getattr(given, name) for name in names}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hftrain.adapter.acceleration import accelerator_settings
+from hftrain.adapter.configs import accelerator_settings
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, StrategyError, TaskError
 from hftrain.core.log import warn_once

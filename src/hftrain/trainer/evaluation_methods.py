@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hftrain.adapter.evaluate import evaluate_config, full_eval_dtype
+from hftrain.adapter.configs import evaluate_config, full_eval_dtype
 from hftrain.core.log import sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hftrain.adapter.hub import hub_config, told_hyperparameters
+from hftrain.adapter.configs import hub_config, told_hyperparameters
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger

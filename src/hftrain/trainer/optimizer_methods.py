@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.adapter.optim import optimizer_config, schedule_config
+from hftrain.adapter.configs import optimizer_config, schedule_config
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger

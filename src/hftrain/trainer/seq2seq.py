@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.adapter.generation import generation_options
+from hftrain.adapter.configs import generation_options
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.tree import detach

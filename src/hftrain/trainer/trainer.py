@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hftrain.adapter.compilation import compile_config
+from hftrain.adapter.configs import compile_config
 from hftrain.adapter.deepspeed import settle_deepspeed
 from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
 from hftrain.adapter.precision import precision_request

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrain.adapter.checkpoint import checkpoint_config
+from hftrain.adapter.configs import checkpoint_config
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.agreement import BoardGroup

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.tiny import make_arguments
 
-from hftrain.adapter.checkpoint import checkpoint_config
+from hftrain.adapter.configs import checkpoint_config
 from hftrain.checkpoint.manager import CheckpointConfig
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.tiny import make_arguments
 
-from hftrain.adapter.evaluate import evaluate_config
+from hftrain.adapter.configs import evaluate_config
 from hftrain.loops.evaluate import EvaluateConfig
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hftrain.adapter.generation import generation_options
+from hftrain.adapter.configs import generation_options
 
 LIMITED = SimpleNamespace(max_new_tokens=50)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hftrain.adapter.hub import hub_config, told_hyperparameters
+from hftrain.adapter.configs import hub_config, told_hyperparameters
 from hftrain.arguments import TrainingArguments
 
 

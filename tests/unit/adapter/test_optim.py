@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.tiny import make_arguments
 
-from hftrain.adapter.optim import optimizer_config, schedule_config
+from hftrain.adapter.configs import optimizer_config, schedule_config
 from hftrain.optim.optimizers import OptimizerConfig
 from hftrain.optim.schedules import ScheduleConfig
 

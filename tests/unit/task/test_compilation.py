@@ -12,7 +12,7 @@ import torch
 from support.tiny import Net, Task, make_arguments, make_rows
 
 from hftrain import ConfigError, Trainer, TrainingArguments, set_seed
-from hftrain.adapter.compilation import compile_config
+from hftrain.adapter.configs import compile_config
 from hftrain.task.compilation import CompileConfig, Compiler
 
 # What torch's own compiler warns about while it traces.

@@ -27,7 +27,7 @@ from hftrain import (
     TrainerCallback,
     set_seed,
 )
-from hftrain.adapter.evaluate import full_eval_dtype
+from hftrain.adapter.configs import full_eval_dtype
 from hftrain.trainer.evaluating import cast_weights
 
 

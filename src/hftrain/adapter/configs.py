@@ -1,0 +1,176 @@
+"""What the rooms below are told of the arguments, one small config each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hftrain.adapter.data import read_accelerator_config
+from hftrain.checkpoint.manager import CheckpointConfig
+from hftrain.core.log import warn_once
+from hftrain.hub.uploads import HubConfig
+from hftrain.loops.evaluate import EvaluateConfig
+from hftrain.optim.optimizers import OptimizerConfig
+from hftrain.optim.schedules import ScheduleConfig
+from hftrain.task.compilation import CompileConfig
+
+# The settings that a model card tells.
+_TOLD = (
+    "learning_rate", "train_batch_size", "eval_batch_size", "gradient_accumulation_steps", "seed", "optim",
+    "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "lr_scheduler_type",
+    "warmup_steps", "warmup_ratio", "label_smoothing_factor",
+)  # fmt: skip
+_LOADER_SETTINGS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+
+
+def optimizer_config(args: Any) -> OptimizerConfig:
+    """Return the optimizer the arguments ask for."""
+    return OptimizerConfig(
+        name=str(args.optim),
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        options=args.optim_args,
+        target_modules=args.optim_target_modules,
+        # How many they are follows from the run's length, which is known here only when it is given in steps.
+        warmup_steps=args.get_warmup_steps(max(args.max_steps, 0)),
+        use_cpu=bool(args.use_cpu),
+    )
+
+
+def schedule_config(args: Any, *, num_training_steps: int) -> ScheduleConfig:
+    """Return the learning-rate schedule the arguments ask for."""
+    # Beside a constant rate the warm-up is the optimizer's; other schedules do their own as well, as documented.
+    warms_up_itself = (
+        str(args.optim) in ("schedule_free_adamw", "schedule_free_sgd")
+        and str(args.lr_scheduler_type) == "constant"
+        and args.get_warmup_steps(max(args.max_steps, 0)) > 0
+    )
+    return ScheduleConfig(
+        name=str(args.lr_scheduler_type),
+        num_training_steps=num_training_steps,
+        num_warmup_steps=0 if warms_up_itself else args.get_warmup_steps(num_training_steps),
+        options=dict(args.lr_scheduler_kwargs or {}),
+    )
+
+
+def checkpoint_config(args: Any, *, output_dir: Path, url: str | None = None) -> CheckpointConfig:
+    """Return where checkpoints go and how many stay."""
+    return CheckpointConfig(
+        output_dir=output_dir,
+        save_total_limit=args.save_total_limit,
+        only_model=bool(args.save_only_model),
+        safe_weights=bool(args.save_safetensors),
+        on_each_node=bool(args.save_on_each_node),
+        url=url,
+    )
+
+
+def evaluate_config(
+    args: Any,
+    *,
+    keeps_predictions: bool,
+    input_name: str,
+    spill_dir: Path | None = None,
+    returns_predictions: bool = True,
+) -> EvaluateConfig:
+    """Return what an evaluation keeps and hands to `compute_metrics`."""
+    return EvaluateConfig(
+        keeps_predictions=keeps_predictions and not args.batch_eval_metrics,
+        moves_every=args.eval_accumulation_steps,
+        joins_batches=args.eval_do_concat_batches,
+        computes_per_batch=args.batch_eval_metrics,
+        includes=tuple(args.include_for_metrics),
+        input_name=input_name,
+        takes_objects=args.eval_use_gather_object,
+        spill_dir=spill_dir,
+        returns_predictions=returns_predictions,
+    )
+
+
+def full_eval_dtype(args: Any) -> torch.dtype | None:
+    """Return the dtype to evaluate entirely in, None for the model's own."""
+    if args.bf16_full_eval:
+        return torch.bfloat16
+    return torch.float16 if args.fp16_full_eval else None
+
+
+def generation_options(args: Any, given: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return what `generate` is called with: what a call gave wins over the arguments, and they over the config.
+
+    Args:
+        given: The keyword arguments of `evaluate` or `predict`; None counts as not given. A `generation_config` among
+            them takes the place of everything the arguments say.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "generation_config" in chosen:
+        config = chosen["generation_config"]
+    else:
+        if "max_new_tokens" not in chosen and args.generation_max_length is not None:
+            chosen.setdefault("max_length", args.generation_max_length)
+        if args.generation_num_beams is not None:
+            chosen.setdefault("num_beams", args.generation_num_beams)
+    if "max_length" in chosen and "max_new_tokens" not in chosen and getattr(config, "max_new_tokens", None):
+        # Beside it, generate would not look at max_length.
+        chosen["max_new_tokens"] = None
+    return chosen
+
+
+def compile_config(args: Any) -> CompileConfig | None:
+    """Return how to compile, None where nothing asks for it.
+
+    The arguments decide; where they are silent, what `accelerate launch --dynamo_backend` says.
+    """
+    if args.torch_compile:
+        backend, mode = args.torch_compile_backend or "inductor", args.torch_compile_mode
+    else:
+        launched = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+        if launched in ("no", ""):
+            return None
+        backend, mode = launched, os.environ.get("ACCELERATE_DYNAMO_MODE")
+        for option in ("FULLGRAPH", "DYNAMIC", "REGIONAL_COMPILATION"):
+            if os.environ.get(f"ACCELERATE_DYNAMO_USE_{option}", "false").lower() in ("1", "true"):
+                warn_once(f"dynamo_use_{option.lower()} of accelerate's configuration changes nothing here.")
+    if mode not in (None, "default") and backend != "inductor":
+        warn_once(f"torch_compile_mode={mode!r} is inductor's; torch_compile_backend={backend!r} may take no notice.")
+    return CompileConfig(backend=backend, mode=mode)
+
+
+def hub_config(args: Any, *, output_dir: Path) -> HubConfig:
+    """Return where a run is pushed; without `hub_model_id` the repository is named like the folder."""
+    return HubConfig(
+        output_dir=output_dir,
+        model_id=args.hub_model_id or output_dir.resolve().name,
+        strategy=str(args.hub_strategy),
+        token=args.hub_token,
+        private=args.hub_private_repo,
+        always_push=bool(args.hub_always_push),
+        revision=args.hub_revision,
+    )
+
+
+def told_hyperparameters(args: Any) -> dict[str, Any]:
+    """Return the settings that a model card tells: those that are set, and how long training lasts."""
+    told = {name: getattr(args, name) for name in _TOLD if getattr(args, name)}
+    length = {"max_steps": args.max_steps} if args.max_steps > 0 else {"num_train_epochs": args.num_train_epochs}
+    return {**told, **length}
+
+
+def accelerator_settings(args: Any, policy: Any, *, device_type: str) -> tuple[str, dict[str, Any]]:
+    """Return the mixed precision by accelerate's name, and the loader settings.
+
+    Accelerate knows no fp16 on the CPU, which torch does: it is told "no" there.
+    """
+    sharing = read_accelerator_config(args)
+    names = {"float16": "fp16", "bfloat16": "bf16"}
+    mixed = names.get(str(policy.compute_dtype).removeprefix("torch."), "no") if policy.autocast else "no"
+    if device_type == "cpu" and mixed == "fp16":
+        mixed = "no"
+    # As documented, the order is drawn from the seed; accelerate's own default draws it from the global generator.
+    loading = {"use_seedable_sampler": True, **{k: sharing[k] for k in _LOADER_SETTINGS if k in sharing}}
+    return mixed, {**loading, "data_seed": args.data_seed}
