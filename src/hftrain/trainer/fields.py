@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -414,13 +413,3 @@ class TrainerFields:
         if model is None:
             raise ConfigError("model_init() was called.", "It returned None.", "Return the model from model_init.")
         return model
-
-    def _copy_parts(self) -> None:
-        """Train copies of model, optimizer, schedule and loops from now on; together, for they refer to each other."""
-        if self.model_init is not None:
-            self.loops = copy.deepcopy(self.loops)
-            return
-        self.task, self._outermost, self.optimizer, self.lr_scheduler, self.loops = copy.deepcopy(
-            (self.task, self._outermost, self.optimizer, self.lr_scheduler, self.loops)
-        )
-        self.model, self.model_wrapped = self.task.model, self._outermost

@@ -10,27 +10,22 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import TrainerCallback
 from hftrain.callbacks.trackers import TrackerCallback
 from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.core.errors import ConfigError, TaskError
-from hftrain.core.preserve import preserved
+from hftrain.core.errors import ConfigError
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import TrainOutput
-
-if TYPE_CHECKING:
-    from hftrain.arguments.training import TrainingArguments
-    from hftrain.trainer.trainer import Trainer
-
-Run = Callable[[Path | None], TrainOutput]
+from hftrain.strategies.base import Strategy
 
 
 def number_of_batches(fast_dev_run: bool | int | None) -> int:
@@ -62,25 +57,29 @@ def existing_part(folder: Path) -> Path:
 
 
 def rehearse(
-    trainer: Trainer,
-    run: Run,
+    run: Callable[[Path | None], TrainOutput],
+    copies: Callable[[Path, TrainerCallback], AbstractContextManager[None]],
+    args: TrainingArguments,
+    strategy: Strategy,
+    output_dir: Path,
     *,
     num_batches: int,
-    copy_parts: Callable[[], None],
+    size: int,
     resume: Path | None,
     found: Path,
 ) -> TrainOutput:
     """Train, evaluate, save and resume with copies, and leave everything as it was; collective.
 
     Args:
-        copy_parts: Puts copies of model, optimizer and schedule into their places.
+        run: Trains from a checkpoint, or from the start.
+        copies: Trains copies, into a folder and with one more callback, until it is left.
+        size: Samples of an optimizer update.
         resume: What the user wants to resume from.
         found: What there was of the output folder when `train` was called, see `existing_part`.
 
     Returns:
         What the training of the first steps returned.
     """
-    strategy, output_dir = trainer.strategy, trainer.output_dir
     # Where the real run would save; a store is reached by none but the real run.
     parent = output_dir if "://" not in str(output_dir) else Path.cwd()
     folder = parent / str(strategy.broadcast_object(f".rehearsal-{uuid.uuid4().hex[:8]}"))
@@ -91,21 +90,24 @@ def rehearse(
     first, second = _Director(num_batches, acts=True), _Director(1, acts=False)
     start_s = time.perf_counter()
     try:
-        with preserved_rng():
-            with _copies(trainer, folder, first, copy_parts):
+        with preserved_rng(), warnings.catch_warnings():
+            # A copied optimizer has not the wrapper around `step` by which torch's schedules see its calls.
+            warnings.filterwarnings("ignore", "Seems like `optimizer.step")
+            with copies(folder, first):
                 output = run(resume)
-            if first.saved_step is not None and not trainer.args.save_only_model:
-                with _copies(trainer, folder, second, copy_parts):
+            _free()
+            if first.saved_step is not None and not args.save_only_model:
+                with copies(folder, second):
                     run(folder / checkpoint_name(first.saved_step))
     finally:
         # The process that wrote something deletes it.
-        if strategy.is_local_main if trainer.args.save_on_each_node else strategy.is_main:
+        if strategy.is_local_main if args.save_on_each_node else strategy.is_main:
             _clear(folder, output_dir, found=found)
+        _free()
     # Whoever goes on finds nothing of it.
     strategy.barrier()
     if strategy.is_main:
-        size, took_s = trainer.get_total_train_batch_size(trainer.args), time.perf_counter() - start_s
-        print(_summary(trainer.args, first, second, size=size, took_s=took_s))
+        print(_summary(args, first, second, size=size, took_s=time.perf_counter() - start_s))
     return output
 
 
@@ -175,35 +177,11 @@ class _Director(TrainerCallback):
             control.should_log = control.should_evaluate = control.should_save = False
 
 
-@contextmanager
-def _copies(trainer: Trainer, folder: Path, director: _Director, copy_parts: Callable[[], None]) -> Iterator[None]:
-    """Let a Trainer train copies, into another folder; everything it holds is put back."""
-    handler, callbacks = trainer.callback_handler, list(trainer.callback_handler.callbacks)
-    try:
-        with preserved(trainer, trainer.args, trainer.state, trainer.control, *callbacks):
-            try:
-                copy_parts()
-            except Exception as error:
-                held = ", its optimizer or its loop" if trainer.loops else " or its optimizer"
-                raise TaskError(
-                    f"fast_dev_run={director.num_steps} was asked for.",
-                    f"It trains a copy, and {type(trainer.model).__name__}{held} cannot be copied: {error!r}.",
-                    "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
-                ) from error
-            trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
-            # The constructor left the trackers out of a run that was to be a rehearsal; an estimate comes later.
-            handler.callbacks[:] = [*without_trackers(callbacks), director]
-            handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
-            with warnings.catch_warnings():
-                # A copied optimizer has not the wrapper around `step` by which torch's schedules see its calls.
-                warnings.filterwarnings("ignore", "Seems like `optimizer.step")
-                yield
-    finally:
-        handler.callbacks[:] = callbacks
-        handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+def _free() -> None:
+    """Give back what the copies held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _clear(folder: Path, output_dir: Path, *, found: Path) -> None:

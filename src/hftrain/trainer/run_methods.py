@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.callbacks import TrainerCallback
+from hftrain.core.errors import TaskError
+from hftrain.core.preserve import preserved
 from hftrain.core.progress import Progress
 from hftrain.loops.contract import check_features
 from hftrain.rules.training import Given, check_ahead
 from hftrain.trainer.best import follow_metric
 from hftrain.trainer.evaluation_methods import EvaluationMethods
 from hftrain.trainer.loop_parts import used_in_evaluation, used_in_training
+from hftrain.trainer.rehearsal import without_trackers
 from hftrain.trainer.resuming import RunPlan, find_geometry, plan_run
 from hftrain.trainer.saving import load_task
 from hftrain.trainer.searching import TrialRun, trying
@@ -174,3 +179,37 @@ class RunMethods(EvaluationMethods):
         self._accelerator = None
         if self.is_deepspeed_enabled:
             self.propagate_args_to_deepspeed()
+
+    @contextmanager
+    def _copies(self, folder: Path, director: TrainerCallback) -> Iterator[None]:
+        """Train copies, into another folder and with one more callback; everything it holds is put back."""
+        handler, callbacks = self.callback_handler, list(self.callback_handler.callbacks)
+        try:
+            with preserved(self, self.args, self.state, self.control, *callbacks):
+                self._copy_parts()
+                self.args.output_dir, self.args.push_to_hub = str(folder), False
+                # The constructor left the trackers out of a run that was to be a rehearsal; an estimate comes later.
+                handler.callbacks[:] = [*without_trackers(callbacks), director]
+                handler.refresh(model=self.model, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
+                yield
+        finally:
+            handler.callbacks[:] = callbacks
+            handler.refresh(model=self.model, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
+
+    def _copy_parts(self) -> None:
+        """Copy model, optimizer, schedule and loops together, for they refer to each other."""
+        try:
+            if self.model_init is not None:
+                self.loops = copy.deepcopy(self.loops)
+                return
+            self.task, self._outermost, self.optimizer, self.lr_scheduler, self.loops = copy.deepcopy(
+                (self.task, self._outermost, self.optimizer, self.lr_scheduler, self.loops)
+            )
+        except Exception as error:
+            held = ", its optimizer or its loop" if self.loops else " or its optimizer"
+            raise TaskError(
+                f"fast_dev_run={self._num_rehearsed} was asked for.",
+                f"It trains a copy, and {type(self.model).__name__}{held} cannot be copied: {error!r}.",
+                "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
+            ) from error
+        self.model, self.model_wrapped = self.task.model, self._outermost

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrain.adapter.search import apply_hyperparameters
 from hftrain.arguments.training import TrainingArguments
@@ -17,7 +17,7 @@ from hftrain.core.log import get_logger
 from hftrain.core.preserve import preserved
 from hftrain.core.signatures import takes_trial
 from hftrain.core.state import TrainerState
-from hftrain.search.config import BestRun, HPSearchBackend, Report, SearchConfig, check_directions
+from hftrain.search.config import Attempt, BestRun, HPSearchBackend, Report, SearchConfig
 from hftrain.search.defaults import (
     default_compute_objective,
     default_hp_space_optuna,
@@ -30,14 +30,11 @@ from hftrain.search.wandb_sweep import search_with_wandb
 from hftrain.strategies.base import Strategy
 from hftrain.trainer.output import Output
 
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
-
 logger = get_logger(__name__)
 
 Objective = Callable[[dict[str, float]], Any]
 
-_SPACES: dict[HPSearchBackend, Callable[[Any], dict[str, Any]]] = {
+SPACES: dict[HPSearchBackend, Callable[[Any], dict[str, Any]]] = {
     HPSearchBackend.OPTUNA: default_hp_space_optuna,
     HPSearchBackend.RAY: default_hp_space_ray,
     HPSearchBackend.WANDB: default_hp_space_wandb,
@@ -76,6 +73,19 @@ class TrialRun:
             except Exception:
                 events.fire("on_train_end")
                 raise
+
+    def objectives(self, number: int) -> Any:
+        """Return the objective as a number, a list of them where there are several."""
+        found = list(self.values) if isinstance(self.values, (list, tuple)) else [self.values]
+        if len(found) != number:
+            raise ConfigError(
+                "compute_objective(metrics) was called.",
+                f"It returned {len(found)} values for {number} directions.",
+                "Return as many numbers as direction= has entries.",
+                values=self.values,
+            )
+        numbers = [float(each) for each in found]
+        return numbers if number > 1 else numbers[0]
 
     def describe(self, state: TrainerState) -> None:
         """Write into a run's state that this is a trial, and which."""
@@ -129,56 +139,28 @@ def trying(
 
 
 def search(
-    trainer: Trainer,
+    config: SearchConfig,
     backend: HPSearchBackend,
+    attempt: Attempt,
     *,
-    trying: Callable[..., AbstractContextManager[TrialRun]],
-    space: Callable[[Any], Any] | None,
-    num_trials: int | None,
-    direction: str | list[str],
-    options: Mapping[str, Any],
+    strategy: Strategy,
+    handler: CallbackHandler,
+    evaluates: bool,
 ) -> BestRun | list[BestRun]:
-    """Search with a backend; see `Trainer.hyperparameter_search`.
-
-    Args:
-        space, num_trials, direction, options: As documented.
-    """
-    config = SearchConfig(
-        space=space or _SPACES[backend],
-        num_trials=num_trials,
-        directions=check_directions(direction, backend),
-        options=options,
-        scope=trainer.args.ray_scope or "last",
-    )
-    attempt = partial(run_attempt, trainer, trying=trying, num_objectives=len(config.directions))
+    """Search with a backend; `evaluates` says whether a trial evaluates while it trains."""
     if backend is HPSearchBackend.OPTUNA:
-        trainer.strategy.launch()
-        return search_with_optuna(config, attempt, group=trainer.strategy)
-    _check_one_process(trainer.strategy, backend)
+        strategy.launch()
+        return search_with_optuna(config, attempt, group=strategy)
+    if strategy.world_size > 1:
+        raise ConfigError(
+            f"backend={backend.value!r} was asked for on {strategy.world_size} processes.",
+            "It runs trials in processes of its own choice.",
+            "Launch one process, or use backend='optuna', whose trials run on all processes together.",
+        )
     if backend is HPSearchBackend.WANDB:
         return search_with_wandb(config, attempt)
-    # It describes this process; whoever wants one gets a new one.
-    trainer.accelerator = None
-    with _portable(trainer.callback_handler):
-        return search_with_ray(config, attempt, evaluates=trainer.args.eval_strategy != "no")
-
-
-def run_attempt(
-    trainer: Trainer,
-    trial: Any,
-    *,
-    trying: Callable[..., AbstractContextManager[TrialRun]],
-    num_objectives: int,
-    resume: str | None = None,
-    **options: Any,
-) -> Any:
-    """Train and evaluate once; returns the objective, a list of them where there are several. Collective."""
-    with trying(trial, **options) as run:
-        trainer.train(resume_from_checkpoint=resume, trial=trial)
-        if run.step != trainer.state.global_step or trainer.args.load_best_model_at_end:
-            # The model that the trial ends with has not been evaluated.
-            run.values = run.compute_objective(dict(trainer.evaluate()))
-        return _objectives(run.values, num_objectives)
+    with _portable(handler):
+        return search_with_ray(config, attempt, evaluates=evaluates)
 
 
 def check_search(model_init: Callable[..., Any] | None, *, fast_dev_run: int, has_data: bool) -> None:
@@ -210,15 +192,6 @@ def check_model_init(model_init: Callable[..., Any] | None, *, asked: str) -> Ca
     return model_init
 
 
-def _check_one_process(strategy: Strategy, backend: HPSearchBackend) -> None:
-    if strategy.world_size > 1:
-        raise ConfigError(
-            f"backend={backend.value!r} was asked for on {strategy.world_size} processes.",
-            "It runs trials in processes of its own choice.",
-            "Launch one process, or use backend='optuna', whose trials run on all processes together.",
-        )
-
-
 def _values(trial: Any, space: Callable[[Any], Any] | None) -> dict[str, Any]:
     if isinstance(trial, Mapping):
         return dict(trial)
@@ -243,19 +216,6 @@ def _name(trial: Any, run_id: str | None, hp_name: Callable[[Any], str] | None) 
             "Return text without slashes.",
         )
     return name
-
-
-def _objectives(values: Any, number: int) -> Any:
-    found = list(values) if isinstance(values, (list, tuple)) else [values]
-    if len(found) != number:
-        raise ConfigError(
-            "compute_objective(metrics) was called.",
-            f"It returned {len(found)} values for {number} directions.",
-            "Return as many numbers as direction= has entries.",
-            values=values,
-        )
-    numbers = [float(each) for each in found]
-    return numbers if number > 1 else numbers[0]
 
 
 @contextmanager

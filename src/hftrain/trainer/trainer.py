@@ -41,7 +41,7 @@ from hftrain.rules.parts import check_arguments, check_model, check_parts, refus
 from hftrain.rules.saving import check_fits
 from hftrain.rules.strategy import check_local_rank, check_strategy
 from hftrain.rules.task import check_unused_by_task
-from hftrain.search.config import BestRun, HPSearchBackend, choose_backend
+from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
 from hftrain.step.legality import check_legal
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
@@ -62,7 +62,7 @@ from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse
 from hftrain.trainer.replicas import forget_devices, note_devices
 from hftrain.trainer.resuming import find_resume
 from hftrain.trainer.run_methods import RunMethods
-from hftrain.trainer.searching import check_search, search
+from hftrain.trainer.searching import SPACES, check_search, search
 from hftrain.trainer.session import TrainSession
 from hftrain.trainer.whereabouts import report_late_ranks
 from hftrain.trainer.writing import saves_at_all
@@ -379,8 +379,10 @@ class Trainer(RunMethods):
 
         with self._running("train"):
             if num_batches := self._num_rehearsed:
+                size = self.get_total_train_batch_size(self.args)
+                parts = self.args, self.strategy, self.output_dir
                 return rehearse(
-                    self, run, num_batches=num_batches, copy_parts=self._copy_parts, resume=resume, found=found
+                    run, self._copies, *parts, num_batches=num_batches, size=size, resume=resume, found=found
                 )
             return run(resume)
 
@@ -449,19 +451,32 @@ class Trainer(RunMethods):
         """
         has_data = self.eval_dataset is not None or any(map(self._is_overridden, ("get_eval_dataloader", "evaluate")))
         check_search(self.model_init, fast_dev_run=self.fast_dev_run, has_data=has_data)
-        self.hp_search_backend = choose_backend(backend)
+        chosen = self.hp_search_backend = choose_backend(backend)
         try:
-            return search(
-                self,
-                self.hp_search_backend,
-                trying=partial(self._trying, compute_objective=compute_objective, hp_name=hp_name),
-                space=hp_space,
+            config = SearchConfig(
+                space=hp_space or SPACES[chosen],
                 num_trials=n_trials,
-                direction=direction,
+                directions=check_directions(direction, chosen),
                 options=kwargs,
+                scope=self.args.ray_scope or "last",
             )
+            options: dict[str, Any] = {"compute_objective": compute_objective, "hp_name": hp_name}
+            attempt = partial(self._attempt, num_objectives=len(config.directions), **options)
+            # Each trial makes its own, and none travels to a process of Ray's.
+            self.accelerator = None
+            parts: dict[str, Any] = {"strategy": self.strategy, "handler": self.callback_handler}
+            return search(config, chosen, attempt, **parts, evaluates=self.args.eval_strategy != "no")
         finally:
             self.hp_search_backend = None
+
+    def _attempt(self, trial: Any, *, num_objectives: int, resume: str | None = None, **options: Any) -> Any:
+        """Train and evaluate once, and return the objective or objectives; collective."""
+        with self._trying(trial, **options) as run:
+            self.train(resume_from_checkpoint=resume, trial=trial)
+            if run.step != self.state.global_step or self.args.load_best_model_at_end:
+                # The model that the trial ends with has not been evaluated.
+                run.values = run.compute_objective(dict(self.evaluate()))
+            return run.objectives(num_objectives)
 
 
 def _settled(args: TrainingArguments | None) -> TrainingArguments:
