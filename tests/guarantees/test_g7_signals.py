@@ -18,10 +18,11 @@ import pytest
 from support.distributed import DistributedRun
 from support.tiny import Net, make_arguments, make_rows
 
-from hftrain import Trainer, TrainerCallback, set_seed
+from hftrain import SavePolicy, Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.signals import TrainingStopped
+from hftrain.storage import files
 
 MAX_STEPS = 14
 STRIKE = 6
@@ -82,18 +83,23 @@ class SlowTrainer(Trainer):
                 callback.strike(self.state, "save")
 
 
-def make_trainer(folder: Path, *callbacks: TrainerCallback, **options: Any) -> Trainer:
+def make_trainer(
+    folder: Path, *callbacks: TrainerCallback, save_policy: SavePolicy | None = None, **options: Any
+) -> Trainer:
     set_seed(3)
     settings: dict[str, Any] = {
         "max_steps": MAX_STEPS, "save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 3,
         "logging_steps": 2, "metric_for_best_model": "loss",
     }  # fmt: skip
-    return SlowTrainer(
+    # What a subclass writes itself cannot be written in the background.
+    kind = SlowTrainer if save_policy is None else Trainer
+    return kind(
         Net(dropout=0.2),
         make_arguments(folder, **{**settings, **options}),
         train_dataset=make_rows(46),
         eval_dataset=make_rows(7, seed=2),
         callbacks=list(callbacks),
+        save_policy=save_policy,
     )
 
 
@@ -196,12 +202,16 @@ def test_a_signal_to_any_process_at_any_moment_stops_all_and_the_resume_is_exact
 
 
 def random_moments(folder: str, seed: int, num_rounds: int) -> dict[str, Any]:
-    """Stop runs again and again at random moments, and let each go on until it is done."""
+    """Stop runs again and again at random moments, and let each go on until it is done; every other in the background.
+
+    Writing in the background takes a while here, so that signals come during it.
+    """
     undisturbed = make_trainer(Path(folder) / "whole")
     undisturbed.train()
     whole, strategy = outcome(undisturbed), undisturbed.strategy
-    pids, random = strategy.gather_object(os.getpid()), Random(seed)
-    num_stops, different, unheeded = 0, [], []
+    pids, random, random_pause = strategy.gather_object(os.getpid()), Random(seed), Random()
+    num_stops, different, unheeded, ends = 0, [], [], []
+    flush, policy = files.fsync_tree, SavePolicy(save_async=True)
     for number in range(num_rounds):
         run, is_done, num_starts = Path(folder) / f"round-{number}", False, 0
         while not is_done:
@@ -211,7 +221,15 @@ def random_moments(folder: str, seed: int, num_rounds: int) -> dict[str, Any]:
             ]
             phase, step = random.choice(["train", "evaluate", "save"]), random.randrange(MAX_STEPS)
             strike = Strike(sends if num_starts < 4 else [], phase, pids, step=step)
-            trainer = make_trainer(run, strike)
+            trainer = make_trainer(run, strike, save_policy=policy if number % 2 else None)
+
+            def slow(staged: Path, trainer: Trainer = trainer, strike: Strike = strike) -> None:
+                if threading.current_thread() is not threading.main_thread():
+                    strike.strike(trainer.state, "save")
+                    time.sleep(random_pause.random() * 0.1)
+                flush(staged)
+
+            files.fsync_tree = slow
             num_starts += 1
             try:
                 trainer.train(resume_from_checkpoint="auto")
@@ -221,9 +239,15 @@ def random_moments(folder: str, seed: int, num_rounds: int) -> dict[str, Any]:
             except TrainingStopped:
                 num_stops += 1
                 is_done = trainer.state.global_step == MAX_STEPS
+            ends.append(strategy.gather_object(trainer.state.global_step))
+            # What is there is whole.
+            strategy.gather_object([verify(path).step for path in list_checkpoints(run)])
         if outcome(trainer) != whole:
             different.append(number)
-    return {"stops": strategy.gather_object(num_stops), "different": different, "unheeded": unheeded}
+    files.fsync_tree = flush
+    parted = [steps for steps in ends if steps[0] != steps[1]]
+    stops = strategy.gather_object(num_stops)
+    return {"stops": stops, "different": different, "unheeded": unheeded, "parted": parted}
 
 
 @pytest.mark.guarantees
@@ -236,6 +260,7 @@ def test_signals_at_random_moments_stop_all_and_the_resumes_are_exact(
     for answer in answers:
         assert answer["different"] == []
         assert answer["unheeded"] == []
+        assert answer["parted"] == []
         assert answer["stops"] == [answers[0]["stops"][0]] * 2
         assert answer["stops"][0] >= 25
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
+from hftrain.checkpoint.consensus import Consensus
 from hftrain.checkpoint.manager import Group
 from hftrain.core.errors import CheckpointError, explain
 
@@ -16,46 +16,32 @@ _ELSEWHERE = explain(
     "Mend the cause, then resume from the newest checkpoint.",
 )
 
-Settle = Callable[[Path | None, BaseException | None], None]
-
-
-class Agreeing(Group, Protocol):
-    """Processes that agree from any thread."""
-
-    def largest(self, number: int) -> int:
-        """Return the largest of all processes' numbers."""
-
 
 class BackgroundWrite:
     """Do a piece of work in a thread of its own from now on, in step with the same work in the other processes.
 
     Each process learns of the end at another moment. Acting on it at once would part them: one raises, and the others
-    wait for it in the next step's exchange. So each says before which step's end it cannot act, and all act at the
-    last of these.
+    wait for it in the next step's exchange. So each asks for a boundary at which all act, by the name of this write.
 
     Args:
+        name: What `Consensus.due` returns at the boundary at which all call `finish`; no other write's.
         work: Called in the thread, with a group to agree through.
         settle: Called in the main thread with what the work returned, or its error; may raise.
-        group: The processes.
-        read_step: Tells which step is done; the main thread alone changes it.
-        pending: What the loop calls at each step's end, see `FitParts`.
+        consensus: The processes'.
     """
 
     def __init__(
         self,
+        name: str,
         work: Callable[[Group], Path],
-        settle: Settle,
+        settle: Callable[[Path | None, BaseException | None], None],
         *,
-        group: Agreeing,
-        read_step: Callable[[], int],
-        pending: list[Callable[[], None]],
+        consensus: Consensus,
     ) -> None:
-        self._work, self._settle = work, settle
-        self._group, self._read_step, self._pending = group, read_step, pending
+        self.name = name
+        self._work, self._settle, self._consensus = work, settle, consensus
         self._path: Path | None = None
         self._error: BaseException | None = None
-        self._due_step = 0
-        self._knows_due = threading.Event()
         # A daemon: an interrupted process must be able to end without it.
         self._thread = threading.Thread(target=self._run, name="hftrain-save", daemon=True)
         self._thread.start()
@@ -71,30 +57,19 @@ class BackgroundWrite:
         return self._error
 
     def finish(self) -> None:
-        """Wait, and settle unless that is done. All processes must call it at the same step."""
+        """Wait, and settle. All processes must call it at the same step, once."""
         self.wait()
-        if self._look in self._pending:
-            self._pending.remove(self._look)
-            self._settle(self._path, self._error)
+        self._consensus.withdraw(self.name)
+        self._settle(self._path, self._error)
 
     def _run(self) -> None:
         try:
-            self._path = self._work(self._group)
+            self._path = self._work(self._consensus)
         except BaseException as error:  # whatever it is, the main thread has to know
             self._error = error
-        # First this: from here on the main thread goes no further than the next step's end without an answer.
-        self._pending.append(self._look)
         try:
-            if self._group.world_size > 1:
-                self._due_step = self._group.largest(self._read_step() + 1)
-                if not self._group.all_true(self._error is None) and self._error is None:
-                    self._error = CheckpointError(_ELSEWHERE)
+            if not self._consensus.all_true(self._error is None) and self._error is None:
+                self._error = CheckpointError(_ELSEWHERE)
         except BaseException as error:
             self._error = self._error or error
-        finally:
-            self._knows_due.set()
-
-    def _look(self) -> None:
-        self._knows_due.wait()
-        if self._read_step() >= self._due_step:
-            self.finish()
+        self._consensus.ask(self.name)

@@ -8,7 +8,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from hftrain.checkpoint.requests import SAVE, StepRequests
+from hftrain.checkpoint.consensus import SAVE, Consensus
 from hftrain.core.log import get_logger
 
 logger = get_logger(__name__)
@@ -49,11 +49,11 @@ class SignalHandlers:
     the main thread, and only where the program has no handler of its own; what was there is put back.
 
     Args:
-        requests: What takes the requests.
+        consensus: What takes the requests.
     """
 
-    def __init__(self, requests: StepRequests) -> None:
-        self._requests = requests
+    def __init__(self, consensus: Consensus) -> None:
+        self._consensus = consensus
         self._process = os.getpid()
         self._is_interrupted = False
         self._previous: dict[int, Any] = {}
@@ -80,7 +80,7 @@ class SignalHandlers:
             self._act_by_default(number)
         elif name == "SIGINT" and self._is_interrupted:
             signal.default_int_handler(number, frame)
-        elif not self._requests.ask(_ASKED_BY[name]):
+        elif not self._consensus.ask(_ASKED_BY[name]):
             self._act_by_default(number)
         elif name == "SIGINT":
             self._is_interrupted = True

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.runner import CallbackHandler
+from hftrain.checkpoint.consensus import SAVE, STOPS, Consensus, strongest
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.requests import SAVE, SharedRequests, StepRequests, strongest
 from hftrain.checkpoint.signals import SignalHandlers, stopped_by
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger, warn_once
@@ -66,79 +66,82 @@ class Interrupts:
         self._state, self._control, self._progress, self._events = state, control, progress, events
         self._checkpoints, self._end_step, self._commit = checkpoints, end_step, save
         self._marker = checkpoints.manager.config.output_dir / MARKER
-        self.requests = self._make_requests(pending)
+        # Why there is no consensus, though it was asked for.
+        self.silence = ""
+        self.consensus = self._make_consensus(pending)
         self._open = ExitStack()
         self._is_stopped = False
 
-    def _make_requests(self, pending: list[Callable[[], None]]) -> StepRequests | None:
-        every_s, world_size = self._policy.every_s, self._strategy.world_size
-        if not self._policy.on_signal and every_s is None:
+    def _make_consensus(self, pending: list[Callable[[], None]]) -> Consensus | None:
+        policy = self._policy
+        if not (policy.on_signal or policy.every_s is not None or policy.save_async):
             return None
-        if world_size == 1:
-            return StepRequests(self.heed, pending, every_s=every_s)
         try:
             board = self._strategy.make_board()
         except StrategyError as error:
-            if every_s is not None:
+            if policy.every_s is not None:
                 raise
-            warn_once(f"Signals act as if no training ran. {error}")
+            if policy.on_signal:
+                warn_once(f"Signals act as if no training ran. {error}")
+            self.silence = str(error)
             return None
-        return SharedRequests(
-            self.heed,
+        return Consensus(
+            self.act,
             pending,
+            group=self._strategy,
             board=board,
-            rank=self._strategy.rank,
-            world_size=world_size,
             progress=self._progress,
-            every_s=every_s,
+            timeout_s=self._args.ddp_timeout,
+            every_s=policy.every_s,
         )
 
     def __enter__(self) -> Interrupts:
         if self._strategy.is_main:
             self._remove_marker()
-        if self.requests is not None:
-            self.requests.start()
+        if self.consensus is not None:
+            self.consensus.start()
             if self._policy.on_signal:
-                self._open.enter_context(SignalHandlers(self.requests))
+                self._open.enter_context(SignalHandlers(self.consensus))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._open.close()
-        if self.requests is not None:
-            self.requests.close(is_failed=kind is not None and not self._is_stopped)
-            late = self.requests.left_over()
+        if self.consensus is not None:
+            self.consensus.close(is_failed=kind is not None and not self._is_stopped)
+            late = self.consensus.left_over()
             if late is not None and kind is None:
                 # Noted after the last look: as if it had come a moment later.
                 signal.raise_signal(signal.Signals[late])
 
     def note_save(self) -> None:
         """Hear that a checkpoint was saved."""
-        if self.requests is not None:
-            self.requests.note_save()
+        if self.consensus is not None:
+            self.consensus.note_save()
 
-    def heed(self) -> None:
+    def act(self) -> None:
         """Do what was asked, if this is the step boundary for it; collective there, and may end the run.
 
         Comes before what callbacks have asked for at this boundary.
         """
         control, step = self._control, self._progress.step
-        assert self.requests is not None
+        assert self.consensus is not None
         if step >= self._state.max_steps or control.should_training_stop:
             # The run ends here by itself, as it does in the other processes: nobody may wait for them.
             return
-        asked = self.requests.due(step)
-        if asked == SAVE:
+        asked = self.consensus.due(step)
+        if asked == SAVE or asked in STOPS:
             self._save()
         elif asked is not None:
-            self._save()
+            self._checkpoints.writes.heed(asked)
+        if asked in STOPS:
             self._stop(asked, f"after step {step} of {self._state.max_steps}")
 
     def settle(self) -> None:
         """End a run that is complete like one that was stopped, if the stop was asked for too late; collective."""
-        if self.requests is not None and self._policy.on_signal:
+        if self.consensus is not None and self._policy.on_signal:
             # A process may wait long for the main one, which finishes the run, and is to look only then.
             self._strategy.barrier()
-            asked = strongest(self._strategy.gather_object(self.requests.left_over()))
+            asked = strongest(self._strategy.gather_object(self.consensus.left_over()))
             if asked is not None:
                 self._stop(asked, "when it was complete", is_complete=True)
 

@@ -99,7 +99,13 @@ class TrainSession:
         else:
             self.checkpoints.warn_of_others()
         self._show_parts(self.checkpoints.feed.loader)
-        self.checkpoints.writes.start(self.optimizer, own=self.checkpoints.own_state)
+        self.interrupts = self._make_interrupts()
+        self.checkpoints.writes.start(
+            self.optimizer,
+            own=self.checkpoints.own_state,
+            consensus=self.interrupts.consensus,
+            silence=self.interrupts.silence,
+        )
         announce_training(
             args,
             plan,
@@ -120,7 +126,7 @@ class TrainSession:
             world_size=trainer.strategy.world_size,
         )
         self.phase = None
-        self.interrupts, self.salvage = self._make_interrupts(), self._make_salvage()
+        self.salvage = self._make_salvage()
         self.step_end = StepEnd(
             trainer._maybe_log_save_evaluate,
             state=trainer.state,

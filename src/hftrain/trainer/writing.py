@@ -16,13 +16,12 @@ import torch
 from hftrain.adapter.configs import checkpoint_config
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.adapters import saves_adapters
-from hftrain.checkpoint.agreement import BoardGroup
 from hftrain.checkpoint.background import BackgroundWrite
+from hftrain.checkpoint.consensus import Consensus
 from hftrain.checkpoint.manager import CheckpointManager, Group, NoSpaceError, Writer
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.states import Keep, shard_writers
-from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
@@ -92,13 +91,15 @@ class CheckpointWrites:
         self.progress = progress
         self.pending = pending
         self.best = best
-        self._group: BoardGroup | None = None
+        self._consensus: Consensus | None = None
         self._copies: HostCopies | None = None
         self._flight: BackgroundWrite | None = None
         self._has_waited = self._is_closed = False
         self._is_written = threading.Event()
 
-    def start(self, optimizer: torch.optim.Optimizer, *, own: Callable[[], Any]) -> None:
+    def start(
+        self, optimizer: torch.optim.Optimizer, *, own: Callable[[], Any], consensus: Consensus | None, silence: str
+    ) -> None:
         """Refuse a run that cannot save, and get ready to write in the background if the policy asks for it.
 
         A policy that cannot be followed is reported with the reason. Memory for the copies is taken once the optimizer
@@ -107,6 +108,8 @@ class CheckpointWrites:
         Args:
             optimizer: The run's optimizer.
             own: Returns what each process saves of its own.
+            consensus: Through which writes in the background agree; None if there is none.
+            silence: Why there is none.
 
         Raises:
             ConfigError: There is no room for a checkpoint, or a state that it cannot hold.
@@ -119,14 +122,9 @@ class CheckpointWrites:
             watch_states(*parts, own=own, pending=self.pending, is_overridden=hook)
         if not self.trainer.save_policy.save_async:
             return
-        reason = self._obstacle()
-        try:
-            if reason is None:
-                board = self.trainer.strategy.make_board()
-                self._group = BoardGroup(self.manager.group, board, timeout_s=self.trainer.args.ddp_timeout)
-                self._copies = HostCopies()
-        except StrategyError as error:
-            reason = str(error)
+        reason = self._obstacle() or (silence if consensus is None else None)
+        if reason is None:
+            self._consensus, self._copies = consensus, HostCopies()
         if reason is not None and self.manager.is_committer:
             logger.warning("save_async=True changes nothing, every save waits until it is written: %s", reason)
         if self._copies is not None and saves_at_all(self.trainer.args, self.trainer.save_policy):
@@ -197,7 +195,7 @@ class CheckpointWrites:
                 raise error
             then(save, path)
 
-        if self._copies is None or self._group is None:
+        if self._copies is None or self._consensus is None:
             try:
                 path = self._commit(save, self.manager.group)
             except NoSpaceError as error:
@@ -222,9 +220,7 @@ class CheckpointWrites:
                 if self._is_closed:
                     self.manager.lock.release()
 
-        self._flight = BackgroundWrite(
-            work, settle, group=self._group, read_step=lambda: self.progress.step, pending=self.pending
-        )
+        self._flight = BackgroundWrite(f"written {save.step}", work, settle, consensus=self._consensus)
 
     @property
     def rotates_later(self) -> bool:
@@ -251,6 +247,11 @@ class CheckpointWrites:
                 waited_s,
             )
 
+    def heed(self, name: str) -> None:
+        """Settle the write of this name, if it is not settled yet; at the boundary that all agreed on."""
+        if self._flight is not None and self._flight.name == name:
+            self._flight.finish()
+
     def close(self, *, is_urgent: bool) -> None:
         """Let go of everything at a run's end, also after an error.
 
@@ -264,7 +265,7 @@ class CheckpointWrites:
                 logger.error("The last checkpoint could not be written in the background: %s", error)
         if self._copies is not None and (flight is None or flight.is_over):
             self._copies.close()
-        self._group = self._copies = None
+        self._consensus = self._copies = None
         self._is_closed = True
         if flight is None or self._is_written.is_set():
             self.manager.lock.release()

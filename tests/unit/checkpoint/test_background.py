@@ -6,51 +6,35 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from hftrain.checkpoint.background import BackgroundWrite
+from hftrain.checkpoint.consensus import Consensus
 from hftrain.core.errors import CheckpointError
+from hftrain.core.progress import Progress
+from hftrain.strategies.board import Board
+from hftrain.strategies.single import SingleDeviceStrategy
 
 DONE = Path("done")
 
 
-class Group:
-    """A group whose answers a test decides."""
-
-    rank, world_size, is_main, is_local_main = 0, 1, True, True
-
-    def __init__(self, world_size: int = 1, largest: Any = None, all_true: bool = True) -> None:
-        self.world_size = world_size
-        self._largest = largest or (lambda number: number)
-        self._all_true = all_true
-
-    def barrier(self) -> None:
-        """Not used."""
-
-    def all_true(self, flag: bool) -> bool:
-        return flag and self._all_true
-
-    def largest(self, number: int) -> int:
-        return int(self._largest(number))
-
-
 class Run:
-    """A main thread: its step, what it calls at step ends, and what was settled."""
+    """A main thread: what it calls at step ends, and what was settled; a group whose answers a test decides."""
 
-    def __init__(self, group: Group, work: Any = lambda group: DONE) -> None:
-        self.step = 3
+    def __init__(self, all_true: Any = lambda flag: flag, work: Any = lambda group: DONE) -> None:
         self.pending: list[Any] = []
         self.settled: list[Any] = []
+        self.consensus = Consensus(
+            self.act, self.pending, group=SingleDeviceStrategy(), board=Board(), progress=Progress(), timeout_s=1.0
+        )
+        self.consensus.all_true = all_true  # type: ignore[method-assign]
         self.write = BackgroundWrite(
-            work,
-            lambda path, error: self.settled.append((path, error)),
-            group=group,
-            read_step=lambda: self.step,
-            pending=self.pending,
+            "written 3", work, lambda path, error: self.settled.append((path, error)), consensus=self.consensus
         )
 
+    def act(self) -> None:
+        if self.consensus.due(1) == "written 3":
+            self.write.finish()
+
     def end_step(self) -> None:
-        self.step += 1
         for call in tuple(self.pending):
             call()
 
@@ -62,7 +46,7 @@ def test_end_is_settled_at_the_next_step() -> None:
         opened.wait(60)
         return DONE
 
-    run = Run(Group(), work)
+    run = Run(work=work)
     run.end_step()
     assert run.settled == []
     assert not run.write.is_over
@@ -71,22 +55,12 @@ def test_end_is_settled_at_the_next_step() -> None:
     run.end_step()
     assert run.settled == [(DONE, None)]
     assert run.pending == []
-    run.write.finish()
+    run.end_step()
     assert len(run.settled) == 1
 
 
-def test_end_is_settled_at_the_step_that_all_can_reach() -> None:
-    # Another process is two steps ahead.
-    run = Run(Group(2, largest=lambda number: number + 2))
-    run.write.wait()
-    for expected in (0, 0, 1):
-        run.end_step()
-        assert len(run.settled) == expected
-    assert run.step == 6
-
-
-def test_finish_settles_at_once() -> None:
-    run = Run(Group(2, largest=lambda number: number + 2))
+def test_what_is_finished_before_is_not_settled_again() -> None:
+    run = Run()
     run.write.finish()
     assert run.settled == [(DONE, None)]
     run.end_step()
@@ -97,7 +71,7 @@ def test_error_is_handed_over() -> None:
     def fail(group: Any) -> Path:
         raise ArithmeticError
 
-    run = Run(Group(), fail)
+    run = Run(work=fail)
     run.write.finish()
     ((path, error),) = run.settled
     assert path is None
@@ -105,24 +79,23 @@ def test_error_is_handed_over() -> None:
 
 
 def test_error_after_the_commit_ends_all_processes() -> None:
-    run = Run(Group(2, all_true=False))
+    run = Run(lambda flag: False)
     run.write.finish()
     assert isinstance(run.settled[0][1], CheckpointError)
     assert "Another process failed" in str(run.settled[0][1])
 
 
 def test_end_without_an_agreement_is_an_error_at_the_next_step() -> None:
-    def lost(number: int) -> int:
+    def lost(flag: bool) -> bool:
         raise CheckpointError("gone")
 
-    run = Run(Group(2, largest=lost))
+    run = Run(lost)
     run.write.wait()
     run.end_step()
     assert str(run.settled[0][1]) == "gone"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_thread_ends_with_the_work(world_size: int) -> None:
-    run = Run(Group(world_size))
+def test_thread_ends_with_the_work() -> None:
+    run = Run()
     run.write.wait()
     assert run.write.is_over

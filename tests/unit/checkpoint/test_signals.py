@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from hftrain.checkpoint.requests import SAVE, StepRequests
+from hftrain.checkpoint.consensus import SAVE, Consensus
 from hftrain.checkpoint.signals import SignalHandlers, TrainingStopped, stopped_by
+from hftrain.core.progress import Progress
+from hftrain.strategies.board import Board
+from hftrain.strategies.single import SingleDeviceStrategy
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has other signals")
 
 
-def make_requests() -> StepRequests:
-    pending: list[Callable[[], None]] = []
-    return StepRequests(lambda: None, pending)
+def make_requests(kind: type[Consensus] = Consensus) -> Consensus:
+    alone = SingleDeviceStrategy()
+    return kind(lambda: None, [], group=alone, board=Board(), progress=Progress(), timeout_s=1.0)
 
 
 def send(name: str) -> None:
@@ -87,11 +89,11 @@ def test_another_thread_than_the_main_one_sets_no_handler() -> None:
 
 
 def test_signal_that_nobody_would_heed_acts_by_default() -> None:
-    class Deaf(StepRequests):
+    class Deaf(Consensus):
         def ask(self, what: str) -> bool:
             return False
 
-    with SignalHandlers(Deaf(lambda: None, [])), pytest.raises(KeyboardInterrupt):
+    with SignalHandlers(make_requests(Deaf)), pytest.raises(KeyboardInterrupt):
         send("SIGINT")
 
 

@@ -15,9 +15,9 @@ import pytest
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import ConfigError, EarlyStoppingCallback, SavePolicy, StrategyError, Trainer, TrainerCallback, set_seed
+from hftrain.checkpoint.consensus import Consensus
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import read_manifest
-from hftrain.checkpoint.requests import StepRequests
 from hftrain.checkpoint.signals import TrainingStopped
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="Windows has other signals")
@@ -215,13 +215,13 @@ def test_processes_without_a_board_leave_signals_alone_and_refuse_the_clock(
         return TrainSession(trainer, resume=None, ignore_keys=None)._make_interrupts()
 
     with pytest.warns(UserWarning, match="Signals act as if no training ran. They share no store"):
-        assert make(SavePolicy()).requests is None
+        assert make(SavePolicy()).consensus is None
     with pytest.raises(StrategyError):
         make(SavePolicy(every_s=60))
 
 
 def test_a_signal_noted_after_the_last_look_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepRequests, "left_over", _first_nothing(StepRequests.left_over))
+    monkeypatch.setattr(Consensus, "left_over", _first_nothing(Consensus.left_over))
     with pytest.raises(KeyboardInterrupt):
         make_trainer(tmp_path, Send("SIGINT", 10)).train()
 
