@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from hftrain.core.errors import StrategyError
 from hftrain.strategies.base import Strategy
@@ -26,7 +27,6 @@ class Lockstep:
 
     Args:
         model: The outermost unit.
-        strategy: Launched.
         casting: Gives the context to repeat a forward pass in.
     """
 
@@ -85,27 +85,51 @@ def lend(strategy: Strategy, tree: Any, *, src: int) -> Any:
     Raises:
         StrategyError: It holds something else, in process `src` alone; see `can_lend`.
     """
-    tensors: list[torch.Tensor] = []
-    shape: Any = None
+    leaves: list[Any] = []
+    form: Any = None
     if strategy.rank == src:
-        shape = _describe(tree, tensors)
-    kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    kinds, shape = strategy.broadcast_object([kinds, shape], src)
+        leaves, spec = tree_flatten(_plain(tree))
+        form = treespec_dumps(spec), [_kind(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    spec_text, kinds = strategy.broadcast_object(form, src)
     if strategy.rank != src:
-        tensors = [torch.empty(size, dtype=getattr(torch, dtype), device=strategy.device) for dtype, size in kinds]
-    for tensor in tensors:
-        # As bytes: backends do not take every type.
-        dist.broadcast(tensor.detach().contiguous().reshape(-1).view(torch.uint8), src)
-    return tree if strategy.rank == src else _rebuild(shape, iter(tensors).__next__)
+        leaves = [_empty(*kind, strategy.device) if isinstance(kind, list) else kind for kind in kinds]
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            # As bytes: backends do not take every type.
+            dist.broadcast(leaf.detach().contiguous().reshape(-1).view(torch.uint8), src)
+    return tree if strategy.rank == src else tree_unflatten(leaves, treespec_loads(spec_text))
+
+
+def _kind(tensor: torch.Tensor) -> list[Any]:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def _empty(dtype: str, shape: list[int], device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
 
 
 def can_lend(tree: Any) -> bool:
     """Tell whether `lend` can send this."""
     try:
-        _describe(tree, [])
+        _plain(tree)
     except StrategyError:
         return False
     return True
+
+
+def _plain(tree: Any) -> Any:
+    """Return nested arguments in dicts, lists and tuples alone."""
+    if isinstance(tree, Mapping):
+        return {key: _plain(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return (tuple if isinstance(tree, tuple) else list)(map(_plain, tree))
+    if tree is None or isinstance(tree, (torch.Tensor, bool, int, float, str)):
+        return tree
+    raise StrategyError(
+        "A split model was to be evaluated on fewer batches than there are processes.",
+        f"The others must run the model too, and its arguments hold a {type(tree).__name__}, which cannot be sent.",
+        "Evaluate on more samples, or pass the model tensors, numbers and text.",
+    )
 
 
 class SplittingStrategy(DistributedStrategy):
@@ -129,34 +153,3 @@ class SplittingStrategy(DistributedStrategy):
         if self.world_size > 1:
             SplittingStrategy.after_evaluation(self, model)
             self._lockstep = Lockstep(model, self, casting)
-
-
-def _describe(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    """Describe nested arguments as JSON data, and collect their tensors in order."""
-    if isinstance(tree, torch.Tensor):
-        tensors.append(tree)
-        return {"tensor": None}
-    if isinstance(tree, Mapping):
-        return {"mapping": [[key, _describe(value, tensors)] for key, value in tree.items()]}
-    if isinstance(tree, (list, tuple)):
-        kind = "tuple" if isinstance(tree, tuple) else "list"
-        return {kind: [_describe(value, tensors) for value in tree]}
-    if tree is None or isinstance(tree, (bool, int, float, str)):
-        return {"value": tree}
-    raise StrategyError(
-        "A split model was to be evaluated on fewer batches than there are processes.",
-        f"The others must run the model too, and its arguments hold a {type(tree).__name__}, which cannot be sent.",
-        "Evaluate on more samples, or pass the model tensors, numbers and text.",
-    )
-
-
-def _rebuild(described: Any, next_tensor: Callable[[], torch.Tensor]) -> Any:
-    ((kind, content),) = described.items()
-    if kind == "tensor":
-        return next_tensor()
-    if kind == "value":
-        return content
-    if kind == "mapping":
-        return {key: _rebuild(value, next_tensor) for key, value in content}
-    values = [_rebuild(value, next_tensor) for value in content]
-    return tuple(values) if kind == "tuple" else values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -138,14 +140,32 @@ def test_model_of_one_unit_is_named_in_a_warning(caplog: pytest.LogCaptureFixtur
     assert "Linear is one unit" in caplog.text
 
 
-def test_arguments_of_a_forward_pass_travel_as_plain_data() -> None:
-    tensors: list[torch.Tensor] = []
-    call = ((torch.ones(2), [1, None]), {"mask": {"a": torch.zeros(1)}, "pair": (True, "x")})
-    described = lockstep._describe(call, tensors)
-    assert len(tensors) == 2
-    rebuilt = lockstep._rebuild(described, iter(tensors).__next__)
-    assert rebuilt[0][0] is tensors[0]
-    assert rebuilt[0][1] == [1, None]
-    assert rebuilt[1] == {"mask": {"a": tensors[1]}, "pair": (True, "x")}
+class Rank:
+    """One of two processes; what is sent waits in a list."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, sent: list[Any]) -> None:
+        self.rank, self.sent = rank, sent
+
+    def broadcast_object(self, value: Any, src: int) -> Any:
+        if self.rank == src:
+            self.sent.append(json.dumps(value))
+        return json.loads(self.sent[0])
+
+
+def test_arguments_of_a_forward_pass_travel_as_plain_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = ((torch.ones(2), [1, None]), {"mask": UserDict(a=torch.tensor([[True]])), "pair": (True, "x")})
+    sent: list[Any] = []
+    monkeypatch.setattr(lockstep.dist, "broadcast", lambda data, src: sent.append(data.clone()))
+    assert lockstep.lend(Rank(0, sent), call, src=0) is call  # type: ignore[arg-type]
+    tensors = iter(sent[1:])
+    monkeypatch.setattr(lockstep.dist, "broadcast", lambda data, src: data.copy_(next(tensors)))
+    (tensor, others), options = lockstep.lend(Rank(1, sent), None, src=0)  # type: ignore[arg-type]
+    assert (tensor.tolist(), tensor.dtype, others) == ([1.0, 1.0], torch.float32, [1, None])
+    assert (options["mask"]["a"].tolist(), options["mask"]["a"].dtype) == ([[True]], torch.bool)
+    assert options["pair"] == (True, "x")
+    assert lockstep.can_lend(call)
+    assert not lockstep.can_lend(((object(),), {}))
     with pytest.raises(StrategyError, match="hold a object"):
-        lockstep._describe(((object(),), {}), [])
+        lockstep.lend(Rank(0, []), ((object(),), {}), src=0)  # type: ignore[arg-type]
