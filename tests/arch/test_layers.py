@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("task", "step", "callbacks", "checkpoint"),
     ("loops", "hub", "search", "engine"),
     ("adapter",),
-    ("rules",),
+    ("rules", "evaluation"),
     ("trainer",),
     ("cli",),
     ("compat",),

@@ -11,9 +11,11 @@ from hftrain.adapter.data import eval_loader_config
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError, suggest
 from hftrain.core.signatures import accepts
+from hftrain.core.types import Owns
 from hftrain.data.loaders import build_eval_loader
 from hftrain.data.sizes import has_length
 from hftrain.strategies.base import Strategy
+from hftrain.task.introspect import forward_parameters
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 
@@ -100,3 +102,48 @@ def check_columns(
     if lacking:
         reason = f"The evaluation set {name!r} has no {lacking} for it, only {', '.join(sorted(columns))}."
         raise TaskError("compute_metrics was given.", reason, remedy)
+
+
+def check_evaluating(args: Any, *, strategy: Strategy, task: TaskModule, spill_dir: Any) -> None:
+    """Raise where an evaluation cannot run as the arguments ask.
+
+    Raises:
+        ConfigError: A setting needs a plain model, a model that takes its memory, or weights that can be cast.
+    """
+    if (args.bf16_full_eval or args.fp16_full_eval) and strategy.owns & Owns.CASTING:
+        raise ConfigError(
+            f"strategy={strategy.name!r} was to evaluate entirely in half precision.",
+            "Its own engine holds the weights and decides their dtype.",
+            "Use bf16=True or fp16=True, and leave the full evaluation out.",
+            bf16_full_eval=args.bf16_full_eval,
+            fp16_full_eval=args.fp16_full_eval,
+        )
+    plain_only = {"past_index": args.past_index >= 0, "jit_mode_eval": args.jit_mode_eval}
+    if any(plain_only.values()) and not isinstance(task, ModelTask):
+        name = next(name for name, is_on in plain_only.items() if is_on)
+        raise ConfigError(
+            f"{name}={getattr(args, name)!r} was given together with {type(task).__name__}.",
+            "A task calls its model in its own way.",
+            "Do it in the task, or pass a plain model.",
+        )
+    parameters = forward_parameters(task.model)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if args.past_index >= 0 and "mems" not in parameters and not takes_any:
+        raise ConfigError(
+            f"past_index={args.past_index} was asked for.",
+            f"{type(task.model).__name__}.forward takes no argument called mems, in which that output comes back.",
+            "Add it, or leave past_index out.",
+        )
+    if args.past_index >= 0 and args.jit_mode_eval:
+        raise ConfigError(
+            f"past_index={args.past_index} was given together with jit_mode_eval=True.",
+            "A trace has the inputs of the first batch, which has no memory yet.",
+            "Leave jit_mode_eval out.",
+        )
+    if spill_dir is not None and not args.eval_do_concat_batches:
+        raise ConfigError(
+            "spill_dir was given together with eval_do_concat_batches=False.",
+            "Only whole arrays are mapped to files, not a list of batches.",
+            "Leave one of the two out.",
+            spill_dir=spill_dir,
+        )

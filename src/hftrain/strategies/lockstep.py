@@ -92,7 +92,7 @@ def lend(strategy: Strategy, tree: Any, *, src: int) -> Any:
         form = treespec_dumps(spec), [_kind(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     spec_text, kinds = strategy.broadcast_object(form, src)
     if strategy.rank != src:
-        leaves = [_empty(*kind, strategy.device) if isinstance(kind, list) else kind for kind in kinds]
+        leaves = [_empty(kind, strategy.device) if isinstance(kind, list) else kind for kind in kinds]
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             # As bytes: backends do not take every type.
@@ -104,8 +104,8 @@ def _kind(tensor: torch.Tensor) -> list[Any]:
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
-def _empty(dtype: str, shape: list[int], device: torch.device) -> torch.Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+def _empty(kind: list[Any], device: torch.device) -> torch.Tensor:
+    return torch.empty(kind[1], dtype=getattr(torch, kind[0]), device=device)
 
 
 def can_lend(tree: Any) -> bool:

@@ -14,8 +14,8 @@ from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns
 from hftrain.precision.base import Precision
+from hftrain.step.computing import Computing
 from hftrain.strategies.base import Strategy
-from hftrain.trainer.computing import Computing
 
 _PLUGINS = frozenset({"deepspeed_plugin"})
 # What the documented training_step passes to backward; the run's own needs neither.

@@ -10,10 +10,10 @@ from torch import nn
 
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy
+from hftrain.step.computing import Computing
 from hftrain.strategies.base import Strategy
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
-from hftrain.trainer.computing import Computing
 
 _HALVES = (torch.bfloat16, torch.float16)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,34 +15,21 @@ from hftrain.adapter.configs import evaluate_config, full_eval_dtype
 from hftrain.core.log import sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput
-from hftrain.data.dispatch import takes_turns
 from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
-from hftrain.data.grouping import reading_order
-from hftrain.data.sizes import expected_samples
-from hftrain.loops.contract import check_features
-from hftrain.loops.evaluate import EvaluateHooks, EvaluateLoop, EvaluateParts
-from hftrain.loops.predict import PredictLoop
+from hftrain.evaluation.generating import generates
+from hftrain.evaluation.ready import ready
+from hftrain.evaluation.recurrence import read_memory
+from hftrain.evaluation.running import EvaluationHooks, may_talk, run_evaluation
+from hftrain.evaluation.tracing import trace_model
 from hftrain.optim.weight_modes import evaluation_weights
+from hftrain.rules.evaluation import check_evaluating
 from hftrain.rules.mistakes import explain_mistake
 from hftrain.task.metric_state import read_metrics, warn_of_unread, warn_of_unreported
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
 from hftrain.trainer.announce import announce_evaluation
 from hftrain.trainer.casting import to_float32
-from hftrain.trainer.evaluating import (
-    JitModel,
-    cast_weights,
-    check_evaluating,
-    read_memory,
-    trace_model,
-)
-from hftrain.trainer.generating import generates
-from hftrain.trainer.loop_parts import used_in_evaluation
-from hftrain.trainer.reports import (
-    speed_metrics,
-    to_plain,
-    with_prefix,
-)
+from hftrain.trainer.reports import speed_metrics, to_plain, with_prefix
 from hftrain.trainer.setup import place_task
 from hftrain.trainer.step_methods import StepMethods
 from hftrain.trainer.whereabouts import report_late_ranks, whereabouts
@@ -79,17 +66,13 @@ class EvaluationMethods(StepMethods):
             return metrics
         chosen = self._eval_sets.get(eval_dataset) if isinstance(eval_dataset, str) else None
         with self._own_metrics(chosen), self._evaluating("eval"):
-            loader = self._sharded(self.get_eval_dataloader(eval_dataset), is_training=False)
-            start_s = time.perf_counter()
-            loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
-            output = loop(
-                loader,
+            _, metrics = self._run_over(
+                self.get_eval_dataloader(eval_dataset),
                 description="Evaluation",
                 prediction_loss_only=True if self.compute_metrics is None else None,
                 ignore_keys=ignore_keys,
                 metric_key_prefix=metric_key_prefix,
             )
-            metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output, loader)}
             self._slot_log(metrics)
             if self.state.epoch is not None:
                 metrics["epoch"] = self.state.epoch
@@ -134,16 +117,32 @@ class EvaluationMethods(StepMethods):
         Source: the documented `Trainer.predict`.
         """
         with self._evaluating("predict"):
-            loader = self._sharded(self.get_test_dataloader(test_dataset), is_training=False)
-            start_s = time.perf_counter()
-            loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
-            output = loop(
-                loader, description="Prediction", ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix
+            output, metrics = self._run_over(
+                self.get_test_dataloader(test_dataset),
+                description="Prediction",
+                ignore_keys=ignore_keys,
+                metric_key_prefix=metric_key_prefix,
             )
-            metrics = {**output.metrics, **self._rates(metric_key_prefix, start_s, output, loader)}
             self.callback_handler.fire("on_predict", metrics=metrics)
             self._report_memory(metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
+
+    def _run_over(
+        self, loader: Any, *, metric_key_prefix: str, **options: Any
+    ) -> tuple[EvalLoopOutput, dict[str, Any]]:
+        """Call the documented loop on a rank's share of a loader; return also the metrics, with the time they took."""
+        loader = self._sharded(loader, is_training=False)
+        start_s = time.perf_counter()
+        loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
+        output = loop(loader, metric_key_prefix=metric_key_prefix, **options)
+        # An override in the older style returns a PredictionOutput, which has no count.
+        num_samples, num_steps = getattr(output, "num_samples", None), None
+        if num_samples is not None:
+            num_steps = math.ceil(num_samples / (self.args.eval_batch_size * self.strategy.world_size))
+        # Tracing happens once and says nothing about the speed.
+        start_s += output.metrics.get(f"{metric_key_prefix}_jit_compilation_time", 0.0)
+        rates = speed_metrics(metric_key_prefix, start_s, num_samples=num_samples, num_steps=num_steps)
+        return output, {**output.metrics, **rates}
 
     def evaluation_loop(
         self,
@@ -170,7 +169,6 @@ class EvaluationMethods(StepMethods):
                 return self.evaluation_loop(
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
-        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         announce_evaluation(
             dataloader,
             description=description,
@@ -178,32 +176,61 @@ class EvaluationMethods(StepMethods):
             count_samples=self.num_examples,
         )
         self.callback_handler.refresh(eval_dataloader=dataloader)
-        jit = JitModel(self.torch_jit_model_eval, self.task.model) if self.args.jit_mode_eval else None
-        parts = self._evaluate_parts(loss_only=loss_only, ignore_keys=ignore_keys, jit=jit)
-        kind = PredictLoop if self._stage == "predict" else EvaluateLoop
-        loop = cast(EvaluateLoop, self.loops.get(kind.stage) or kind())
-        used = used_in_evaluation(
-            self.args,
-            self.strategy,
-            dataset=getattr(dataloader, "dataset", None),
-            takes_turns=parts.hooks.repeat_batch is not None,
-            is_per_batch=parts.config.computes_per_batch and parts.hooks.compute_metrics is not None,
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        is_prediction = self._stage == "predict"
+        # A callback that writes predictions somewhere may ask that they are not returned as well.
+        is_replaced = is_prediction and any(
+            getattr(callback, "replaces_predictions", False) for callback in self.callback_handler.callbacks
         )
-        check_features(loop, used)
-        loop.attach(parts)
-        try:
-            output = loop.run(
-                dataloader,
-                is_interleaved=takes_turns(dataloader),
-                order=reading_order(dataloader),
-                num_expected=expected_samples(dataloader),
-            )
-        finally:
-            loop.detach()
-        metrics = to_plain(with_prefix(output.metrics, metric_key_prefix))
-        if jit is not None and jit.compilation_s is not None:
-            metrics[f"{metric_key_prefix}_jit_compilation_time"] = jit.compilation_s
-        return output._replace(metrics=metrics)
+        config = evaluate_config(
+            self.args,
+            keeps_predictions=not loss_only,
+            input_name=getattr(self.model, "main_input_name", "input_ids"),
+            spill_dir=self.spill_dir,
+            returns_predictions=not is_replaced,
+        )
+        output = run_evaluation(
+            dataloader,
+            self._evaluation_hooks(loss_only, ignore_keys),
+            args=self.args,
+            config=config,
+            task=self.task,
+            strategy=self.strategy,
+            events=self.callback_handler,
+            loops=self.loops,
+            is_prediction=is_prediction,
+        )
+        return output._replace(metrics=to_plain(with_prefix(output.metrics, metric_key_prefix)))
+
+    def _evaluation_hooks(self, loss_only: bool, ignore_keys: list[str] | None) -> EvaluationHooks:
+        def step(model: nn.Module, batch: Any) -> StepOutput:
+            loss, outputs, labels = self.prediction_step(model, batch, loss_only, ignore_keys)
+            return StepOutput(loss=loss, outputs=outputs, labels=labels, logs=self._eval_logs)
+
+        compute_metrics = None if loss_only else self.compute_metrics
+        steps_talk = may_talk(
+            self.strategy,
+            self.task,
+            generates=generates(self.args),
+            has_accelerator=self._accelerator is not None,
+            is_per_batch=self.args.batch_eval_metrics and compute_metrics is not None,
+            is_overridden=self._is_overridden,
+        )
+        return EvaluationHooks(
+            step=step,
+            steps_talk=steps_talk,
+            look_at=self._shares.search.look_at,
+            choose_kind=self._shares.search.agree,
+            read_metrics=self._read_metrics,
+            trace=self.torch_jit_model_eval if self.args.jit_mode_eval else None,
+            compute_metrics=compute_metrics,
+            preprocess_logits=self.preprocess_logits_for_metrics,
+            finish_outputs=self._find_filler(),
+        )
+
+    def _find_filler(self) -> Callable[[Any], Any] | None:
+        """Return what runs on kept outputs before anybody sees them; a Trainer that generates has something."""
+        return None
 
     def prediction_loop(
         self,
@@ -237,61 +264,6 @@ class EvaluationMethods(StepMethods):
             return model
         context = self.compute_loss_context_manager
         return trace_model(model, dataloader, prepare=self._prepare_inputs, context=context)
-
-    def _evaluate_parts(
-        self, *, loss_only: bool, ignore_keys: list[str] | None, jit: JitModel | None = None
-    ) -> EvaluateParts:
-        is_prediction = self._stage == "predict"
-        # A callback that writes predictions somewhere may ask that they are not returned as well.
-        is_replaced = is_prediction and any(
-            getattr(callback, "replaces_predictions", False) for callback in self.callback_handler.callbacks
-        )
-
-        search = self._shares.search
-
-        def evaluate_batch(batch: Any) -> StepOutput:
-            if jit is not None:
-                self.task.model = jit.for_batch(batch)
-            search.look_at(batch)
-            loss, outputs, labels = self.prediction_step(self.task.model, batch, loss_only, ignore_keys)
-            return StepOutput(loss=loss, outputs=outputs, labels=labels, logs=self._eval_logs)
-
-        def repeat_batch(batch: Any) -> None:
-            self.prediction_step(self.task.model, batch, loss_only, ignore_keys)
-
-        config = evaluate_config(
-            self.args,
-            keeps_predictions=not loss_only,
-            input_name=getattr(self.model, "main_input_name", "input_ids"),
-            spill_dir=self.spill_dir,
-            returns_predictions=not is_replaced,
-        )
-        plain = self.task if isinstance(self.task, ModelTask) else None
-        compute_metrics = None if loss_only else self.compute_metrics
-        hooks = EvaluateHooks(
-            evaluate_batch=evaluate_batch,
-            count_items=self.task.count_items if plain is None else plain.weights,
-            kinds=("",) if plain is None else plain.kinds,
-            choose_kind=None if plain is None else search.agree,
-            compute_metrics=compute_metrics,
-            needs_labels=not is_prediction,
-            preprocess_logits=self.preprocess_logits_for_metrics,
-            repeat_batch=repeat_batch if self._steps_talk(compute_metrics) else None,
-            finish=self.strategy.finish_forwards,
-            read_metrics=None if is_prediction and not isinstance(self.task, ModelTask) else self._read_metrics,
-        )
-        return EvaluateParts(config=config, hooks=hooks, group=self.strategy, events=self.callback_handler)
-
-    def _steps_talk(self, compute_metrics: Any) -> bool:
-        """Tell whether evaluation steps may talk to the other processes, each of which must then take as many."""
-        if self.strategy.shards_model and generates(self.args):
-            return self.strategy.world_size > 1  # a split model generates in step (`synced_gpus`)
-        if self._accelerator is None or not isinstance(self.task, ModelTask) or self.strategy.world_size == 1:
-            return False
-        if compute_metrics is None or not self.args.batch_eval_metrics:
-            return True
-        # Else only the metrics talk.
-        return any(map(self._is_overridden, ("prediction_step", "compute_loss")))
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -382,45 +354,31 @@ class EvaluationMethods(StepMethods):
     @contextmanager
     def _evaluating(self, stage: str, *, casts: bool = True) -> Iterator[None]:
         """Evaluate the unwrapped model in evaluation mode, and leave weights, modes and random numbers as they were."""
-        with self._running(stage), preserved_rng(), evaluation_weights(self.optimizer), ExitStack() as stack:
-            dtype = full_eval_dtype(self.args) if casts and self._computing.input_dtype is None else None
-            if self._session is None:
+        with self._running(stage), preserved_rng(), evaluation_weights(self.optimizer):
+            is_training = self._session is not None
+            if not is_training:
                 self.model = self.task.model = self.precision.convert(self.model)
-                # Cast before it is placed: the exact weights wait in host memory, and the device holds half of them.
-                stack.enter_context(cast_weights(self.model, dtype, keep_on=torch.device("cpu")))
-                place_task(self.task, self.strategy)
-                self.compiler.compile(self.model)
-                self._cast_model()
-            else:
-                stack.enter_context(cast_weights(self.model, dtype))
-            wrapped, modes = self.task.model, [(module, module.training) for module in self.task.modules()]
-            self.task.model = self._wrap_model(wrapped, training=False)
-            self.task.eval()
-            for metric in self.task.metrics("eval").values():
-                metric.reset()
-            computing = self._computing
-            before = self._past, computing.input_dtype, computing.autocast
-            self._past = None
-            if dtype is not None:
-                computing.input_dtype, computing.autocast = dtype, nullcontext
+            is_ready = ready(
+                self.task,
+                self.model,
+                strategy=self.strategy,
+                computing=self._computing,
+                dtype=full_eval_dtype(self.args) if casts and self._computing.input_dtype is None else None,
+                place=None if is_training else self._place,
+                wrap=lambda model: self._wrap_model(model, training=False),
+            )
+            past, self._past = self._past, None
             try:
-                yield
+                with is_ready:
+                    yield
             finally:
-                self._past, computing.input_dtype, computing.autocast = before
-                self.strategy.after_evaluation(wrapped)
-                self.task.model = wrapped
-                for module, was_training in modes:
-                    module.training = was_training
+                self._past = past
 
-    def _rates(self, prefix: str, start_s: float, output: Any, loader: Any) -> dict[str, float]:
-        # An override in the older style returns a PredictionOutput, which has no count.
-        num_samples = getattr(output, "num_samples", None)
-        num_steps = None
-        if num_samples is not None:
-            num_steps = math.ceil(num_samples / (self.args.eval_batch_size * self.strategy.world_size))
-        # Tracing happens once and says nothing about the speed.
-        start_s += output.metrics.get(f"{prefix}_jit_compilation_time", 0.0)
-        return speed_metrics(prefix, start_s, num_samples=num_samples, num_steps=num_steps)
+    def _place(self) -> None:
+        """Make a model that is not being trained ready to be called."""
+        place_task(self.task, self.strategy)
+        self.compiler.compile(self.model)
+        self._cast_model()
 
     def _report_memory(self, metrics: dict[str, Any]) -> None:
         """Add what the running verb took, unless it is part of another one."""

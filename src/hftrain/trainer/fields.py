@@ -28,6 +28,7 @@ from hftrain.precision.base import Precision
 from hftrain.rules.optimizer import check_optimizer
 from hftrain.rules.task import check_not_lightning, check_task
 from hftrain.search.config import HPSearchBackend
+from hftrain.step.computing import Computing
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.loss import LabelSmoother
@@ -36,7 +37,6 @@ from hftrain.task.modes import TrainingMode
 from hftrain.task.module import TaskModule
 from hftrain.trainer.acceleration import adopt_accelerator, has_engine, make_accelerator
 from hftrain.trainer.casting import ModelCasting
-from hftrain.trainer.computing import Computing
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.memory import MemoryTracker
 from hftrain.trainer.numerics import prepare_model

@@ -125,29 +125,6 @@ def used_in_training(
     return {feature: text for feature, (is_used, text) in asked.items() if is_used}
 
 
-def used_in_evaluation(
-    args: Any, strategy: Strategy, *, dataset: Any, takes_turns: bool, is_per_batch: bool
-) -> dict[str, str]:
-    """Return the features that an evaluation uses, likewise.
-
-    Args:
-        args: The training arguments.
-        strategy: As chosen.
-        dataset: What is evaluated, or None.
-        takes_turns: Whether the processes keep in step, because their steps may talk to each other.
-        is_per_batch: Whether metrics are computed batch by batch.
-    """
-    asked = {
-        "accelerator": (takes_turns, "trainer.accelerator, or a split model that generates,"),
-        "batch_eval_metrics": (is_per_batch, f"batch_eval_metrics={args.batch_eval_metrics}"),
-        "engines": (bool(strategy.owns & (Owns.BACKWARD | Owns.STEP)), f"strategy={strategy.name!r}"),
-        "ranks": (strategy.world_size > 1, f"{strategy.world_size} processes"),
-        "sharded_models": (strategy.shards_model, f"strategy={strategy.name!r}"),
-        "streams": (isinstance(dataset, IterableDataset), "a stream"),
-    }
-    return {feature: text for feature, (is_used, text) in asked.items() if is_used}
-
-
 class LoopStates:
     """The states of a Trainer's own loops, as one part of what each process saves.
 

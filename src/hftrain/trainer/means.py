@@ -11,6 +11,8 @@ import torch
 
 from hftrain.core.log import get_logger
 from hftrain.core.types import PrecisionPolicy
+from hftrain.evaluation.ready import cast_inputs
+from hftrain.step.computing import Computing
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.lockstep import can_lend, lend
 from hftrain.task.items import (
@@ -30,8 +32,6 @@ from hftrain.task.items import (
 )
 from hftrain.task.loss import read_loss
 from hftrain.task.model_task import ModelTask
-from hftrain.trainer.computing import Computing
-from hftrain.trainer.evaluating import cast_inputs
 from hftrain.trainer.traceless import without_trace
 
 logger = get_logger(__name__)

@@ -15,11 +15,12 @@ from hftrain.callbacks import TrainerCallback
 from hftrain.core.errors import TaskError
 from hftrain.core.preserve import preserved
 from hftrain.core.progress import Progress
+from hftrain.evaluation.running import used_in_evaluation
 from hftrain.loops.contract import check_features
 from hftrain.rules.training import Given, check_ahead
 from hftrain.trainer.best import follow_metric
 from hftrain.trainer.evaluation_methods import EvaluationMethods
-from hftrain.trainer.loop_parts import used_in_evaluation, used_in_training
+from hftrain.trainer.loop_parts import used_in_training
 from hftrain.trainer.rehearsal import without_trackers
 from hftrain.trainer.resuming import RunPlan, find_geometry, plan_run
 from hftrain.trainer.saving import load_task

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,10 +14,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.tree import detach
 from hftrain.core.types import PredictionOutput
-from hftrain.loops.evaluate import EvaluateParts
-from hftrain.task.model_task import ModelTask
-from hftrain.task.module import TaskModule
-from hftrain.trainer.generating import (
+from hftrain.evaluation.generating import (
     check_taken,
     fill_with,
     generates,
@@ -29,6 +25,8 @@ from hftrain.trainer.generating import (
     prepare_generation,
     run_generate,
 )
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule
 from hftrain.trainer.trainer import Trainer
 
 
@@ -199,11 +197,9 @@ class Seq2SeqTrainer(Trainer):
         finally:
             self._gen_kwargs = before
 
-    def _evaluate_parts(self, **options: Any) -> EvaluateParts:
-        parts = super()._evaluate_parts(**options)
+    def _find_filler(self) -> Callable[[Any], Any] | None:
         token = padding_token(self.processing_class, self.model)
         # What a user's function made of the tokens is no token any more.
-        if generates(self.args) and token is not None and self.preprocess_logits_for_metrics is None:
-            hooks = dataclasses.replace(parts.hooks, finish_outputs=fill_with(token))
-            return dataclasses.replace(parts, hooks=hooks)
-        return parts
+        if token is None or not generates(self.args) or self.preprocess_logits_for_metrics is not None:
+            return None
+        return fill_with(token)

@@ -13,18 +13,15 @@ from torch import nn
 from hftrain.core.errors import TaskError
 from hftrain.core.log import get_logger
 from hftrain.core.tree import map_tensors
+from hftrain.evaluation.generating import align_special_tokens
+from hftrain.evaluation.ready import cast_inputs
+from hftrain.evaluation.recurrence import read_memory, with_memory
 from hftrain.task.model_task import ModelTask
 from hftrain.task.modes import is_on
 from hftrain.task.module import as_step_output
 from hftrain.task.noise import add_noise, find_embeddings
 from hftrain.trainer.acceleration import tell_sync
 from hftrain.trainer.casting import is_cast_inside
-from hftrain.trainer.evaluating import (
-    cast_inputs,
-    read_memory,
-    with_memory,
-)
-from hftrain.trainer.generating import align_special_tokens
 from hftrain.trainer.means import MeanSearch
 from hftrain.trainer.optimizer_methods import OptimizerMethods
 from hftrain.trainer.weighing import LossHooks, LossShares

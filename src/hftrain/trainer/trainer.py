@@ -42,6 +42,7 @@ from hftrain.rules.saving import check_fits
 from hftrain.rules.strategy import check_local_rank, check_strategy
 from hftrain.rules.task import check_unused_by_task
 from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
+from hftrain.step.computing import Computing
 from hftrain.step.legality import check_legal
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
@@ -50,7 +51,6 @@ from hftrain.task.introspect import is_recomputing
 from hftrain.task.model_task import CountItems
 from hftrain.task.module import TaskModule
 from hftrain.trainer.casting import ModelCasting
-from hftrain.trainer.computing import Computing
 from hftrain.trainer.debugging import debug_callbacks
 from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
 from hftrain.trainer.fitting import SMALLER_BATCH, with_smaller_batches

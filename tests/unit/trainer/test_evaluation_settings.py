@@ -28,7 +28,7 @@ from hftrain import (
     set_seed,
 )
 from hftrain.adapter.configs import full_eval_dtype
-from hftrain.trainer.evaluating import cast_weights
+from hftrain.evaluation.ready import cast_weights
 
 
 def share(prediction: EvalPrediction) -> dict[str, float]:

@@ -1,0 +1,107 @@
+"""How a model is made ready for an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.core.tree import map_tensors
+from hftrain.step.computing import Computing
+from hftrain.strategies.base import Strategy
+from hftrain.task.module import TaskModule
+
+
+@contextmanager
+def cast_weights(model: nn.Module, dtype: torch.dtype | None, *, keep_on: torch.device | None = None) -> Iterator[None]:
+    """Let a model run on copies of its floating-point weights in another dtype, then on the weights themselves again.
+
+    Copies take the places of parameters and buffers in the modules. The tensors themselves are not touched: to change
+    their dtype would detach what hangs on their gradients, such as DDP's exchange, without a word.
+
+    Args:
+        model: Mutated while the context is open.
+        dtype: None changes nothing.
+        keep_on: Where the exact weights wait; None leaves them where they are.
+    """
+    places: list[tuple[nn.Module, str, torch.Tensor]] = []
+    copies: dict[int, torch.Tensor] = {}
+    devices: list[tuple[torch.Tensor, torch.device]] = []
+    for module in model.modules() if dtype is not None else ():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_floating_point() and tensor.dtype is not dtype:
+                places.append((module, name, tensor))
+    try:
+        for module, name, tensor in places:
+            # Several places may share one tensor.
+            if id(tensor) not in copies:
+                copy = tensor.detach().to(dtype)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                copies[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+                if keep_on is not None and tensor.device != keep_on:
+                    devices.append((tensor, tensor.device))
+                    tensor.data = tensor.data.to(keep_on)
+            setattr(module, name, copies[id(tensor)])
+        copies.clear()
+        yield
+    finally:
+        for tensor, device in devices:
+            tensor.data = tensor.data.to(device)
+        for module, name, tensor in places:
+            setattr(module, name, tensor)
+
+
+def cast_inputs(inputs: Any, dtype: torch.dtype, *, labels: list[str]) -> Any:
+    """Return a batch with its floating-point tensors in `dtype`; labels keep theirs."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    if isinstance(inputs, Mapping):
+        changed = {key: value if key in labels else map_tensors(value, cast) for key, value in inputs.items()}
+        return {**inputs, **changed}
+    return map_tensors(inputs, cast)
+
+
+@contextmanager
+def ready(
+    task: TaskModule,
+    model: nn.Module,
+    *,
+    strategy: Strategy,
+    computing: Computing,
+    dtype: torch.dtype | None,
+    place: Callable[[], None] | None,
+    wrap: Callable[[nn.Module], nn.Module],
+) -> Iterator[None]:
+    """Put a task's unwrapped model into evaluation mode, and leave weights, modes and casting as they were.
+
+    Args:
+        model: The task's, bare.
+        dtype: What weights and inputs are cast to; None evaluates as the precision says.
+        place: Places and compiles a model that is not being trained; None while it is.
+        wrap: The documented `_wrap_model`, for evaluation.
+    """
+    # Cast before it is placed: the exact weights wait in host memory, and the device holds half of them.
+    with cast_weights(model, dtype, keep_on=None if place is None else torch.device("cpu")):
+        if place is not None:
+            place()
+        wrapped, modes = task.model, [(module, module.training) for module in task.modules()]
+        task.model = wrap(wrapped)
+        task.eval()
+        for metric in task.metrics("eval").values():
+            metric.reset()
+        before = computing.input_dtype, computing.autocast
+        if dtype is not None:
+            computing.input_dtype, computing.autocast = dtype, nullcontext
+        try:
+            yield
+        finally:
+            computing.input_dtype, computing.autocast = before
+            strategy.after_evaluation(wrapped)
+            task.model = wrapped
+            for module, was_training in modes:
+                module.training = was_training

@@ -1,0 +1,48 @@
+"""What a recurrent model hands from one evaluation step to the next (`past_index`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hftrain.core.errors import TaskError
+from hftrain.core.tree import detach
+
+
+def with_memory(inputs: Any, past: Any) -> Any:
+    """Return a batch with the last step's memory under ``"mems"``.
+
+    Raises:
+        TaskError: The batch has no names.
+    """
+    if not isinstance(inputs, Mapping):
+        raise TaskError(
+            "past_index was given.",
+            f"The batch is a {type(inputs).__name__}, to which no 'mems' can be added.",
+            "Let the collator return a dict.",
+        )
+    return {**inputs, "mems": past}
+
+
+def read_memory(outputs: Any, index: int, *, has_loss: bool) -> Any:
+    """Return output number `index`, counted as if the loss came first; cut from its graph.
+
+    Args:
+        outputs: What the model returned.
+        index: The documented `past_index`.
+        has_loss: Whether a tuple begins with the loss; a mapping tells itself.
+
+    Raises:
+        TaskError: There is no such output.
+    """
+    values = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
+    if not ("loss" in outputs if isinstance(outputs, Mapping) else has_loss):
+        index -= 1
+    if not isinstance(values, (list, tuple)) or not 0 <= index < len(values):
+        count = len(values) if isinstance(values, (list, tuple)) else 1
+        raise TaskError(
+            "past_index was given.",
+            f"The model returned {count} outputs, and none at place {index}.",
+            "Let it be the place of the memory among the outputs, the loss counted as 0.",
+        )
+    return detach(values[index])

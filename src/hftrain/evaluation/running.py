@@ -1,0 +1,157 @@
+"""One pass of a model over a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from hftrain.callbacks.runner import CallbackHandler
+from hftrain.core.types import EvalLoopOutput, Owns, StepOutput
+from hftrain.data.dispatch import takes_turns
+from hftrain.data.grouping import reading_order
+from hftrain.data.sizes import expected_samples
+from hftrain.evaluation.tracing import JitModel
+from hftrain.loops.contract import Loop, check_features
+from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
+from hftrain.loops.predict import PredictLoop
+from hftrain.strategies.base import Strategy
+from hftrain.task.model_task import ModelTask
+from hftrain.task.module import TaskModule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationHooks:
+    """The Trainer's methods and functions that an evaluation calls.
+
+    Args:
+        step: (model, batch) -> what the documented `prediction_step` returned, with the numbers that the task logs.
+        steps_talk: Whether steps may talk to other processes, each of which must then take as many.
+        look_at: Shown each batch, by which `choose_kind` finds out what a plain model's loss is a mean over.
+        trace: The documented `torch_jit_model_eval`; None without `jit_mode_eval`.
+        compute_metrics: None where no predictions are kept.
+        finish_outputs: See `EvaluateHooks`.
+    """
+
+    step: Callable[[nn.Module, Any], StepOutput]
+    steps_talk: bool
+    look_at: Callable[[Any], None]
+    choose_kind: Callable[[], str]
+    read_metrics: Callable[[], Mapping[str, Any]]
+    trace: Callable[[nn.Module, Any], nn.Module] | None
+    compute_metrics: Callable[..., Mapping[str, Any]] | None
+    preprocess_logits: Callable[[Any, Any], Any] | None
+    finish_outputs: Callable[[Any], Any] | None
+
+
+def run_evaluation(
+    loader: Any,
+    hooks: EvaluationHooks,
+    *,
+    args: Any,
+    config: EvaluateConfig,
+    task: TaskModule,
+    strategy: Strategy,
+    events: CallbackHandler,
+    loops: Mapping[str, Loop[Any]],
+    is_prediction: bool,
+) -> EvalLoopOutput:
+    """Run a model that is ready over a loader; collective.
+
+    Args:
+        loops: The Trainer's own, by stage.
+
+    Returns:
+        Predictions, labels and metrics, whose names have no prefix yet.
+    """
+    kind = PredictLoop if is_prediction else EvaluateLoop
+    loop = cast(EvaluateLoop, loops.get(kind.stage) or kind())
+    jit = None if hooks.trace is None else JitModel(hooks.trace, task.model)
+    plain = task if isinstance(task, ModelTask) else None
+
+    def evaluate_batch(batch: Any) -> StepOutput:
+        if jit is not None:
+            task.model = jit.for_batch(batch)
+        hooks.look_at(batch)
+        return hooks.step(task.model, batch)
+
+    loop_hooks = EvaluateHooks(
+        evaluate_batch=evaluate_batch,
+        count_items=task.count_items if plain is None else plain.weights,
+        kinds=("",) if plain is None else plain.kinds,
+        choose_kind=None if plain is None else hooks.choose_kind,
+        compute_metrics=hooks.compute_metrics,
+        needs_labels=not is_prediction,
+        preprocess_logits=hooks.preprocess_logits,
+        repeat_batch=(lambda batch: hooks.step(task.model, batch)) if hooks.steps_talk else None,
+        finish=strategy.finish_forwards,
+        read_metrics=None if is_prediction and plain is None else hooks.read_metrics,
+        finish_outputs=hooks.finish_outputs,
+    )
+    used = used_in_evaluation(
+        args,
+        strategy,
+        dataset=getattr(loader, "dataset", None),
+        takes_turns=hooks.steps_talk,
+        is_per_batch=config.computes_per_batch and hooks.compute_metrics is not None,
+    )
+    check_features(loop, used)
+    loop.attach(EvaluateParts(config=config, hooks=loop_hooks, group=strategy, events=events))
+    try:
+        output = loop.run(
+            loader,
+            is_interleaved=takes_turns(loader),
+            order=reading_order(loader),
+            num_expected=expected_samples(loader),
+        )
+    finally:
+        loop.detach()
+    if jit is None or jit.compilation_s is None:
+        return output
+    return output._replace(metrics={**output.metrics, "jit_compilation_time": jit.compilation_s})
+
+
+def may_talk(
+    strategy: Strategy,
+    task: TaskModule,
+    *,
+    generates: bool,
+    has_accelerator: bool,
+    is_per_batch: bool,
+    is_overridden: Callable[[str], bool],
+) -> bool:
+    """Tell whether evaluation steps may talk to other processes, each of which must then take as many."""
+    if strategy.world_size == 1:
+        return False
+    # A split model generates in step (`synced_gpus`).
+    if strategy.shards_model and generates:
+        return True
+    # With metrics per batch, only those talk if the step is hftrain's own.
+    is_own = is_per_batch and not any(map(is_overridden, ("prediction_step", "compute_loss")))
+    return has_accelerator and isinstance(task, ModelTask) and not is_own
+
+
+def used_in_evaluation(
+    args: Any, strategy: Strategy, *, dataset: Any, takes_turns: bool, is_per_batch: bool
+) -> dict[str, str]:
+    """Return the features that an evaluation uses, likewise.
+
+    Args:
+        args: The training arguments.
+        strategy: As chosen.
+        dataset: What is evaluated, or None.
+        takes_turns: Whether the processes keep in step, because their steps may talk to each other.
+        is_per_batch: Whether metrics are computed batch by batch.
+    """
+    asked = {
+        "accelerator": (takes_turns, "trainer.accelerator, or a split model that generates,"),
+        "batch_eval_metrics": (is_per_batch, f"batch_eval_metrics={args.batch_eval_metrics}"),
+        "engines": (bool(strategy.owns & (Owns.BACKWARD | Owns.STEP)), f"strategy={strategy.name!r}"),
+        "ranks": (strategy.world_size > 1, f"{strategy.world_size} processes"),
+        "sharded_models": (strategy.shards_model, f"strategy={strategy.name!r}"),
+        "streams": (isinstance(dataset, IterableDataset), "a stream"),
+    }
+    return {feature: text for feature, (is_used, text) in asked.items() if is_used}
