@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from hftrain.core.accelerate_state import accelerate_state
+
 
 def adapted_log(log: Any) -> Any:
     """Return accelerate's method that logs, for processes that are not launched yet too.
@@ -12,10 +14,9 @@ def adapted_log(log: Any) -> Any:
     It asks accelerate's state for the rank, and raises without one. transformers' arguments launch when they are built;
     hftrain launches when a run starts, so until then the launcher's environment tells the rank.
     """
-    from accelerate.state import PartialState
 
     def adapted(self: Any, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
-        if PartialState._shared_state:
+        if accelerate_state("PartialState"):
             log(self, level, msg, *args, **kwargs)
             return
         main_only = kwargs.pop("main_process_only", True)

@@ -11,6 +11,7 @@ import torch
 from hftrain.adapter.data import read_accelerator_config
 from hftrain.adapter.sharing import refused_key, syncs_each_batch
 from hftrain.arguments.training import TrainingArguments
+from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError
 from hftrain.core.types import Owns
 from hftrain.rules.rows import Row, refuse
@@ -65,7 +66,7 @@ def check_configured_state(args: TrainingArguments, planned_device: torch.device
     from accelerate import PartialState
 
     key = "use_configured_state"
-    if not PartialState._shared_state:
+    if not accelerate_state("PartialState"):
         remedy = "Make an accelerate.PartialState or Accelerator first, or leave the setting out."
         raise refused_key(key, True, "accelerate has no initialized state.", remedy)
     device = PartialState().device

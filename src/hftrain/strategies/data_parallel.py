@@ -147,7 +147,7 @@ def join(parts: Sequence[Any], shares: Sequence[float], *, device: torch.device)
         return type(first)(joined)  # type: ignore[call-arg]
     if isinstance(first, (list, tuple)):
         fields = [join(list(column), shares, device=device) for column in zip(*parts, strict=True)]
-        return first._make(fields) if hasattr(first, "_make") else type(first)(fields)
+        return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
     if all(part == first for part in parts):
         return first
     raise StrategyError(

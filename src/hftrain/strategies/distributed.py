@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import get_logger
 from hftrain.strategies import collectives
@@ -117,9 +118,7 @@ class DistributedStrategy(Strategy):
             if sys.excepthook is self._excepthooks[1]:
                 sys.excepthook = self._excepthooks[0]
         if self._owns_accelerate_state:
-            from accelerate import PartialState
-
-            PartialState._reset_state()
+            accelerate_state("PartialState").clear()
         self._owns_group = self._owns_accelerate_state = False
         super().close()
 
@@ -182,7 +181,7 @@ class DistributedStrategy(Strategy):
         """Form the group that the launcher describes."""
         from accelerate import PartialState
 
-        self._owns_accelerate_state = not PartialState._shared_state
+        self._owns_accelerate_state = not accelerate_state("PartialState")
         # Without cpu=True accelerate stays single on a machine without accelerators, and says nothing.
         state = PartialState(
             cpu=self.device_type == "cpu", backend=self.backend, timeout=self.timeout, **self._meeting_place()

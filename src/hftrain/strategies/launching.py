@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 import traceback
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.strategies.distributed import spare_forked_processes
 from hftrain.strategies.environment import launched_rank, launched_world_size
@@ -102,10 +102,9 @@ def _call(function: Callable[..., T], notes: str, args: tuple[Any, ...], kwargs:
 
 def _forget_single_process() -> None:
     """Let accelerate look at this process's launch again, if it was set up before the process was forked."""
-    state = sys.modules.get("accelerate.state")
-    if state is not None and state.PartialState._shared_state:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
+    if accelerate_state("PartialState"):
+        for state in ("PartialState", "AcceleratorState", "GradientState"):
+            accelerate_state(state).clear()
 
 
 def _first_failure(notes: str) -> tuple[int, str] | None:

@@ -358,11 +358,11 @@ class XLAStrategy(Strategy):
 
     def _split_tensor(self, tensor: torch.Tensor) -> None:
         """Split a tensor along the longest of its dimensions that can be cut evenly; else every device has it whole."""
-        import torch_xla
         import torch_xla.distributed.spmd as spmd
 
         dims = [dim for dim, size in enumerate(tensor.shape) if size and size % self._num_parts == 0]
-        if not dims or tensor.device.type != "xla" or torch_xla._XLAC._get_xla_sharding_spec(tensor):
+        is_split = bool(getattr(spmd.wrap_if_sharded(tensor), "sharding_spec", None))
+        if not dims or tensor.device.type != "xla" or is_split:
             return
         longest = max(dims, key=lambda dim: tensor.shape[dim])
         spmd.mark_sharding(tensor, self._mesh, tuple(_AXIS if dim == longest else None for dim in range(tensor.dim())))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError
@@ -45,6 +46,7 @@ class WrappedModel:
         self.bare = model
         self._names = list(model.state_dict(keep_vars=True))
         self._parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+        shapes = {parameter: parameter.shape for parameter in self._parameters.values()}
         for unit in units:
             places = [
                 (home, name) for home in model.modules() for name, child in home.named_children() if child is unit
@@ -53,6 +55,9 @@ class WrappedModel:
             for home, name in places:
                 setattr(home, name, wrapped)
         self.root: Any = XlaFullyShardedDataParallel(model, **settings)
+        # The wrapper leaves it to the parameter that it took out to tell its piece.
+        self._piece_of: dict[Any, Any] = {parameter: parameter._sharded_param for parameter in shapes}
+        self._shapes = {self._piece_of[parameter]: shape for parameter, shape in shapes.items()}
         # Their names are those from before: a parameter is no longer in its module.
         self._buffers = {
             name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): buffer
@@ -63,11 +68,11 @@ class WrappedModel:
         """Let an optimizer that was made for the parameters update the pieces instead; mutates it."""
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
-                piece = parameter._sharded_param
+                piece = self._piece_of[parameter]
                 group["params"][index] = piece
                 if parameter in optimizer.state:
                     entry = optimizer.state.pop(parameter)
-                    optimizer.state[piece] = {key: _cut(value, piece) for key, value in entry.items()}
+                    optimizer.state[piece] = {key: self._cut(value, piece) for key, value in entry.items()}
 
     def own_state(self) -> dict[str, Any]:
         """Return the state's names, and which of them are one and the same."""
@@ -75,16 +80,16 @@ class WrappedModel:
 
     def count_trainable(self) -> int:
         """Return how many numbers training may change."""
-        pieces = {parameter._sharded_param for parameter in self._parameters.values()}
-        return sum(piece._orig_size.numel() for piece in pieces if piece.requires_grad)
+        return sum(shape.numel() for piece, shape in self._shapes.items() if piece.requires_grad)
 
     def state(self) -> dict[str, Any]:
         """Return the whole state in host memory; tied tensors stay tied."""
         copies: dict[int, torch.Tensor] = {}
         for tensor in self.own_state().values():
             if tensor is not None and id(tensor) not in copies:
-                piece = getattr(tensor, "_sharded_param", None)
-                copies[id(tensor)] = tensor.detach().cpu() if piece is None else _whole(piece.detach().cpu(), piece)
+                piece = self._piece_of.get(tensor)
+                held = tensor if piece is None else piece
+                copies[id(tensor)] = self._whole(held.detach().cpu(), piece)
         return {name: copies.get(id(tensor)) for name, tensor in self.own_state().items()}
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> Any:
@@ -102,50 +107,48 @@ class WrappedModel:
             target = own.get(name)
             if target is None or value is target:
                 continue
-            piece = getattr(target, "_sharded_param", None)
-            shape = target.shape if piece is None else piece._orig_size
+            piece = self._piece_of.get(target)
+            shape = self._shapes.get(piece, target.shape)
             if value.shape != shape:
                 raise RuntimeError(f"size mismatch for {name}: {tuple(value.shape)} given, {tuple(shape)} here")
             with torch.no_grad():
                 held = target if piece is None else piece
-                held.copy_((value if piece is None else _cut(value, piece)).to(held.device))
-        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+                held.copy_(self._cut(value, piece).to(held.device))
+        return _IncompatibleKeys(missing, unexpected)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state in host memory, in the shapes of the parameters."""
         state: dict[str, Any] = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
         pieces = _pieces(optimizer)
         for index, entry in state["state"].items():
-            state["state"][index] = {key: _whole(value, pieces[index]) for key, value in entry.items()}
+            state["state"][index] = {key: self._whole(value, pieces[index]) for key, value in entry.items()}
         return state
 
     def fit_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return what `optimizer_state` returned in the shapes of the pieces."""
         pieces = _pieces(optimizer)
         entries = {
-            index: {key: _cut(value, pieces[index]) for key, value in entry.items()}
+            index: {key: self._cut(value, pieces[index]) for key, value in entry.items()}
             for index, entry in state["state"].items()
         }
         return {**state, "state": entries}
 
+    def _whole(self, value: Any, piece: Any) -> Any:
+        """Return what has the shape of a piece in that of its parameter; of no piece, the value itself."""
+        if piece is None or not isinstance(value, torch.Tensor) or value.shape != piece.shape:
+            return value
+        shape = self._shapes[piece]
+        return value[: shape.numel()].view(shape) if value.dim() == 1 else value[: shape[0]]
+
+    def _cut(self, value: Any, piece: Any) -> Any:
+        """Return what has the shape of a parameter in that of its piece, filled up with zeros."""
+        if piece is None or not isinstance(value, torch.Tensor) or value.shape != self._shapes[piece]:
+            return value
+        if piece.dim() == 1:
+            flat = value.detach().reshape(-1)
+            return functional.pad(flat, (0, piece.numel() - flat.numel()))
+        return functional.pad(value.detach(), (0, 0) * (value.dim() - 1) + (0, len(piece) - len(value)))
+
 
 def _pieces(optimizer: Optimizer) -> list[Any]:
     return [piece for group in optimizer.param_groups for piece in group["params"]]
-
-
-def _whole(value: Any, piece: Any) -> Any:
-    """Return what has the shape of a piece in that of its parameter."""
-    if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
-        return value
-    size = piece._orig_size
-    return value[: size.numel()].view(size) if value.dim() == 1 else value[: size[0]]
-
-
-def _cut(value: Any, piece: Any) -> Any:
-    """Return what has the shape of a parameter in that of its piece, filled up with zeros."""
-    if not isinstance(value, torch.Tensor) or value.shape != piece._orig_size:
-        return value
-    if piece.dim() == 1:
-        flat = value.detach().reshape(-1)
-        return functional.pad(flat, (0, piece.numel() - flat.numel()))
-    return functional.pad(value.detach(), (0, 0) * (value.dim() - 1) + (0, len(piece) - len(value)))

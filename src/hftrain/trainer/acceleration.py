@@ -9,6 +9,7 @@ import torch
 
 from hftrain.adapter.configs import accelerator_settings
 from hftrain.arguments.training import TrainingArguments
+from hftrain.core.accelerate_state import accelerate_state, tell_accelerate_sync
 from hftrain.core.errors import ConfigError, StrategyError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
@@ -32,7 +33,6 @@ def make_accelerator(args: TrainingArguments, strategy: Strategy, precision: Pre
         StrategyError: Somebody set accelerate up for other processes or another device than the strategy's.
     """
     from accelerate import Accelerator, DataLoaderConfiguration
-    from accelerate.state import AcceleratorState
     from accelerate.utils import GradientAccumulationPlugin
 
     strategy.launch()
@@ -40,12 +40,13 @@ def make_accelerator(args: TrainingArguments, strategy: Strategy, precision: Pre
     options = strategy.accelerator_options()
     # Given to it, accelerate would drop the plugin on a CPU, and leave an environment variable set.
     fsdp_plugin = options.pop("fsdp_plugin", None)
-    known = AcceleratorState._shared_state
+    known = accelerate_state("AcceleratorState")
     if known and (known.get("_mixed_precision") != mixed or options.keys() & _PLUGINS or _has_engine(known)):
         # A singleton, which would keep what an earlier Trainer told it.
-        AcceleratorState._reset_state()
+        known.clear()
     if _is_of_another_device(strategy):
-        AcceleratorState._reset_state(reset_partial_state=True)
+        known.clear()
+        accelerate_state("PartialState").clear()
     accelerator: Any = Accelerator(
         mixed_precision=mixed,
         # The Trainer accumulates, so that `backward` divides nothing: as documented, a training_step divides its loss.
@@ -94,15 +95,6 @@ def adopt_accelerator(
     return accelerator
 
 
-def tell_sync(accelerator: Any, syncs: bool) -> None:
-    """Tell an accelerator whether this micro-step is the last one before an update."""
-    from accelerate.state import GradientState
-
-    # Its own, and the shared one that prepared optimizers read.
-    for state in (accelerator.gradient_state, GradientState()):
-        state._set_sync_gradients(syncs)
-
-
 def _bind(accelerator: Any, strategy: Strategy, precision: Precision, computing: Computing) -> None:
     """Let the accelerator do what the run does; mutates it."""
     accelerator.backward = partial(_backward, computing, accelerator)
@@ -111,7 +103,7 @@ def _bind(accelerator: Any, strategy: Strategy, precision: Precision, computing:
     if strategy.world_size > 1:
         # Its own takes for granted that processes hold as many rows each; batches of an evaluation differ.
         accelerator.gather = lambda tensor: map_tensors(tensor, strategy.gather)
-    tell_sync(accelerator, computing.syncs)
+    tell_accelerate_sync(accelerator, computing.syncs)
 
 
 def _backward(computing: Computing, accelerator: Any, loss: torch.Tensor, **options: Any) -> None:
@@ -181,9 +173,7 @@ def _has_engine(known: Any) -> bool:
 
 def _is_of_another_device(strategy: Strategy) -> bool:
     """Tell whether accelerate was set up, by one process on its own, for another kind of device."""
-    from accelerate import PartialState
-
-    known = PartialState._shared_state
+    known = accelerate_state("PartialState")
     return (
         bool(known)
         and strategy.world_size == 1

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.core.accelerate_state import tell_accelerate_sync
 from hftrain.core.errors import TaskError
 from hftrain.core.log import get_logger
 from hftrain.core.tree import map_tensors
@@ -20,7 +21,6 @@ from hftrain.task.model_task import ModelTask
 from hftrain.task.modes import is_on
 from hftrain.task.module import as_step_output
 from hftrain.task.noise import add_noise, find_embeddings
-from hftrain.trainer.acceleration import tell_sync
 from hftrain.trainer.casting import is_cast_inside
 from hftrain.trainer.means import MeanSearch
 from hftrain.trainer.optimizer_methods import OptimizerMethods
@@ -254,7 +254,7 @@ class StepMethods(OptimizerMethods):
         """Note, and tell the accelerator if there is one, whether an update follows the micro-step that begins."""
         self._computing.syncs = syncs
         if self._accelerator is not None:
-            tell_sync(self._accelerator, syncs)
+            tell_accelerate_sync(self._accelerator, syncs)
 
     def _make_shares(self) -> LossShares:
         """Return what weighs the losses, by the hooks as they are now."""

@@ -219,13 +219,11 @@ class FSDP1Strategy(FSDPStrategy):
         """
         received: dict[int, torch.Tensor] = {}
         for part in _parts(unit, ()):
-            for tensors in (part._parameters, part._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in received:
-                        received[id(tensor)] = self._received(tensor)
-                    tensors[name] = received[id(tensor)]  # type: ignore[assignment]
+            held = [*part.named_parameters("", False, False), *part.named_buffers("", False, False)]
+            for name, tensor in held:
+                if id(tensor) not in received:
+                    received[id(tensor)] = self._received(tensor)
+                setattr(part, name, received[id(tensor)])
 
     def _received(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
