@@ -16,6 +16,7 @@ from hftrain.hub.uploads import HubConfig
 from hftrain.loops.evaluate import EvaluateConfig
 from hftrain.optim.optimizers import OptimizerConfig
 from hftrain.optim.schedules import ScheduleConfig
+from hftrain.strategies.environment import is_set
 from hftrain.task.compilation import CompileConfig
 
 # The settings that a model card tells.
@@ -134,7 +135,7 @@ def compile_config(args: Any) -> CompileConfig | None:
             return None
         backend, mode = launched, os.environ.get("ACCELERATE_DYNAMO_MODE")
         for option in ("FULLGRAPH", "DYNAMIC", "REGIONAL_COMPILATION"):
-            if os.environ.get(f"ACCELERATE_DYNAMO_USE_{option}", "false").lower() in ("1", "true"):
+            if is_set(f"ACCELERATE_DYNAMO_USE_{option}"):
                 warn_once(f"dynamo_use_{option.lower()} of accelerate's configuration changes nothing here.")
     if mode not in (None, "default") and backend != "inductor":
         warn_once(f"torch_compile_mode={mode!r} is inductor's; torch_compile_backend={backend!r} may take no notice.")

@@ -19,26 +19,24 @@ from hftrain.precision.base import Precision
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.deepspeed.config import Fill, find
 from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
+from hftrain.strategies.environment import is_set
 
+# What `accelerate launch` sets when it was told to use DeepSpeed.
+LAUNCHED = "ACCELERATE_USE_DEEPSPEED"
 _YES = ("1", "true", "yes")
 _HALVES = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
 
 
-def launcher_asks() -> bool:
-    """Tell whether `accelerate launch` was told to use DeepSpeed."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in _YES
-
-
 def deepspeed_options(args: Any) -> dict[str, Any]:
     """Return the options of a strategy chosen by name: the config of the arguments, else of the launcher."""
-    other = f"fsdp={args.fsdp!r}" if args.fsdp else "the launcher's FSDP" if fsdp.launcher_asks() else None
+    other = f"fsdp={args.fsdp!r}" if args.fsdp else "the launcher's FSDP" if is_set(fsdp.LAUNCHED) else None
     if other is not None:
         raise ConfigError(
             f"DeepSpeed was asked for together with {other}.",
             "Both choose how processes share the model.",
             "Keep one of the two.",
         )
-    config = args.deepspeed or (_from_launcher() if launcher_asks() else None)
+    config = args.deepspeed or (_from_launcher() if is_set(LAUNCHED) else None)
     return {"config": config}
 
 
@@ -68,22 +66,12 @@ def run_values(args: Any, *, world_size: int, has_found_batch_size: bool = False
 
     Source: the documented "auto" values.
     """
-    total = total_batch_size(args, world_size=world_size)
-    micro = total // (args.gradient_accumulation_steps * world_size)
+    total, steps = total_batch_size(args, world_size=world_size), args.gradient_accumulation_steps
+    micro, name = total // (steps * world_size), f"per_device_train_batch_size={args.per_device_train_batch_size}"
     batch: dict[str, Any] = {"creates": True, "must_match": not has_found_batch_size}
-    values = [
-        Fill(
-            key="train_micro_batch_size_per_gpu",
-            value=micro,
-            name=f"per_device_train_batch_size={args.per_device_train_batch_size}",
-            **batch,
-        ),
-        Fill(
-            key="gradient_accumulation_steps",
-            value=args.gradient_accumulation_steps,
-            name="gradient_accumulation_steps",
-            creates=True,
-        ),
+    return [
+        Fill(key="train_micro_batch_size_per_gpu", value=micro, name=name, **batch),
+        Fill(key="gradient_accumulation_steps", value=steps, name="gradient_accumulation_steps", creates=True),
         Fill(key="train_batch_size", value=total, name="all processes' samples per update", **batch),
         Fill(key="gradient_clipping", value=args.max_grad_norm or 0.0, name="max_grad_norm", creates=True),
         Fill(key="amp.enabled", value=False, name="half_precision_backend"),
@@ -91,16 +79,10 @@ def run_values(args: Any, *, world_size: int, has_found_batch_size: bool = False
         Fill(key="scheduler.params.warmup_min_lr", value=0, name="warm-up", must_match=False),
         Fill(key="scheduler.params.warmup_max_lr", value=args.learning_rate, name="learning_rate"),
         Fill(key="zero_optimization.stage3_gather_16bit_weights_on_model_save", value=False, name="", must_match=False),
-    ]
-    optimizer = {
-        "lr": (args.learning_rate, "learning_rate"),
-        "betas": ([args.adam_beta1, args.adam_beta2], "adam_beta1 and adam_beta2"),
-        "eps": (args.adam_epsilon, "adam_epsilon"),
-        "weight_decay": (args.weight_decay, "weight_decay"),
-    }
-    return [
-        *values,
-        *(Fill(key=f"optimizer.params.{key}", value=value, name=name) for key, (value, name) in optimizer.items()),
+        Fill(key="optimizer.params.lr", value=args.learning_rate, name="learning_rate"),
+        Fill(key="optimizer.params.betas", value=[args.adam_beta1, args.adam_beta2], name="adam_beta1 and adam_beta2"),
+        Fill(key="optimizer.params.eps", value=args.adam_epsilon, name="adam_epsilon"),
+        Fill(key="optimizer.params.weight_decay", value=args.weight_decay, name="weight_decay"),
     ]
 
 

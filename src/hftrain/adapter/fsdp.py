@@ -10,9 +10,12 @@ from typing import Any
 from hftrain.arguments.normalize import strip_fsdp
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import get_logger
+from hftrain.strategies.environment import is_set
 
 logger = get_logger(__name__)
 
+# What `accelerate launch` sets when it was told to use FSDP.
+LAUNCHED = "ACCELERATE_USE_FSDP"
 _SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _XLA_KEYS = ("xla", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 # Keys that are options of the strategy, most of them by the same name.
@@ -38,11 +41,6 @@ _BACKWARD_PREFETCH = {
     "backward_pos": "backward_post",
     "no_prefetch": "no_prefetch",
 }
-
-
-def launcher_asks() -> bool:
-    """Tell whether `accelerate launch` was told to use FSDP."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true", "yes")
 
 
 def asks_for_wrapper(args: Any) -> bool:
@@ -104,7 +102,7 @@ def fsdp_options(args: Any, *, is_named: bool, has_wrapper: bool = False) -> dic
 def _asked(args: Any) -> tuple[list[str], Any]:
     """Return `fsdp` and `fsdp_config`, else what the launcher says in their place."""
     words, given = [str(word) for word in args.fsdp or ()], args.fsdp_config
-    return _from_launcher() if launcher_asks() and not words and not given else (words, given)
+    return _from_launcher() if is_set(LAUNCHED) and not words and not given else (words, given)
 
 
 def _wrapper_keys(config: dict[str, Any]) -> dict[str, Any]:

@@ -12,15 +12,18 @@ from hftrain.arguments.enums import ParallelMode
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.strategies.base import Strategy
-from hftrain.strategies.environment import lacks_processes
+from hftrain.strategies.environment import is_set, lacks_processes
 from hftrain.strategies.registry import accepted_options, strategies
 
 logger = get_logger(__name__)
 
 _DEFAULT_TIMEOUT_S = 1800
 # What `accelerate launch` sets for the engines it can configure.
-_LAUNCHER_ENGINES = {"ACCELERATE_USE_FSDP": "fsdp", "ACCELERATE_USE_DEEPSPEED": "deepspeed"}
-_LAUNCHER_ENGINES["ACCELERATE_USE_MEGATRON_LM"] = "megatron_lm"
+_LAUNCHER_ENGINES = {
+    fsdp.LAUNCHED: "fsdp",
+    deepspeed.LAUNCHED: "deepspeed",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm",
+}
 _STRATEGY_FIELDS = ("deepspeed", "fsdp", "sharded_ddp", "tpu_num_cores")
 # accelerate's `ParallelismConfig`: what splits a model in other ways, and the shardings with and without copies.
 _SPLITS = {"tp_size": "layers", "cp_size": "sequences", "sp_size": "sequences"}
@@ -168,7 +171,7 @@ def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[
 def _mesh_request(args: Any) -> tuple[str, dict[str, Any]] | None:
     """Return the strategy and the options that `parallelism_config`, or the launcher's, asks for; None for nothing."""
     config = args.parallelism_config
-    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+    if config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         from accelerate.parallelism_config import ParallelismConfig
 
         config = ParallelismConfig()
@@ -212,9 +215,9 @@ def _automatic(args: Any) -> str:
     """Return the strategy of a run for which nobody named one."""
     if asks_for_xla(args):
         return "xla"
-    if args.deepspeed or deepspeed.launcher_asks():
+    if args.deepspeed or is_set(deepspeed.LAUNCHED):
         return "deepspeed"
-    if args.fsdp or fsdp.launcher_asks():
+    if args.fsdp or is_set(fsdp.LAUNCHED):
         return "fsdp"
     return "ddp" if args.world_size > 1 else "data_parallel" if args.n_gpu > 1 else "single"
 
@@ -257,7 +260,7 @@ def _check_launcher(strategy: str | Strategy | None) -> None:
     for variable, engine in _LAUNCHER_ENGINES.items():
         if engine in engines:
             continue
-        if os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
+        if is_set(variable):
             raise ConfigError(
                 f"The launcher asked for {engine} ({variable}={os.environ[variable]}).",
                 f"strategy={engine!r} is not the one that was chosen.",

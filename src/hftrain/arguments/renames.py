@@ -29,6 +29,11 @@ _RENAMED = {
     "torchdynamo": "torch_compile_backend",
     "push_to_hub_token": "hub_token",
 }
+# Switches that are members of a list now.
+_NOW_MEMBERS = {
+    "tpu_metrics_debug": ("debug", DebugOption.TPU_METRICS_DEBUG),
+    "include_inputs_for_metrics": ("include_for_metrics", "inputs"),
+}
 _FSDP_KEYS = {
     "fsdp_min_num_params": "min_num_params",
     "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap",
@@ -50,9 +55,15 @@ def apply_renames(args: ArgumentFields) -> None:
     if args.adafactor:
         _take_over(args, "adafactor", "optim", OptimizerNames.ADAFACTOR)
     args.optim = current_optimizer(args.optim)
-    _rename_debug(args)
-    _rename_metric_inputs(args)
-    _rename_mps(args)
+    for old, (new, member) in _NOW_MEMBERS.items():
+        if getattr(args, old):
+            setattr(args, old, False)
+            if member not in getattr(args, new):
+                setattr(args, new, [*getattr(args, new), member])
+            _deprecate(old, f"{new}={member!r}" if old == "tpu_metrics_debug" else f"{new}=[{member!r}]")
+    if args.use_mps_device:
+        args.use_mps_device = False
+        _deprecate("use_mps_device", "nothing: MPS is chosen by itself; use_cpu=True avoids it")
     _rename_hub_model(args)
     for old, key in _FSDP_KEYS.items():
         if _is_given(args, old):
@@ -96,28 +107,6 @@ def _take_over(args: ArgumentFields, old: str, new: str, value: Any) -> None:
     setattr(args, new, value)
     setattr(args, old, _DEFAULTS[old])
     _deprecate(old, new if new.endswith("_token") else f"{new}={value!r}")
-
-
-def _rename_debug(args: ArgumentFields) -> None:
-    if args.tpu_metrics_debug:
-        args.tpu_metrics_debug = False
-        if DebugOption.TPU_METRICS_DEBUG not in args.debug:
-            args.debug = [*args.debug, DebugOption.TPU_METRICS_DEBUG]
-        _deprecate("tpu_metrics_debug", "debug='tpu_metrics_debug'")
-
-
-def _rename_metric_inputs(args: ArgumentFields) -> None:
-    if args.include_inputs_for_metrics:
-        args.include_inputs_for_metrics = False
-        if "inputs" not in args.include_for_metrics:
-            args.include_for_metrics = [*args.include_for_metrics, "inputs"]
-        _deprecate("include_inputs_for_metrics", "include_for_metrics=['inputs']")
-
-
-def _rename_mps(args: ArgumentFields) -> None:
-    if args.use_mps_device:
-        args.use_mps_device = False
-        _deprecate("use_mps_device", "nothing: MPS is chosen by itself; use_cpu=True avoids it")
 
 
 def _rename_hub_model(args: ArgumentFields) -> None:

@@ -67,30 +67,6 @@ def split_eval_sets(eval_dataset: Any) -> tuple[Any, dict[str, EvalSet]]:
     return {name: sets[name].dataset if name in sets else data for name, data in eval_dataset.items()}, sets
 
 
-def check_cadences(args: Any, sets: Mapping[str, EvalSet], *, eval_steps: float | None) -> None:
-    """Raise where a set's cadence never meets the run's evaluations.
-
-    Args:
-        args: The training arguments.
-        sets: The sets by name.
-        eval_steps: Steps between the run's evaluations; None or a share of the run where that is not known yet.
-
-    Raises:
-        ConfigError: `every` is no multiple of `eval_steps`.
-    """
-    if args.eval_strategy != "steps" or eval_steps is None or eval_steps < 1:
-        return
-    for name, entry in sets.items():
-        if entry.every is not None and entry.every % eval_steps:
-            raise ConfigError(
-                f"The evaluation set {name!r} asks to be evaluated every {entry.every} steps.",
-                f"The run evaluates every {int(eval_steps)} steps only.",
-                "Make it a multiple of eval_steps.",
-                every=entry.every,
-                eval_steps=eval_steps,
-            )
-
-
 def is_due(entry: EvalSet | None, state: TrainerState, *, by_epoch: bool) -> bool:
     """Tell whether a set takes part in the evaluation that a run has come to.
 

@@ -12,6 +12,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError, suggest
 from hftrain.core.signatures import accepts
 from hftrain.core.types import Owns
+from hftrain.data.eval_sets import EvalSet
 from hftrain.data.loaders import build_eval_loader
 from hftrain.data.sizes import has_length
 from hftrain.strategies.base import Strategy
@@ -69,6 +70,25 @@ def check_functions(args: TrainingArguments, functions: Mapping[str, Any], *, co
                 f"{name} is called with each batch, and takes no compute_result, which tells it the last one.",
                 "Give it the argument compute_result, or leave batch_eval_metrics out.",
                 batch_eval_metrics=True,
+            )
+
+
+def check_cadences(args: TrainingArguments, sets: Mapping[str, EvalSet], *, eval_steps: float | None) -> None:
+    """Raise where a set's cadence never meets the run's evaluations.
+
+    Args:
+        eval_steps: Steps between the run's evaluations; None or a share of the run where that is not known yet.
+    """
+    if args.eval_strategy != "steps" or eval_steps is None or eval_steps < 1:
+        return
+    for name, entry in sets.items():
+        if entry.every is not None and entry.every % eval_steps:
+            raise ConfigError(
+                f"The evaluation set {name!r} asks to be evaluated every {entry.every} steps.",
+                f"The run evaluates every {int(eval_steps)} steps only.",
+                "Make it a multiple of eval_steps.",
+                every=entry.every,
+                eval_steps=eval_steps,
             )
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from hftrain.core.errors import HFTrainError, TaskError, explain
+from hftrain.core.errors import HFTrainError, TaskError
 from hftrain.core.lightning import MODULE_ATTRIBUTES
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
@@ -31,7 +32,7 @@ def explain_mistake(
     """
     if isinstance(error, HFTrainError):
         return
-    frames = list(_frames(error))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     batch = next((found for frame in reversed(frames) if (found := _batch_in(frame)) is not None), None)
     cause = (
         _lightnings_attribute(task, error)
@@ -40,17 +41,10 @@ def explain_mistake(
         or _refused_column(task, model, error, frames, label_names)
     )
     if cause is not None:
-        raise TaskError(cause) from error
+        raise cause from error
     if batch is not None and not getattr(error, "__notes__", None):
         # As add_note does, which Python 3.10 lacks.
         error.__notes__ = [f"The batch: {_describe(batch)}."]  # type: ignore[attr-defined]
-
-
-def _frames(error: Exception) -> Iterator[FrameType]:
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
 
 
 def _batch_in(frame: FrameType) -> Any:
@@ -72,24 +66,24 @@ def _describe(batch: Any) -> str:
     return f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (list, tuple)) else type(batch).__name__
 
 
-def _lightnings_attribute(task: TaskModule, error: Exception) -> str | None:
+def _lightnings_attribute(task: TaskModule, error: Exception) -> TaskError | None:
     name = getattr(error, "name", None)
     if not isinstance(error, AttributeError) or getattr(error, "obj", None) is not task:
         return None
     if name not in MODULE_ATTRIBUTES:
         return None
-    return explain(
+    return TaskError(
         f"Cannot use {type(task).__name__}.{name}:", "a TaskModule does not have it.", MODULE_ATTRIBUTES[name]
     )
 
 
 def _unusable_loss(
     task: TaskModule, model: nn.Module, error: Exception, frames: list[FrameType], maker: str | None
-) -> str | None:
-    """Word what keeps a loss from being differentiated, if that is what failed."""
+) -> TaskError | None:
+    """Return what keeps a loss from being differentiated, if that is what failed."""
     text = str(error)
     if isinstance(error, RuntimeError) and "backward through the graph a second time" in text:
-        return explain(
+        return TaskError(
             "Cannot run the backward pass of the loss:",
             "a part of its graph has been freed by an earlier backward().",
             "Return the loss without calling backward(), which the Trainer does; detach() what is kept from one step "
@@ -106,12 +100,12 @@ def _unusable_loss(
         maker = f"{type(model).__name__}.forward" if plain else f"{type(task).__name__}.training_step"
     asked = f"Cannot train with the loss that {maker} returned:"
     if loss.dim() > 0:
-        return explain(
+        return TaskError(
             asked, f"it has the shape {tuple(loss.shape)}, but a loss must be one number.", "Return its mean."
         )
     if loss.requires_grad:
         return None
-    return explain(
+    return TaskError(
         asked,
         "it does not depend on any trainable parameter.",
         "Compute it from the model's outputs without detach(), item() or torch.no_grad(), and leave some parameters "
@@ -119,8 +113,8 @@ def _unusable_loss(
     )
 
 
-def _missing_column(task: TaskModule, error: Exception, frames: list[FrameType], batch: Any) -> str | None:
-    """Word that a step asked its batch for a column that is not there, if that is what failed."""
+def _missing_column(task: TaskModule, error: Exception, frames: list[FrameType], batch: Any) -> TaskError | None:
+    """Say that a step asked its batch for a column that is not there, if that is what failed."""
     if not isinstance(error, KeyError) or not isinstance(batch, Mapping) or not error.args:
         return None
     name = error.args[0]
@@ -128,7 +122,7 @@ def _missing_column(task: TaskModule, error: Exception, frames: list[FrameType],
     is_asked = any(value is batch for frame in frames[-2:] for value in frame.f_locals.values())
     if not isinstance(name, str) or name in batch or not is_asked:
         return None
-    return explain(
+    return TaskError(
         f"Cannot give {type(task).__name__} the column {name!r}:",
         f"the batch has no such column. It has: {_describe(batch)}.",
         "Rename the dataset's column, or add it: text is tokenized before training (dataset.map) or by a "
@@ -138,8 +132,8 @@ def _missing_column(task: TaskModule, error: Exception, frames: list[FrameType],
 
 def _refused_column(
     task: TaskModule, model: nn.Module, error: Exception, frames: list[FrameType], label_names: Sequence[str]
-) -> str | None:
-    """Word that a plain model's forward takes not all of the batch's columns, if that is what failed."""
+) -> TaskError | None:
+    """Say that a plain model's forward takes not all of the batch's columns, if that is what failed."""
     if not isinstance(error, TypeError) or not isinstance(task, ModelTask) or "argument" not in str(error):
         return None
     called = next((f for f in reversed(frames) if f.f_code is ModelTask._call.__code__), None)
@@ -155,7 +149,7 @@ def _refused_column(
             "Let forward take the labels and return the loss first, pass compute_loss_func, override compute_loss, or "
             "write a TaskModule."
         )
-    return explain(
+    return TaskError(
         f"Cannot call {type(model).__name__}.forward with the batch ({str(error).partition(') ')[2] or error}):",
         f"the batch has the columns {', '.join(map(str, inputs))}, and forward takes {', '.join(taken)}.",
         remedy,

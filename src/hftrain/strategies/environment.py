@@ -28,6 +28,11 @@ def launched_world_size() -> int:
     return _read(_WORLD_SIZE, 1)
 
 
+def is_set(variable: str) -> bool:
+    """Tell whether an environment variable of a launcher says yes."""
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes")
+
+
 def lacks_processes() -> bool:
     """Tell whether `accelerate launch` was asked for several processes and started this one alone, as it does on CPUs.
 

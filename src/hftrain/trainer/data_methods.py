@@ -16,12 +16,12 @@ from hftrain.core.seed import preserved_rng
 from hftrain.core.signatures import call_with
 from hftrain.data.collators import makes_tensors
 from hftrain.data.columns import ColumnPruner, TextRemover, known_columns, prune_columns, signature_columns
-from hftrain.data.eval_sets import check_cadences
 from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler
 from hftrain.data.loaders import build_eval_loader, build_train_loader, default_train_sampler
 from hftrain.data.sharding import shard_loader
 from hftrain.data.sizes import has_length, num_examples
 from hftrain.rules.data import check_eval_data, check_kind, check_loader, check_one_set, check_train_data
+from hftrain.rules.evaluation import check_cadences
 from hftrain.rules.saving import check_save_policy
 from hftrain.rules.strategy import check_tensor_parallel
 from hftrain.task.model_task import ModelTask

@@ -16,8 +16,8 @@ from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.progress import TrainerControl
 from hftrain.core.types import Owns
-from hftrain.data.eval_sets import check_cadences
 from hftrain.loops.window import LossWindow
+from hftrain.rules.evaluation import check_cadences
 from hftrain.rules.optimizer import check_optimizer
 from hftrain.step.assemble import assemble_stepper
 from hftrain.step.stepper import Stepper
