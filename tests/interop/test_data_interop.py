@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
+from support.loading import build
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -11,7 +12,6 @@ from hftrain.core.errors import ConfigError  # noqa: E402
 from hftrain.data.collators import DataCollatorWithPadding, default_data_collator  # noqa: E402
 from hftrain.data.columns import ColumnPruner, prune_columns, removable_columns, signature_columns  # noqa: E402
 from hftrain.data.feed import TrainFeed  # noqa: E402
-from hftrain.data.loaders import LoaderConfig, build_eval_loader, build_train_loader  # noqa: E402
 
 pytestmark = pytest.mark.interop
 
@@ -77,8 +77,8 @@ def reference_order(tmp_path, *, data_seed, drop_last):
 def test_training_order_is_the_transformers_trainers(tmp_path, monkeypatch, data_seed, drop_last, num_workers):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # transformers would set it for good
     seed = 7 if data_seed is None else data_seed
-    config = LoaderConfig(batch_size=2, seed=seed, drop_last=drop_last, num_workers=num_workers)
-    feed = TrainFeed(build_train_loader(Items(), config, collate=default_data_collator), seed=seed)
+    options = {"batch_size": 2, "seed": seed, "drop_last": drop_last, "num_workers": num_workers}
+    feed = TrainFeed(build(Items(), collate=default_data_collator, **options), seed=seed)
     ours = [batch["index"].tolist() for epoch in (0, 1) for batch in feed.open(epoch)]
     assert ours == reference_order(tmp_path, data_seed=data_seed, drop_last=drop_last)
 
@@ -128,7 +128,7 @@ def test_columns_made_on_the_fly_are_left_to_the_collator(table):
     for dataset in (transformed, unknown):
         assert removable_columns(dataset) is None
     pruner = ColumnPruner(default_data_collator, keep=["index"], model_name="Recorder", description="training")
-    loader = build_eval_loader(transformed, LoaderConfig(batch_size=8), collate=pruner)
+    loader = build(transformed, batch_size=8, is_training=False, collate=pruner)
     assert [batch["index"].tolist() for batch in loader] == [[1] * 8]
 
 
@@ -145,8 +145,8 @@ def test_transformers_models_name_their_columns():
 def test_hub_streams_are_shuffled_by_epoch_and_resumed(table, num_workers):
     def feed():
         stream = table.to_iterable_dataset(num_shards=2).shuffle(seed=1, buffer_size=8)
-        config = LoaderConfig(batch_size=2, num_workers=num_workers, persistent_workers=num_workers > 0)
-        return TrainFeed(build_train_loader(stream, config, collate=list), seed=42)
+        workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+        return TrainFeed(build(stream, batch_size=2, **workers), seed=42)
 
     def order(batches):
         return [row["index"] for batch in batches for row in batch]
@@ -163,7 +163,6 @@ def test_hub_streams_are_evaluated_once_by_all_ranks(table, num_workers):
     seen = []
     for rank in (0, 1):
         stream = table.to_iterable_dataset(num_shards=2)
-        config = LoaderConfig(batch_size=3, num_workers=num_workers)
-        loader = build_eval_loader(stream, config, collate=list, rank=rank, world_size=2)
+        loader = build(stream, batch_size=3, num_workers=num_workers, is_training=False, rank=rank, world_size=2)
         seen += [row["index"] for batch in loader for row in batch]
     assert sorted(seen) == list(range(8))

@@ -14,7 +14,7 @@ from support.tiny import Net, Noisy, Stream, make_arguments, make_rows
 from torch.utils.data import BatchSampler, DataLoader
 
 from hftrain import Trainer, set_seed
-from hftrain.data.sharding import shard_loader
+from hftrain.data.sharding import ShardPlan
 
 
 class ByEpoch(BatchSampler):
@@ -84,5 +84,5 @@ def test_prepared_loader_goes_on_exactly(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["shuffled", "dispatched", "stream"])
 def test_prepared_loader_of_one_process_is_read_as_torchs_own(name: str) -> None:
-    loader = shard_loader(LOADERS[name](Accelerator()), rank=0, world_size=1, is_training=True)
+    loader = ShardPlan().share(LOADERS[name](Accelerator()))
     assert type(loader).__module__.startswith("torch.")  # what accelerate makes calls itself a torch loader, too

@@ -11,34 +11,41 @@ from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.data.grouping import LengthConfig
 from hftrain.data.loaders import LoaderConfig
+from hftrain.data.sharding import ShardPlan
 
 logger = get_logger(__name__)
 
 
-def train_loader_config(args: Any, *, has_accelerator: bool) -> LoaderConfig:
-    """Return how the training data is loaded; `has_accelerator` says whether pinning memory helps."""
-    sharing = read_accelerator_config(args)
+def loader_config(args: Any, *, is_training: bool, has_accelerator: bool = False) -> LoaderConfig:
+    """Return how data is loaded; `has_accelerator` says whether pinning memory helps."""
     return LoaderConfig(
-        batch_size=args.train_batch_size,
+        batch_size=args.train_batch_size if is_training else args.eval_batch_size,
         drop_last=args.dataloader_drop_last,
-        split_batches=bool(sharing.get("split_batches", False)),
-        even_batches=bool(sharing.get("even_batches", True)),
-        dispatch_batches=sharing.get("dispatch_batches"),
-        use_seedable_sampler=bool(sharing.get("use_seedable_sampler", True)),
-        seed=data_seed(args),
+        num_workers=args.dataloader_num_workers,
+        pin_memory=bool(args.dataloader_pin_memory and has_accelerator),
+        persistent_workers=bool(args.dataloader_persistent_workers and args.dataloader_num_workers > 0),
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
         shuffle=args.train_sampling_strategy != "sequential",
-        **_worker_options(args, has_accelerator),
+        use_seedable_sampler=bool(read_accelerator_config(args).get("use_seedable_sampler", True)),
     )
 
 
-def eval_loader_config(args: Any, *, has_accelerator: bool) -> LoaderConfig:
-    """Return how evaluation and test data is loaded."""
-    return LoaderConfig(
-        batch_size=args.eval_batch_size,
-        drop_last=args.dataloader_drop_last,
-        dispatch_batches=read_accelerator_config(args).get("dispatch_batches"),
+def shard_plan(args: Any, *, rank: int, world_size: int, is_training: bool, is_own: bool = True) -> ShardPlan:
+    """Return how ranks share out data.
+
+    Args:
+        is_own: Whether it is a Trainer's own loader, whose batch size in evaluations is always that of one process.
+    """
+    sharing = read_accelerator_config(args)
+    return ShardPlan(
+        rank=rank,
+        world_size=world_size,
+        is_training=is_training,
         seed=data_seed(args),
-        **_worker_options(args, has_accelerator),
+        even_batches=bool(sharing.get("even_batches", True)),
+        split_batches=bool(sharing.get("split_batches", False)) and (is_training or not is_own),
+        dispatch_batches=sharing.get("dispatch_batches"),
     )
 
 
@@ -105,13 +112,3 @@ def read_accelerator_config(args: Any) -> Mapping[str, Any]:
     defaults = AcceleratorConfig().to_dict()
     settings = AcceleratorConfig.from_settings(config).to_dict()
     return {name: value for name, value in settings.items() if value != defaults[name]}
-
-
-def _worker_options(args: Any, has_accelerator: bool) -> dict[str, Any]:
-    return {
-        "num_workers": args.dataloader_num_workers,
-        "pin_memory": bool(args.dataloader_pin_memory and has_accelerator),
-        "persistent_workers": bool(args.dataloader_persistent_workers and args.dataloader_num_workers > 0),
-        "prefetch_factor": args.dataloader_prefetch_factor,
-        "multiprocessing_context": args.dataloader_multiprocessing_context,
-    }

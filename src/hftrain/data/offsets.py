@@ -15,11 +15,11 @@ from torch.utils.data import BatchSampler, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from hftrain.core.errors import CheckpointError
-from hftrain.data.dispatch import DispatchLoader, EvenedSampler, EvenedStream
-from hftrain.data.samplers import SkippedBatches, is_rank_aware
+from hftrain.data.dispatch import DispatchLoader
+from hftrain.data.samplers import EvenedSampler, RankBatches, SkippedBatches, is_rank_aware
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.sharding import is_plain_loader, rebuild_loader
-from hftrain.data.streams import BatchShardStream
+from hftrain.data.streams import BatchShardStream, EvenedStream
 from hftrain.data.wrappers import StreamWrapper
 
 
@@ -151,7 +151,7 @@ def _shifted(part: Any, offset: int) -> Any:
 
 def _is_wrapper(part: Any) -> bool:
     """Recognise what hftrain itself puts around batches or streams; accelerate's parts by name, to import nothing."""
-    known = (SeededBatches, SkippedBatches, EvenedSampler, EvenedStream, BatchShardStream)
+    known = (RankBatches, SeededBatches, SkippedBatches, EvenedSampler, EvenedStream, BatchShardStream)
     return isinstance(part, known) or type(part).__name__ in ("BatchSamplerShard", "IterableDatasetShard")
 
 

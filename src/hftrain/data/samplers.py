@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sized
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
@@ -98,6 +98,113 @@ class ContiguousShard(Sampler[Any]):
     def __len__(self) -> int:
         start, stop = self._bounds()
         return stop - start
+
+
+class RankBatches(Sampler[Any]):
+    """Give one rank its batch of each round of training batches, one for every rank.
+
+    A last round that is not full is left out if the batches are to be full, else filled up from the first round, or
+    with `even_batches=False` handed out as it is. Batches of no known size are repeated whole. Earlier rounds whose
+    last batch is too small are left out.
+
+    Its attributes are named as those of accelerate's `BatchSamplerShard`, which gives the same batches.
+
+    Args:
+        split_batches: A round is one batch, of which each rank gets a part.
+
+    Example:
+        >>> batches = [[0, 1], [2, 3], [4, 5]]
+        >>> [list(RankBatches(batches, num_processes=2, process_index=rank)) for rank in (0, 1)]
+        [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        *,
+        num_processes: int,
+        process_index: int,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    def _rounds(self, size: Any) -> Iterator[list[Any]]:
+        batches = iter(self.batch_sampler)
+        if self.split_batches:
+            starts = [place * size for place in range(self.num_processes)]
+            return ([batch[start : start + size] for start in starts] for batch in batches)
+        return iter(lambda: list(islice(batches, self.num_processes)), [])
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, size = self.process_index, self.batch_size
+        if self.split_batches and size is not None:
+            size //= self.num_processes
+        first: list[Any] = []
+        rest: list[Any] = []
+        for round_ in self._rounds(size):
+            first = first or round_
+            is_full = len(round_) == self.num_processes and size in (None, len(round_[-1]))
+            rest = [] if is_full else round_
+            if is_full:
+                yield round_[rank]
+        if self.drop_last or not rest:
+            return
+        if self.even_batches and size is None:
+            yield next(islice(chain(rest, cycle(first)), rank, None))
+        elif self.even_batches and size is not None:
+            samples = chain(chain.from_iterable(rest), cycle(list(chain.from_iterable(first))))
+            yield list(islice(samples, rank * size, (rank + 1) * size))
+        elif rank < len(rest) and len(rest[rank]):
+            yield rest[rank]
+
+    def __len__(self) -> int:
+        if self.split_batches:
+            return len(self.batch_sampler)
+        rounds, rest = divmod(len(self.batch_sampler), self.num_processes)
+        return rounds + (not self.drop_last and rest > (0 if self.even_batches else self.process_index))
+
+
+def even_out(items: Iterable[Any], unit: int) -> Iterator[Any]:
+    """Yield items, then those of the start again until their number is a multiple of `unit`.
+
+    Example:
+        >>> list(even_out([1, 2, 3], 2)), list(even_out([1], 3)), list(even_out([], 2))
+        ([1, 2, 3, 1], [1, 1, 1], [])
+    """
+    first: list[Any] = []
+    count = 0
+    for item in items:
+        if count < unit:
+            first.append(item)
+        count += 1
+        yield item
+    yield from islice(cycle(first), -count % unit)
+
+
+class EvenedSampler(Sampler[Any]):
+    """Fill another sampler (of indices, or of batches) up to a multiple of `unit`; see `even_out`.
+
+    Args:
+        sampler: What to fill up.
+        unit: How many make a full round of all ranks.
+    """
+
+    def __init__(self, sampler: Any, *, unit: int) -> None:
+        self.sampler = sampler
+        self._unit = unit
+
+    def __iter__(self) -> Iterator[Any]:
+        return even_out(self.sampler, self._unit)
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // self._unit) * self._unit
 
 
 class SkippedBatches(Sampler[Any]):

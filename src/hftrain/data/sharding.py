@@ -1,15 +1,25 @@
-"""Loaders made again with a few changes: each rank's share, or without the first batches."""
+"""How ranks share out data: one plan, for the loaders of a Trainer, of an Engine and of users."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hftrain.core.errors import ConfigError
-from hftrain.data.dispatch import DispatchLoader, dispatch, dispatches
-from hftrain.data.samplers import ContiguousShard, give_generator, is_rank_aware, samplers_of
-from hftrain.data.streams import EpochStream, shard_stream
+from hftrain.data.dispatch import DispatchLoader
+from hftrain.data.samplers import (
+    ContiguousShard,
+    EvenedSampler,
+    RankBatches,
+    give_generator,
+    is_rank_aware,
+    samplers_of,
+)
+from hftrain.data.streams import BatchShardStream, EpochStream, EvenedStream, splits_among_workers
 
 _COPIED = (
     "dataset",
@@ -44,183 +54,171 @@ def rebuild_loader(loader: Any, *, kind: type[DataLoader[Any]] = RankLoader, **c
     return kind(**{**options, **changes})
 
 
-def shard_batches(batch_sampler: Any, *, rank: int, world_size: int, even_batches: bool, split_batches: bool) -> Any:
-    """Give one rank its share of the training batches; with `even_batches` all ranks get as many, and full ones."""
-    from accelerate.data_loader import BatchSamplerShard
-
-    return BatchSamplerShard(
-        batch_sampler,
-        num_processes=world_size,
-        process_index=rank,
-        split_batches=split_batches,
-        even_batches=even_batches,
-    )
+def on_reader(loader: Any, change: Callable[[Any], Any]) -> Any:
+    """Change a loader; one that dispatches keeps doing so, and what it reads with is changed."""
+    if not isinstance(loader, DispatchLoader):
+        return change(loader)
+    inner = change(loader.loader)
+    return loader if inner is loader.loader else loader.with_loader(inner)
 
 
-def split_size(batch_size: int, *, world_size: int, split_batches: bool) -> int:
-    """Return the batch size of one rank.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardPlan:
+    """Which share of the data a rank reads.
 
-    Raises:
-        ConfigError: With `split_batches`, a size that cannot be divided among the ranks.
-    """
-    if not split_batches:
-        return batch_size
-    if batch_size % world_size:
-        raise ConfigError(
-            "split_batches=True was asked for.",
-            f"A batch of {batch_size} cannot be split into {world_size} equal parts.",
-            "Make the batch size a multiple of the number of processes.",
-            batch_size=batch_size,
-            world_size=world_size,
-        )
-    return batch_size // world_size
-
-
-def shard_loader(
-    loader: Any,
-    *,
-    rank: int,
-    world_size: int,
-    is_training: bool,
-    even_batches: bool = True,
-    split_batches: bool = False,
-    seed: int = 42,
-    dispatch_batches: bool | None = None,
-) -> Any:
-    """Give one rank its share of a plain loader, such as one that a user's override returned.
-
-    Loaders that are sharded already come back as they are: hftrain's own, those with a `DistributedSampler` or its
-    like, and what is not a torch `DataLoader`. One that `Accelerator.prepare` returned comes back as the torch loader
-    inside, which a run can resume exactly: to train with accelerate's share of the data, to evaluate with hftrain's,
-    which repeats no sample.
+    Shares for training have equal lengths. Those for evaluation are disjoint and complete: of map-style data one run
+    of samples for each rank, in order; batch i of a stream belongs to rank `i % world_size`.
 
     Args:
-        loader: The loader, the same on all ranks.
-        rank: This rank.
-        world_size: The number of ranks.
-        is_training: Training shares have equal lengths; evaluation shares are disjoint and complete.
-        even_batches: In training, fill the last round up from the start instead of leaving ranks without a batch.
-        split_batches: The loader's batch size is that of all ranks together.
-        seed: Seeds random samplers that have no generator, so that all ranks agree on the order; mutates them.
+        seed: Seeds orders that nobody has seeded, so that all ranks agree on them.
+        even_batches: In training, fill the last round of batches up from the start, so that no rank runs short.
+        split_batches: The batch size is that of all ranks together.
         dispatch_batches: Whether the main process reads for all ranks; None for streams only.
-
-    Returns:
-        The loader itself, or a new one over the same dataset.
-
-    Raises:
-        ConfigError: The loader cannot be split.
     """
-    shared, whole = _unprepared(loader)
-    if is_training and shared is not loader:
-        return shared
-    loader = loader if is_training else whole
-    if world_size == 1 or _is_sharded(loader):
-        return loader
-    if not is_plain_loader(loader):
-        raise _cannot_split(loader, "it iterates in its own way, which a new loader would lose.")
-    give_generator(loader, seed=seed)
-    if dispatches(dispatch_batches, loader.dataset):
-        return _dispatch(
-            loader,
-            rank=rank,
-            world_size=world_size,
-            is_training=is_training,
-            even_batches=even_batches,
-            split_batches=split_batches,
-            seed=seed,
+
+    rank: int = 0
+    world_size: int = 1
+    is_training: bool = True
+    seed: int = 42
+    even_batches: bool = True
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+
+    def size_of(self, batch_size: int) -> int:
+        """Return the batch size of one rank.
+
+        Raises:
+            ConfigError: With `split_batches`, a size that cannot be divided among the ranks.
+        """
+        if not self.split_batches:
+            return batch_size
+        if batch_size % self.world_size:
+            raise ConfigError(
+                "split_batches=True was asked for.",
+                f"A batch of {batch_size} cannot be split into {self.world_size} equal parts.",
+                "Make the batch size a multiple of the number of processes.",
+                batch_size=batch_size,
+                world_size=self.world_size,
+            )
+        return batch_size // self.world_size
+
+    def dispatches(self, dataset: Any) -> bool:
+        """Tell whether the main process reads for all: if asked to, else streams if there is a process group."""
+        if self.world_size == 1 or self.dispatch_batches is not None:
+            return self.world_size > 1 and bool(self.dispatch_batches)
+        has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return has_group and isinstance(dataset, IterableDataset)
+
+    def share(self, loader: Any) -> Any:
+        """Give one rank its share of a loader that is the same on all ranks.
+
+        Loaders that are sharded already come back as they are: hftrain's own, those with a `DistributedSampler` or its
+        like, and what is not a torch `DataLoader`. One that `Accelerator.prepare` returned comes back as the torch
+        loader inside, which a run can resume exactly: to train with accelerate's share of the data, to evaluate with
+        hftrain's, which repeats no sample. Random samplers without a generator get one; mutates them.
+
+        Raises:
+            ConfigError: The loader cannot be split.
+        """
+        shared, whole = _unprepared(loader)
+        if self.is_training and shared is not loader:
+            return shared
+        loader = loader if self.is_training else whole
+        is_made_for_ranks = isinstance(loader, RankLoader) or not issubclass(type(loader), DataLoader)
+        return loader if is_made_for_ranks else self.split(loader)
+
+    def split(self, loader: Any) -> Any:
+        """Split a torch loader whose data is not split yet; see `share`."""
+        if self.world_size == 1 or any(is_rank_aware(part) for part in (loader.dataset, *samplers_of(loader))):
+            return loader
+        if not is_plain_loader(loader):
+            raise _cannot_split(loader, "it iterates in its own way, which a new loader would lose.")
+        give_generator(loader, seed=self.seed)
+        if self.dispatches(loader.dataset):
+            return self._dispatched(loader)
+        if isinstance(loader.dataset, IterableDataset):
+            size = None if loader.batch_size is None else self.size_of(loader.batch_size)
+            stream = self._stream_share(loader, size or 1)
+            return rebuild_loader(loader, dataset=stream, batch_size=size, drop_last=loader.drop_last)
+        return rebuild_loader(loader, **(self._training_share if self.is_training else self._evaluation_share)(loader))
+
+    def _stream_share(self, loader: Any, size: int) -> Any:
+        """Share out a stream, which every rank reads as a whole."""
+        dataset, drops_rest = loader.dataset, False
+        if self.is_training:
+            dataset = EpochStream(dataset, seed=self.seed, rank=self.rank)
+            drops_rest = self.even_batches and loader.drop_last
+            if self.even_batches and not drops_rest:
+                dataset = EvenedStream(dataset, unit=size * self.world_size)
+        elif loader.num_workers > 1 and not splits_among_workers(dataset):
+            raise ConfigError(
+                f"An {type(dataset).__name__} was to be evaluated by several processes with several workers each.",
+                "Nothing tells whether each worker would yield the whole stream, which would count samples twice.",
+                "Use one worker or none (dataloader_num_workers=1), or a map-style dataset.",
+                num_workers=loader.num_workers,
+                world_size=self.world_size,
+            )
+        return BatchShardStream(
+            dataset, batch_size=size, rank=self.rank, world_size=self.world_size, drops_rest=drops_rest
         )
-    if isinstance(loader.dataset, IterableDataset):
-        size = loader.batch_size
+
+    def _training_share(self, loader: Any) -> dict[str, Any]:
+        is_batched = loader.batch_sampler is not None
+        batches = loader.batch_sampler if is_batched else loader.sampler
+        if not is_batched and not isinstance(batches, BatchSampler):
+            raise _cannot_split(loader, "batch_size=None leaves no batches to hand out.")
+        size = getattr(batches, "batch_size", None)
         if size is not None:
-            size = split_size(size, world_size=world_size, split_batches=split_batches)
-        stream = shard_stream(
-            loader.dataset,
-            batch_size=size or 1,
-            drop_last=loader.drop_last,
-            rank=rank,
-            world_size=world_size,
-            is_training=is_training,
-            even_batches=even_batches,
-            num_workers=loader.num_workers,
-            seed=seed,
+            self.size_of(size)
+        elif self.split_batches:
+            raise _cannot_split(loader, "split_batches=True needs a batch sampler with a batch_size.")
+        share = RankBatches(
+            batches,
+            num_processes=self.world_size,
+            process_index=self.rank,
+            split_batches=self.split_batches,
+            even_batches=self.even_batches,
         )
-        return rebuild_loader(loader, dataset=stream, batch_size=size, drop_last=loader.drop_last)
-    if is_training:
-        batching = _training_share(
-            loader, rank=rank, world_size=world_size, even_batches=even_batches, split_batches=split_batches
-        )
-    else:
-        batching = _evaluation_share(loader, rank=rank, world_size=world_size, split_batches=split_batches)
-    return rebuild_loader(loader, **batching)
+        return {"batch_sampler": share} if is_batched else {"sampler": share, "batch_size": None}
 
+    def _evaluation_share(self, loader: Any) -> dict[str, Any]:
+        batches, place = loader.batch_sampler, {"rank": self.rank, "world_size": self.world_size}
+        if batches is None:
+            return {"sampler": ContiguousShard(loader.sampler, **place), "batch_size": None}
+        if type(batches) is not BatchSampler:
+            return {"batch_sampler": ContiguousShard(batches, **place)}
+        size = self.size_of(batches.batch_size)
+        sampler = ContiguousShard(batches.sampler, unit=size if batches.drop_last else 1, **place)
+        return {"sampler": sampler, "batch_size": size, "drop_last": batches.drop_last}
 
-def _dispatch(
-    loader: Any,
-    *,
-    rank: int,
-    world_size: int,
-    is_training: bool,
-    even_batches: bool,
-    split_batches: bool,
-    seed: int,
-) -> DispatchLoader:
-    batches, dataset, size = loader.batch_sampler, loader.dataset, loader.batch_size
-    is_stream = isinstance(dataset, IterableDataset)
-    is_plain = not is_stream and type(batches) is BatchSampler
-    if size is not None:
-        size = split_size(size, world_size=world_size, split_batches=split_batches)
-    elif split_batches:
-        raise _cannot_split(loader, "split_batches=True needs a batch size.")
-    if is_stream and is_training:
-        dataset = EpochStream(dataset, seed=seed, rank=0)
-
-    def build(dataset: Any, sampler: Any) -> Any:
+    def _dispatched(self, loader: Any) -> DispatchLoader:
+        """Let the main process read for all, as if there were one rank."""
+        batches, dataset, size = loader.batch_sampler, loader.dataset, loader.batch_size
+        is_stream = isinstance(dataset, IterableDataset)
+        is_plain = not is_stream and type(batches) is BatchSampler
+        if size is not None:
+            size = self.size_of(size)
+        elif self.split_batches:
+            raise _cannot_split(loader, "split_batches=True needs a batch size.")
+        unit = self.world_size * (size or 1 if is_stream or is_plain else 1)
+        evens_out = self.is_training and self.even_batches and not loader.drop_last
+        order = loader.sampler if is_plain or batches is None else batches
+        if is_stream and self.is_training:
+            dataset = EpochStream(dataset, seed=self.seed, rank=0)  # the innermost, which the epoch has to reach
+        if evens_out and is_stream:
+            dataset = EvenedStream(dataset, unit=unit)
+        elif evens_out:
+            order = EvenedSampler(order, unit=unit)
         if is_stream or is_plain:
-            batching = {"batch_size": size, "drop_last": loader.drop_last, **({"sampler": sampler} if is_plain else {})}
+            batching = {"batch_size": size, "drop_last": loader.drop_last, **({"sampler": order} if is_plain else {})}
         else:
-            batching = {"sampler": sampler, "batch_size": None} if batches is None else {"batch_sampler": sampler}
-        return rebuild_loader(loader, dataset=dataset, **batching)
-
-    return dispatch(
-        build,
-        dataset=dataset,
-        sampler=loader.sampler if is_plain or batches is None else batches,
-        batch_size=size or 1 if is_stream or is_plain else 1,
-        rank=rank,
-        world_size=world_size,
-        evens_out=is_training and even_batches and not loader.drop_last,
-        drops_rest=is_training and loader.drop_last,
-    )
-
-
-def _training_share(
-    loader: Any, *, rank: int, world_size: int, even_batches: bool, split_batches: bool
-) -> dict[str, Any]:
-    is_batched = loader.batch_sampler is not None
-    batches = loader.batch_sampler if is_batched else loader.sampler
-    if not is_batched and not isinstance(batches, BatchSampler):
-        raise _cannot_split(loader, "batch_size=None leaves no batches to hand out.")
-    size = getattr(batches, "batch_size", None)
-    if size is not None:
-        split_size(size, world_size=world_size, split_batches=split_batches)
-    elif split_batches:
-        raise _cannot_split(loader, "split_batches=True needs a batch sampler with a batch_size.")
-    share = shard_batches(
-        batches, rank=rank, world_size=world_size, even_batches=even_batches, split_batches=split_batches
-    )
-    return {"batch_sampler": share} if is_batched else {"sampler": share, "batch_size": None}
-
-
-def _evaluation_share(loader: Any, *, rank: int, world_size: int, split_batches: bool) -> dict[str, Any]:
-    batches = loader.batch_sampler
-    if batches is None:
-        return {"sampler": ContiguousShard(loader.sampler, rank=rank, world_size=world_size), "batch_size": None}
-    if type(batches) is not BatchSampler:
-        return {"batch_sampler": ContiguousShard(batches, rank=rank, world_size=world_size)}
-    size = split_size(batches.batch_size, world_size=world_size, split_batches=split_batches)
-    unit = size if batches.drop_last else 1
-    sampler = ContiguousShard(batches.sampler, rank=rank, world_size=world_size, unit=unit)
-    return {"sampler": sampler, "batch_size": size, "drop_last": batches.drop_last}
+            batching = {"sampler": order, "batch_size": None} if batches is None else {"batch_sampler": order}
+        return DispatchLoader(
+            rebuild_loader(loader, dataset=dataset, **batching),
+            rank=self.rank,
+            world_size=self.world_size,
+            drops_rest=self.is_training and loader.drop_last,
+        )
 
 
 def _unprepared(loader: Any) -> tuple[Any, Any]:
@@ -247,12 +245,6 @@ def _unprepared(loader: Any) -> tuple[Any, Any]:
     if isinstance(part, IterableDataset):  # the dataset itself may have given its share, and cannot be asked
         return base, rebuild_loader(base, batch_size=base.batch_size, drop_last=base.drop_last)
     return base, base
-
-
-def _is_sharded(loader: Any) -> bool:
-    if isinstance(loader, RankLoader) or not issubclass(type(loader), DataLoader):
-        return True
-    return any(is_rank_aware(part) for part in (loader.dataset, *samplers_of(loader)))
 
 
 def _cannot_split(loader: Any, reason: str) -> ConfigError:

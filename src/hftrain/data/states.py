@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from hftrain.core.log import warn_once
-from hftrain.data.dispatch import DispatchLoader
 from hftrain.data.samplers import SkippedBatches, samplers_of
 from hftrain.data.seeding import SeededBatches
-from hftrain.data.sharding import RankLoader, is_plain_loader, rebuild_loader
-from hftrain.data.streams import EpochStream
-from hftrain.data.wrappers import StreamWrapper, has_state
+from hftrain.data.sharding import RankLoader, is_plain_loader, on_reader, rebuild_loader
+from hftrain.data.streams import EpochStream, epoch_stream
+from hftrain.data.wrappers import has_state
 
 
 def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
@@ -29,9 +29,10 @@ def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
     Returns:
         A loader of the same batches; the one given if it iterates in its own way, or lacks nothing.
     """
-    if isinstance(loader, DispatchLoader):
-        inner = resumable_loader(loader.loader, seed=seed, rank=rank)
-        return loader if inner is loader.loader else loader.with_loader(inner)
+    return on_reader(loader, partial(_resumable, seed=seed, rank=rank))
+
+
+def _resumable(loader: Any, *, seed: int, rank: int) -> Any:
     if not is_plain_loader(loader):
         return loader
     dataset, keeps = loader.dataset, has_state(loader.dataset)
@@ -43,17 +44,24 @@ def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
         kind = StatefulLoader if loader.num_workers else RankLoader
         batching = {"dataset": dataset, "batch_size": loader.batch_size, "drop_last": loader.drop_last}
         return rebuild_loader(loader, kind=kind, **batching)
-    if not loader.num_workers:
+    loader = with_seeds(loader, seed=seed, rank=rank)
+    if not (keeps and loader.num_workers):
         return loader
-    batches = loader.batch_sampler
-    if batches is not None and not any(isinstance(part, SeededBatches) for part in (batches, *samplers_of(batches))):
-        batches = SeededBatches(batches, seed=seed, rank=rank)
-    if not keeps:
-        return loader if batches is loader.batch_sampler else rebuild_loader(loader, batch_sampler=batches)
     if loader.persistent_workers:
         warn_once(f"{type(dataset).__name__} has a state, so each epoch starts new workers: they do not persist.")
+    batches = loader.batch_sampler
     own = {"sampler": loader.sampler, "batch_size": None} if batches is None else {"batch_sampler": batches}
     return rebuild_loader(loader, kind=StatefulLoader, persistent_workers=False, **own)
+
+
+def with_seeds(loader: Any, *, seed: int, rank: int) -> Any:
+    """Send the workers of a map-style loader a seed with each batch; see `SeededBatches`."""
+    batches = loader.batch_sampler
+    if not loader.num_workers or batches is None:
+        return loader
+    if any(isinstance(part, SeededBatches) for part in (batches, *samplers_of(batches))):
+        return loader
+    return rebuild_loader(loader, batch_sampler=SeededBatches(batches, seed=seed, rank=rank))
 
 
 class StatefulLoader(RankLoader):
@@ -182,10 +190,3 @@ class _WorkerStart:
             stream = epoch_stream(dataset)
             if stream is not None:
                 stream.num_batches = entry[0]
-
-
-def epoch_stream(dataset: Any) -> EpochStream | None:
-    """Return the wrapper of a stream that seeds its workers, wherever it is among the wrappers."""
-    while isinstance(dataset, StreamWrapper) and not isinstance(dataset, EpochStream):
-        dataset = dataset.dataset
-    return dataset if isinstance(dataset, EpochStream) else None

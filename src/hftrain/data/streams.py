@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hftrain.core.errors import ConfigError
-from hftrain.data.dispatch import EvenedStream
+from hftrain.core.errors import TaskError
+from hftrain.data.samplers import even_out
 from hftrain.data.seeding import derive_seed, seed_process
 from hftrain.data.wrappers import StreamWrapper, has_state
 
@@ -160,51 +160,85 @@ class BatchShardStream(StreamWrapper):
         return (rounds + (self._rank < left)) * self._batch_size + (tail if self._rank == left else 0)
 
 
-def shard_stream(
-    dataset: Any,
-    *,
-    batch_size: int,
-    drop_last: bool,
-    rank: int,
-    world_size: int,
-    is_training: bool,
-    even_batches: bool,
-    num_workers: int,
-    seed: int,
-) -> IterableDataset[Any]:
-    """Give one rank its share of a stream; every rank reads the whole.
+class EvenedStream(StreamWrapper):
+    """Fill a stream up to a multiple of `unit`, in each worker that reads it; see `even_out`.
 
-    Training with `even_batches`: all ranks get as many samples, the last round being filled up from the stream's
-    start unless `drop_last`. Otherwise: each batch goes to one rank, none twice.
+    A stream with a state is read again for that, as from its start; others are remembered.
 
-    Raises:
-        ConfigError: Several workers would each read the whole of an evaluation set.
+    Args:
+        dataset: The stream.
+        unit: How many make a full round of all ranks.
     """
-    if is_training:
-        place: dict[str, Any] = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
-        if even_batches and has_state(dataset):
-            stream: Any = EpochStream(dataset, seed=seed, rank=rank)
-            if not drop_last:
-                stream = EvenedStream(stream, unit=batch_size * world_size)
-            return BatchShardStream(stream, drops_rest=drop_last, **place)
-        dataset = EpochStream(dataset, seed=seed, rank=rank)
-        if even_batches:
-            from accelerate.data_loader import IterableDatasetShard
 
-            return IterableDatasetShard(  # type: ignore[no-any-return]
-                dataset, batch_size=batch_size, drop_last=drop_last, num_processes=world_size, process_index=rank
-            )
-    elif num_workers > 1 and not splits_among_workers(dataset):
-        raise ConfigError(
-            f"An {type(dataset).__name__} was to be evaluated by several processes with several workers each.",
-            "Nothing tells whether each worker would yield the whole stream, which would count samples twice.",
-            "Use one worker or none (dataloader_num_workers=1), or a map-style dataset.",
-            num_workers=num_workers,
-            world_size=world_size,
-        )
-    return BatchShardStream(dataset, batch_size=batch_size, rank=rank, world_size=world_size)
+    def __init__(self, dataset: Any, *, unit: int) -> None:
+        super().__init__(dataset)
+        self._unit = unit
+        self._count = 0
+        self._first_state: Any = None
+        self._is_loaded = self._is_over = self._is_filled = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._read_again() if has_state(self.dataset) else even_out(self.dataset, self._unit)
+
+    def _read_again(self) -> Iterator[Any]:
+        is_loaded, self._is_loaded = self._is_loaded, False
+        # Even for nothing: an epoch has to use up the state that was loaded, or the next one would begin with it.
+        stream = iter(self.dataset)
+        if not is_loaded:
+            self._count, self._is_over, self._is_filled = 0, False, False
+            self._first_state = copy.deepcopy(self.dataset.state_dict())
+        if not self._is_over:
+            yield from self._counted(stream)
+            self._is_over = True
+        elif self._count % self._unit:
+            yield from self._counted(islice(stream, -self._count % self._unit))
+        # More than once where the stream is shorter than what is missing.
+        while self._count % self._unit:
+            before, self._is_filled = self._count, True
+            self.dataset.load_state_dict(copy.deepcopy(self._first_state))
+            yield from self._counted(islice(self.dataset, -self._count % self._unit))
+            if self._count == before:
+                raise _cannot_fill()
+        if self._is_filled:
+            # Where it stopped tells nothing.
+            self.dataset.load_state_dict(copy.deepcopy(self._first_state))
+
+    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self._count += 1
+            yield item
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the stream's state, and what filling it up needs."""
+        count = self._count % self._unit
+        own = {"start": self._first_state, "count": count, "is_over": self._is_over, "is_filled": self._is_filled}
+        return {"stream": self._first_state if self._is_filled and not count else self.dataset.state_dict(), **own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned, for the iteration that follows."""
+        self._first_state, self._count = state["start"], int(state["count"])
+        self._is_loaded, self._is_over, self._is_filled = True, bool(state["is_over"]), bool(state["is_filled"])
+        self.dataset.load_state_dict(state["stream"])
+
+    def __len__(self) -> int:
+        return -(-len(self.dataset) // self._unit) * self._unit
 
 
 def splits_among_workers(dataset: Any) -> bool:
     """Recognise a `datasets.IterableDataset`, which hands its shards out to the workers."""
     return hasattr(dataset, "n_shards") and callable(getattr(dataset, "shard", None))
+
+
+def epoch_stream(dataset: Any) -> EpochStream | None:
+    """Return the wrapper of a stream that seeds its workers, wherever it is among the wrappers."""
+    while isinstance(dataset, StreamWrapper) and not isinstance(dataset, EpochStream):
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, EpochStream) else None
+
+
+def _cannot_fill() -> TaskError:
+    return TaskError(
+        "A stream was to be filled up from its start, so that all processes get as many samples.",
+        "Put back into the state in which the epoch began, it gave none.",
+        "Let its load_state_dict lead back to that place, or set dataloader_drop_last=True.",
+    )

@@ -13,7 +13,7 @@ from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, rest
 from hftrain.data.feed import TrainFeed
 from hftrain.data.offsets import has_own_shares, samples_per_round
 from hftrain.data.persistent import end_workers
-from hftrain.data.sharding import shard_loader
+from hftrain.data.sharding import ShardPlan
 from hftrain.data.sizes import has_length
 from hftrain.data.states import resumable_loader
 from hftrain.strategies.base import Strategy
@@ -40,8 +40,8 @@ class ShardedBatches:
 
     def __init__(self, loader: Any, *, strategy: Strategy, seed: int, is_training: bool) -> None:
         rank, world_size = strategy.rank, strategy.world_size
-        shared = shard_loader(loader, rank=rank, world_size=world_size, is_training=is_training, seed=seed)
-        self._loader = resumable_loader(shared, seed=seed, rank=rank)
+        plan = ShardPlan(rank=rank, world_size=world_size, is_training=is_training, seed=seed)
+        self._loader = resumable_loader(plan.share(loader), seed=seed, rank=rank)
         self._feed = TrainFeed(self._loader, seed=seed)
         self._strategy, self._seed, self._is_training = strategy, seed, is_training
         self._progress, self._epoch_rng = Progress(), dict[str, Any]()

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from hftrain.adapter.data import eval_loader_config
+from hftrain.adapter.data import loader_config, shard_plan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError, suggest
 from hftrain.core.signatures import accepts
 from hftrain.core.types import Owns
 from hftrain.data.eval_sets import EvalSet
-from hftrain.data.loaders import build_eval_loader
+from hftrain.data.loaders import build_loader
 from hftrain.data.sizes import has_length
 from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import forward_parameters
@@ -94,11 +94,12 @@ def check_cadences(args: TrainingArguments, sets: Mapping[str, EvalSet], *, eval
 
 def check_batches(args: TrainingArguments, strategy: Strategy, name: str, dataset: Any) -> None:
     """Raise where an evaluation would find no batch."""
-    config = eval_loader_config(args, has_accelerator=False)
+    config = loader_config(args, is_training=False)
     if not config.drop_last or not has_length(dataset):
         return
     n, samples = strategy.world_size, range(len(dataset))
-    if not any(len(build_eval_loader(samples, config, collate=list, rank=rank, world_size=n)) for rank in range(n)):
+    plans = [shard_plan(args, rank=rank, world_size=n, is_training=False) for rank in range(n)]
+    if not any(len(build_loader(samples, config, plan, collate=list)) for plan in plans):
         raise ConfigError(
             f"eval_strategy={str(args.eval_strategy)!r} was asked for.",
             f"The evaluation set {name!r} gives no full batch, and incomplete ones are left out.",

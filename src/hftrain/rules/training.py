@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from hftrain.adapter.configs import schedule_config
-from hftrain.adapter.data import train_loader_config
+from hftrain.adapter.data import loader_config, shard_plan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import EarlyStoppingCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.seed import preserved_rng
 from hftrain.data.eval_sets import EvalSet
-from hftrain.data.loaders import build_train_loader
+from hftrain.data.loaders import build_loader
 from hftrain.data.sending import check_sendable
 from hftrain.data.sizes import has_length
 from hftrain.optim.schedules import build_schedule
@@ -137,8 +137,9 @@ def _check_plan(args: TrainingArguments, strategy: Strategy, given: Given, *, ra
     """Raise where the data gives no batch, or the schedule, if one begins at a rate, cannot be made for the run."""
     num_steps, dataset = args.max_steps, given.train_dataset
     if has_length(dataset):
-        config, place = train_loader_config(args, has_accelerator=False), (strategy.rank, strategy.world_size)
-        loader = build_train_loader(range(len(dataset)), config, collate=list, rank=place[0], world_size=place[1])
+        config = loader_config(args, is_training=True)
+        plan = shard_plan(args, rank=strategy.rank, world_size=strategy.world_size, is_training=True)
+        loader = build_loader(range(len(dataset)), config, plan, collate=list)
         num_steps = num_steps if rate is None else given.count_steps(loader)
     if rate is not None:
         stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=float(rate))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, SequentialSampler
 
-from hftrain.adapter.data import eval_loader_config, length_config, train_loader_config
+from hftrain.adapter.data import length_config, loader_config, shard_plan
 from hftrain.adapter.plan import train_plan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError, suggest
@@ -17,8 +17,8 @@ from hftrain.core.signatures import call_with
 from hftrain.data.collators import makes_tensors
 from hftrain.data.columns import ColumnPruner, TextRemover, known_columns, prune_columns, signature_columns
 from hftrain.data.grouping import LengthConfig, check_lengths, length_sampler
-from hftrain.data.loaders import build_eval_loader, build_train_loader, default_train_sampler
-from hftrain.data.sharding import shard_loader
+from hftrain.data.loaders import build_loader, default_train_sampler
+from hftrain.data.sharding import ShardPlan
 from hftrain.data.sizes import has_length, num_examples
 from hftrain.rules.data import check_eval_data, check_kind, check_loader, check_one_set, check_train_data
 from hftrain.rules.evaluation import check_cadences
@@ -120,8 +120,8 @@ class DataMethods(FileMethods):
             is_training: Whether all ranks get equally many batches, and a stream its epochs.
             dataloader_key: Keep the loader under this name where its workers persist.
         """
-        configure = train_loader_config if is_training else eval_loader_config
-        config = configure(self.args, has_accelerator=self.strategy.device_type not in ("cpu", "xla"))
+        has_accelerator = self.strategy.device_type not in ("cpu", "xla")
+        config = loader_config(self.args, is_training=is_training, has_accelerator=has_accelerator)
         config = replace(config, batch_size=batch_size)
 
         def make() -> Any:
@@ -129,14 +129,12 @@ class DataMethods(FileMethods):
             order = SequentialSampler if sampler_fn is None and has_length(dataset) else sampler_fn
             # A stream is read in its own order, whether it has a length or not.
             order = None if isinstance(dataset, IterableDataset) else order
-            build = build_train_loader if is_training else build_eval_loader
-            return build(
+            return build_loader(
                 pruned,
                 config,
+                self._shard_plan(is_training=is_training),
                 collate=collate,
                 sampler=None if order is None else order(pruned if is_training else dataset),
-                rank=self.strategy.rank,
-                world_size=self.strategy.world_size,
             )
 
         if is_training or not config.persistent_workers:
@@ -158,15 +156,14 @@ class DataMethods(FileMethods):
             return length_sampler(dataset, lengths, is_training=True)
         if isinstance(dataset, IterableDataset):
             return None
-        config = train_loader_config(self.args, has_accelerator=False)
-        return default_train_sampler(dataset, config, world_size=self.strategy.world_size)
+        config = loader_config(self.args, is_training=True)
+        return default_train_sampler(dataset, config, self._shard_plan(is_training=True))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """Return the order of evaluation data: from long to short if asked for, else as it comes; None for a stream."""
         lengths = self._length_config(is_training=False)
         if lengths is not None:
-            config = eval_loader_config(self.args, has_accelerator=False)
-            unit = config.batch_size if self.args.dataloader_drop_last else 1
+            unit = self.args.eval_batch_size if self.args.dataloader_drop_last else 1
             return length_sampler(
                 eval_dataset, lengths, is_training=False, world_size=self.strategy.world_size, unit=unit
             )
@@ -238,20 +235,14 @@ class DataMethods(FileMethods):
         if config is not None:
             check_lengths(dataset, config)
 
+    def _shard_plan(self, *, is_training: bool, is_own: bool = True) -> ShardPlan:
+        rank, world_size = self.strategy.rank, self.strategy.world_size
+        return shard_plan(self.args, rank=rank, world_size=world_size, is_training=is_training, is_own=is_own)
+
     def _sharded(self, loader: Any, *, is_training: bool) -> Any:
         """Give each rank its share of a loader that an override returned whole, or prepared by accelerate."""
         check_loader(loader)
-        config = train_loader_config(self.args, has_accelerator=False)
-        share = shard_loader(
-            loader,
-            rank=self.strategy.rank,
-            world_size=self.strategy.world_size,
-            is_training=is_training,
-            even_batches=config.even_batches,
-            split_batches=config.split_batches,
-            seed=config.seed,
-            dispatch_batches=config.dispatch_batches,
-        )
+        share = self._shard_plan(is_training=is_training, is_own=False).share(loader)
         return share if is_training else cut_short(share, self._num_rehearsed)
 
     def num_examples(self, dataloader: Any) -> int:

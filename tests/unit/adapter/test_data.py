@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from support.tiny import make_arguments
 
-from hftrain.adapter.data import data_seed, eval_loader_config, read_accelerator_config, train_loader_config
+from hftrain.adapter.data import data_seed, loader_config, read_accelerator_config, shard_plan
 from hftrain.core.errors import ConfigError
 from hftrain.data.loaders import LoaderConfig
+from hftrain.data.sharding import ShardPlan
 
 
 @dataclass
@@ -36,24 +37,30 @@ def test_loaders_follow_the_arguments(tmp_path: Path) -> None:
         accelerator_config={"split_batches": True, "even_batches": False, "use_seedable_sampler": False},
     )
     arguments.dataloader_pin_memory = True
-    workers = {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, "drop_last": True, "seed": 7}
-    assert train_loader_config(arguments, has_accelerator=True) == LoaderConfig(
-        batch_size=3, pin_memory=True, split_batches=True, even_batches=False, use_seedable_sampler=False, **workers
-    )
-    assert eval_loader_config(arguments, has_accelerator=True) == LoaderConfig(batch_size=5, pin_memory=True, **workers)
+    workers = {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True, "pin_memory": True}
+    for is_training, size in ((True, 3), (False, 5)):
+        assert loader_config(arguments, is_training=is_training, has_accelerator=True) == LoaderConfig(
+            batch_size=size, drop_last=True, use_seedable_sampler=False, **workers
+        )
+    place = {"rank": 1, "world_size": 2, "seed": 7, "even_batches": False}
+    for is_training, is_own, splits in ((True, True, True), (False, True, False), (False, False, True)):
+        plan = shard_plan(arguments, rank=1, world_size=2, is_training=is_training, is_own=is_own)
+        assert plan == ShardPlan(is_training=is_training, split_batches=splits, **place)
 
 
 def test_defaults_are_those_of_the_loader(tmp_path: Path) -> None:
     arguments = make_arguments(tmp_path)
-    assert train_loader_config(arguments, has_accelerator=False) == LoaderConfig(batch_size=4, seed=42)
-    assert eval_loader_config(arguments, has_accelerator=False) == LoaderConfig(batch_size=4, seed=42)
+    for is_training in (True, False):
+        assert loader_config(arguments, is_training=is_training) == LoaderConfig(batch_size=4)
+        plan = shard_plan(arguments, rank=0, world_size=1, is_training=is_training)
+        assert plan == ShardPlan(is_training=is_training)
 
 
 @pytest.mark.parametrize(("pins", "has_accelerator"), [(True, False), (False, True)])
 def test_memory_is_pinned_where_asked_for_and_of_use(tmp_path: Path, pins: bool, has_accelerator: bool) -> None:
     arguments = make_arguments(tmp_path)
     arguments.dataloader_pin_memory = pins
-    assert not train_loader_config(arguments, has_accelerator=has_accelerator).pin_memory
+    assert not loader_config(arguments, is_training=True, has_accelerator=has_accelerator).pin_memory
 
 
 @pytest.mark.parametrize(("options", "seed"), [({}, 42), ({"seed": 3}, 3), ({"seed": 3, "data_seed": 0}, 0)])
@@ -69,8 +76,8 @@ def test_accelerator_config_is_read_in_every_form(tmp_path: Path, form: str) -> 
     config: Any = {"dict": settings, "object": Sharing(), "path": path, "text": str(path)}[form]
     arguments = make_arguments(tmp_path, accelerator_config=config)
     assert read_accelerator_config(arguments) == settings
-    assert train_loader_config(arguments, has_accelerator=False).split_batches
-    assert not train_loader_config(arguments, has_accelerator=False).even_batches
+    plan = shard_plan(arguments, rank=0, world_size=1, is_training=True)
+    assert (plan.split_batches, plan.even_batches) == (True, False)
 
 
 def test_no_accelerator_config_says_nothing(tmp_path: Path) -> None:

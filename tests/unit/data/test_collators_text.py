@@ -5,6 +5,7 @@ import pickle
 import numpy
 import pytest
 import torch
+from support.loading import build
 from torch.utils.data import DataLoader
 
 from hftrain import ConfigError, TaskError
@@ -15,7 +16,6 @@ from hftrain.data.collators_text import (
 )
 from hftrain.data.columns import ColumnPruner
 from hftrain.data.feed import TrainFeed
-from hftrain.data.loaders import LoaderConfig, build_train_loader
 
 
 class Tokenizer:
@@ -40,8 +40,7 @@ ROWS = [{"input_ids": list(range(2, 2 + length))} for length in range(12, 22)]
 
 def masks(**options):
     collator = DataCollatorForLanguageModeling(Tokenizer(), seed=7)
-    config = LoaderConfig(batch_size=3, **options)
-    return TrainFeed(build_train_loader(ROWS, config, collate=collator), seed=1)
+    return TrainFeed(build(ROWS, collate=collator, batch_size=3, **options), seed=1)
 
 
 def read(batches):

@@ -7,10 +7,10 @@ import random
 import numpy
 import pytest
 import torch
+from support.loading import build
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from hftrain.data.feed import TrainFeed
-from hftrain.data.loaders import LoaderConfig, build_train_loader
 
 
 class Items:
@@ -66,7 +66,7 @@ def formula(n, epoch, seed=42):
 
 
 def feed(dataset, **config):
-    loader = build_train_loader(dataset, LoaderConfig(batch_size=2, **config), collate=list)
+    loader = build(dataset, batch_size=2, **config)
     return TrainFeed(loader, seed=42)
 
 

@@ -6,6 +6,7 @@ import time
 import numpy
 import pytest
 import torch
+from support.loading import build
 from support.tiny import Stream
 
 from hftrain.core.errors import ConfigError
@@ -19,7 +20,6 @@ from hftrain.data.grouping import (
     reading_order,
     sample_lengths,
 )
-from hftrain.data.loaders import LoaderConfig, build_eval_loader, build_train_loader
 
 LENGTHS = numpy.random.default_rng(0).integers(1, 500, 1003)
 
@@ -115,11 +115,8 @@ def test_grouped_training_is_resumed_and_shared_out(shuffles, num_workers):
     def feed(rank, world_size):
         config = LengthConfig(batch_size=4, shuffles_batches=shuffles)
         sampler = length_sampler(rows(), config, is_training=True)
-        loader = build_train_loader(
-            rows(), LoaderConfig(batch_size=2, num_workers=num_workers), collate=list, sampler=sampler,
-            rank=rank, world_size=world_size,
-        )  # fmt: skip
-        return TrainFeed(loader, seed=42)
+        place = {"rank": rank, "world_size": world_size}
+        return TrainFeed(build(rows(), batch_size=2, num_workers=num_workers, sampler=sampler, **place), seed=42)
 
     shares = [read(feed(rank, 2).open(1)) for rank in (0, 1)]
     assert [read(feed(rank, 2).open(1, skip=3)) for rank in (0, 1)] == [share[3:] for share in shares]
@@ -136,10 +133,8 @@ def test_sorted_evaluation_knows_the_places_of_its_samples(world_size, drop_last
     for rank in range(world_size):
         unit = 4 if drop_last else 1
         sampler = length_sampler(rows(), LengthConfig(), is_training=False, world_size=world_size, unit=unit)
-        loader = build_eval_loader(
-            rows(), LoaderConfig(batch_size=4, drop_last=drop_last), collate=list, sampler=sampler,
-            rank=rank, world_size=world_size,
-        )  # fmt: skip
+        place = {"rank": rank, "world_size": world_size, "is_training": False}
+        loader = build(rows(), batch_size=4, drop_last=drop_last, sampler=sampler, **place)
         batches = read(loader)
         share = [i for batch in batches for i in batch]
         assert LENGTHS[share].tolist() == sorted(LENGTHS[share].tolist(), reverse=True)
@@ -150,7 +145,7 @@ def test_sorted_evaluation_knows_the_places_of_its_samples(world_size, drop_last
 
 
 def test_order_of_other_loaders_is_the_datas():
-    assert reading_order(build_eval_loader(rows(), LoaderConfig(batch_size=2), collate=list)) is None
+    assert reading_order(build(rows(), batch_size=2, is_training=False)) is None
     assert reading_order([1, 2]) is None
 
 

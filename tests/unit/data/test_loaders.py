@@ -7,10 +7,11 @@ import sys
 import numpy
 import pytest
 import torch
+from support.loading import build
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from hftrain.core.errors import ConfigError
-from hftrain.data.loaders import LoaderConfig, build_eval_loader, build_train_loader
+from hftrain.data.loaders import LoaderConfig
 from hftrain.data.samplers import EpochShuffleSampler, GlobalShuffleSampler
 
 
@@ -38,14 +39,12 @@ def flat(batches):
     return [item for batch in batches for item in batch]
 
 
-def train(dataset, *, rank=0, world_size=1, sampler=None, **config):
-    config = LoaderConfig(**{"batch_size": 2, **config})
-    return build_train_loader(dataset, config, collate=list, sampler=sampler, rank=rank, world_size=world_size)
+def train(dataset, **options):
+    return build(dataset, collate=list, **{"batch_size": 2, **options})
 
 
-def evaluate(dataset, *, rank=0, world_size=1, sampler=None, **config):
-    config = LoaderConfig(**{"batch_size": 2, **config})
-    return build_eval_loader(dataset, config, collate=list, sampler=sampler, rank=rank, world_size=world_size)
+def evaluate(dataset, **options):
+    return build(dataset, collate=list, is_training=False, **{"batch_size": 2, **options})
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -237,14 +236,15 @@ def test_loader_config_refuses(options, message):
         LoaderConfig(**options)
 
 
-def test_single_process_run_does_not_import_accelerate():
+def test_reading_does_not_import_accelerate():
     code = """
 import sys
-from hftrain.data import collators, columns, feed, loaders
+from hftrain.data import collators, columns, feed, loaders, sharding
 config = loaders.LoaderConfig(batch_size=2)
-loader = loaders.build_train_loader(range(4), config, collate=list)
-list(feed.TrainFeed(loader, seed=0).open(0, skip=1))
-list(loaders.build_eval_loader(range(4), config, collate=list))
+for is_training in (True, False):
+    plan = sharding.ShardPlan(world_size=2, is_training=is_training)
+    loader = loaders.build_loader(range(4), config, plan, collate=list)
+    list(feed.TrainFeed(loader, seed=0).open(0, skip=1))
 assert "accelerate" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

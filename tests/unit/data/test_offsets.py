@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.loading import build as build_any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from hftrain.core.errors import CheckpointError
 from hftrain.data.feed import TrainFeed
-from hftrain.data.loaders import LoaderConfig, build_train_loader
 from hftrain.data.offsets import OffsetStream, has_own_shares, samples_per_round, with_offset
 
 
@@ -34,9 +34,8 @@ class Count(IterableDataset[int]):
         return self.num
 
 
-def build(dataset: Any, batch_size: int = 2, *, rank: int = 0, world_size: int = 1, **options: Any) -> Any:
-    config = LoaderConfig(batch_size=batch_size, **options)
-    return build_train_loader(dataset, config, collate=list, rank=rank, world_size=world_size)
+def build(dataset: Any, batch_size: int = 2, **options: Any) -> Any:
+    return build_any(dataset, batch_size=batch_size, **options)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

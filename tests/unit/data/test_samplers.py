@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -16,6 +17,7 @@ from hftrain.data.samplers import (
     ContiguousShard,
     EpochShuffleSampler,
     GlobalShuffleSampler,
+    RankBatches,
     SkippedBatches,
     give_generator,
     is_rank_aware,
@@ -54,6 +56,25 @@ def test_contiguous_shards_keep_units_whole(n):
 def test_contiguous_shard_without_length_raises():
     with pytest.raises(ConfigError, match="__len__"):
         ContiguousShard(iter([1]), rank=0, world_size=2)
+
+
+class OfAnySize(list):
+    """Batches that tell no size."""
+
+
+@pytest.mark.parametrize("options", [{}, {"even_batches": False}, {"split_batches": True}], ids=str)
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rank_batches_are_those_of_accelerate(world_size, drop_last, options):
+    size = 2 * world_size if "split_batches" in options else 2
+    sources = [BatchSampler(SequentialSampler(range(n)), size, drop_last) for n in range(17)]
+    if "split_batches" not in options:
+        sources += [OfAnySize([[i] * (1 + i % 3) for i in range(n)]) for n in range(9)]
+    for source in sources:
+        for rank in range(world_size):
+            place = {"num_processes": world_size, "process_index": rank, **options}
+            ours, theirs = RankBatches(source, **place), BatchSamplerShard(source, **place)
+            assert (list(ours), len(ours)) == (list(theirs), len(theirs))
 
 
 @pytest.mark.parametrize("skip", [0, 2, 3, 9])

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, prepare_data_loader
+from support.loading import build
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from hftrain.core.errors import ConfigError
-from hftrain.data.loaders import LoaderConfig, build_train_loader
-from hftrain.data.sharding import is_plain_loader, rebuild_loader, shard_loader, split_size
+from hftrain.data.sharding import ShardPlan, is_plain_loader, rebuild_loader
 
 
 class Stream(IterableDataset):
@@ -48,6 +48,10 @@ def loader_of(dataset, **options):
     return DataLoader(dataset, collate_fn=list, **options)
 
 
+def shard_loader(loader, **plan):
+    return ShardPlan(**plan).share(loader)
+
+
 def test_a_single_rank_keeps_its_loader():
     loader = loader_of(range(4))
     assert shard_loader(loader, rank=0, world_size=1, is_training=True) is loader
@@ -57,7 +61,7 @@ def test_a_single_rank_keeps_its_loader():
     "make",
     [
         lambda: [1, 2],
-        lambda: build_train_loader(range(4), LoaderConfig(batch_size=2), collate=list),
+        lambda: build(range(4), batch_size=2),
         lambda: loader_of(range(4), sampler=DistributedSampler(range(4), num_replicas=2, rank=0)),
         lambda: OwnWay(range(4), sampler=DistributedSampler(range(4), num_replicas=2, rank=0)),
     ],
@@ -142,8 +146,8 @@ def test_loaders_that_cannot_be_split_raise(loader, options, message):
 
 
 def test_split_size_divides_only_on_request():
-    assert split_size(4, world_size=2, split_batches=True) == 2
-    assert split_size(3, world_size=2, split_batches=False) == 3
+    assert ShardPlan(world_size=2, split_batches=True).size_of(4) == 2
+    assert ShardPlan(world_size=2, split_batches=False).size_of(3) == 3
 
 
 def prepared(dataset: Any, rank: int, **options: Any) -> Any:

@@ -6,23 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from support.loading import build, stream_share
 from support.stateful import Drawing, StatefulRows, StatefulStream
 from support.tiny import Stream, make_rows
 from torch.utils.data import DataLoader
 
 from hftrain.core.errors import TaskError
-from hftrain.data.dispatch import EvenedStream
 from hftrain.data.feed import TrainFeed
-from hftrain.data.loaders import LoaderConfig, build_train_loader
 from hftrain.data.seeding import SeededBatches
-from hftrain.data.states import Stamped, StatefulLoader, epoch_stream, resumable_loader
-from hftrain.data.streams import EpochStream, shard_stream
+from hftrain.data.states import Stamped, StatefulLoader, resumable_loader
+from hftrain.data.streams import EpochStream, EvenedStream, epoch_stream
 from hftrain.data.wrappers import has_state
 
 
 def make_feed(dataset: Any, *, workers: int = 0, persistent: bool = False, **config: Any) -> TrainFeed:
-    options = LoaderConfig(batch_size=4, num_workers=workers, persistent_workers=persistent, **config)
-    loader = build_train_loader(dataset, options, collate=list)
+    loader = build(dataset, batch_size=4, num_workers=workers, persistent_workers=persistent, **config)
     return TrainFeed(resumable_loader(loader, seed=42, rank=0), seed=42)
 
 
@@ -145,7 +143,7 @@ def test_loaders_that_lack_nothing_are_left_alone() -> None:
         DataLoader(make_rows(8), batch_size=2),
         DataLoader(Stream(make_rows(8)), num_workers=1),
         DataLoader(make_rows(8), batch_size=None, num_workers=1),
-        build_train_loader(make_rows(8), LoaderConfig(batch_size=2, num_workers=1), collate=list),
+        build(make_rows(8), batch_size=2, num_workers=1),
         [1, 2],
     ):
         assert resumable_loader(loader, seed=0, rank=0) is loader
@@ -175,13 +173,8 @@ def test_batches_are_pinned_and_states_are_not(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("num", [8, 9, 11, 13, 16])
 def test_ranks_share_a_stream_with_a_state_as_one_without(num: int, drop_last: bool) -> None:
     def shares(dataset: Any) -> list[list[float]]:
-        options: dict[str, Any] = {"drop_last": drop_last, "is_training": True, "even_batches": True, "num_workers": 0}
-        return [
-            [float(row["x"].sum()) for row in shard_stream(
-                dataset, batch_size=2, rank=rank, world_size=2, seed=0, **options
-            )]
-            for rank in range(2)
-        ]  # fmt: skip
+        parts = [stream_share(dataset, drop_last=drop_last, rank=rank, world_size=2) for rank in range(2)]
+        return [[float(row["x"].sum()) for row in part] for part in parts]
 
     class InOrder(StatefulStream):
         def __iter__(self) -> Any:
@@ -192,10 +185,7 @@ def test_ranks_share_a_stream_with_a_state_as_one_without(num: int, drop_last: b
 
 def test_share_of_a_rank_goes_on_up_to_its_filled_end() -> None:
     def make(rank: int) -> Any:
-        stream = shard_stream(
-            StatefulStream(9, draws=False), batch_size=2, rank=rank, world_size=2, drop_last=False, is_training=True,
-            even_batches=True, num_workers=0, seed=0,
-        )  # fmt: skip
+        stream = stream_share(StatefulStream(9, draws=False), rank=rank, world_size=2, seed=0)
         return TrainFeed(DataLoader(stream, batch_size=2, collate_fn=list), seed=0)
 
     for rank in range(2):
@@ -224,8 +214,8 @@ def test_closing_puts_a_dataset_back_to_where_it_was() -> None:
 
 def make_dispatched(num: int, *, persistent: bool = False) -> TrainFeed:
     """Return what the main process of two reads for both, with two workers."""
-    options = LoaderConfig(batch_size=4, num_workers=2, persistent_workers=persistent, dispatch_batches=True)
-    loader = build_train_loader(StatefulStream(num), options, collate=list, world_size=2)
+    workers = {"num_workers": 2, "persistent_workers": persistent}
+    loader = build(StatefulStream(num), batch_size=4, dispatch_batches=True, world_size=2, **workers)
     return TrainFeed(resumable_loader(loader, seed=42, rank=0).loader, seed=42)
 
 

@@ -4,10 +4,11 @@ import time
 
 import pytest
 import torch
+from support.loading import stream_share
 from torch.utils.data import DataLoader, IterableDataset
 
 from hftrain.core.errors import ConfigError
-from hftrain.data.streams import BatchShardStream, EpochStream, set_dataset_epoch, shard_stream
+from hftrain.data.streams import BatchShardStream, EpochStream, set_dataset_epoch
 
 
 class Stream(IterableDataset):
@@ -40,8 +41,7 @@ class EpochAware(IterableDataset):
 
 
 def share(dataset, *, rank, world_size, **changes):
-    options = {"batch_size": 2, "drop_last": False, "is_training": False, "even_batches": True, "num_workers": 0}
-    return shard_stream(dataset, rank=rank, world_size=world_size, seed=0, **{**options, **changes})
+    return stream_share(dataset, rank=rank, world_size=world_size, **{"is_training": False, "seed": 0, **changes})
 
 
 def test_set_dataset_epoch_reseeds_the_generator_of_a_stream():
