@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import make_arguments
+from support.tiny import make_arguments, make_trainer
 
 from hftrain import ConfigError, HfDeepSpeedConfig, Trainer, TrainingArguments, set_seed
 
@@ -45,13 +45,10 @@ def train(folder: str, *, stop: int | None = None, resume: bool = False, **zero:
 
     set_seed(5)
     config = {"stage": 3, **dict.fromkeys(BUCKETS, "auto"), **zero}
-    args = make_arguments(
-        Path(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1,
-        save_strategy="steps", save_steps=2, max_steps=4, deepspeed={"zero_optimization": config},
-    )  # fmt: skip
-    trainer = Trainer(
-        LlamaForCausalLM(make_config()), args, train_dataset=make_rows(), eval_dataset=make_rows()[:5],
-        callbacks=[StopAt(stop)],
+    trainer = make_trainer(
+        Path(folder), LlamaForCausalLM(make_config()), train_dataset=make_rows(), eval_dataset=make_rows()[:5],
+        callbacks=[StopAt(stop)], per_device_train_batch_size=2, gradient_accumulation_steps=2, eval_strategy="steps",
+        eval_steps=1, save_strategy="steps", save_steps=2, max_steps=4, deepspeed={"zero_optimization": config},
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     return [entry[name] for entry in trainer.state.log_history for name in ("loss", "eval_loss") if name in entry]
@@ -104,10 +101,9 @@ def test_model_built_after_the_arguments_is_split_from_the_start(
     set_seed(5)
     LlamaForCausalLM(make_config()).save_pretrained(tmp_path / "source")
     options: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 3, "optim": "adamw_torch"}
-    alone = Trainer(
-        LlamaForCausalLM.from_pretrained(tmp_path / "source"), make_arguments(tmp_path / "alone", **options),
-        train_dataset=make_rows(),
-    )  # fmt: skip
+    alone = make_trainer(
+        tmp_path / "alone", LlamaForCausalLM.from_pretrained(tmp_path / "source"), train_dataset=make_rows(), **options
+    )
     alone.train()
     folders = {"folder": str(tmp_path / "two"), "source": str(tmp_path / "source")}
     answers = run_distributed(build_after_the_arguments, **folders, has_group=has_group)

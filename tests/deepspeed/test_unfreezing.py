@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_rows, make_trainer
 from torch import nn
 
-from hftrain import Trainer, TrainerCallback, set_seed
+from hftrain import TrainerCallback, set_seed
 from hftrain.core.errors import StrategyError
 
 pytestmark = pytest.mark.deepspeed
@@ -45,13 +45,10 @@ def change_each(folder: str) -> dict[str, Any]:
             set_seed(7)
             model = Net()
             model.layers[0].requires_grad_(False)
-            arguments = make_arguments(
-                Path(folder),
-                max_steps=3,
-                gradient_accumulation_steps=2,
-                deepspeed={"zero_optimization": {"stage": stage}},
-            )
-            trainer = Trainer(model, arguments, train_dataset=make_rows(64), callbacks=[Changes(change)])
+            trainer = make_trainer(
+                Path(folder), model, train_dataset=make_rows(64), callbacks=[Changes(change)], max_steps=3,
+                gradient_accumulation_steps=2, deepspeed={"zero_optimization": {"stage": stage}},
+            )  # fmt: skip
             try:
                 trainer.train()
                 found[f"{stage} {change}"] = ["no error", trainer.state.global_step]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_rows, train
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
-from hftrain import Trainer, TrainerCallback
+from hftrain import TrainerCallback
 
 pytestmark = pytest.mark.distributed
 
@@ -67,12 +67,11 @@ def count(folder: str) -> list[tuple[bool, Counter[str], Counter[str]]]:
     answers = []
     for accumulation, averages in ((1, True), (3, True), (1, False), (3, False)):
         watch = Watch()
-        arguments = make_arguments(
-            Path(folder), max_steps=LAST + 2, logging_steps=LAST + 1, gradient_accumulation_steps=accumulation,
-            per_device_train_batch_size=2, average_tokens_across_devices=averages,
+        train(
+            Path(folder), train_dataset=make_rows(96), callbacks=[watch], strategy="ddp", max_steps=LAST + 2,
+            logging_steps=LAST + 1, gradient_accumulation_steps=accumulation, per_device_train_batch_size=2,
+            average_tokens_across_devices=averages,
         )  # fmt: skip
-        trainer = Trainer(Net(), arguments, train_dataset=make_rows(96), callbacks=[watch], strategy="ddp")
-        trainer.train()
         assert dist.is_initialized()
         answers.append((averages, watch.counts, by_hand(accumulation)))
     return answers

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Stream, Task, make_arguments, make_rows
+from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer
 from torch import nn
 
 from hftrain import (
@@ -158,15 +158,11 @@ def train(folder: str) -> list[Any]:
             if "eval_seldom_loss" in metrics:
                 seen.append(state.global_step)
 
-    trainer = Trainer(
-        Net(),
-        make_arguments(
-            Path(folder), max_steps=4, eval_strategy="steps", eval_steps=1, bf16_full_eval=True,
-            use_legacy_prediction_loop=True, metric_for_best_model="eval_seldom_loss",
-        ),
-        train_dataset=make_rows(24),
+    trainer = make_trainer(
+        Path(folder), train_dataset=make_rows(24),
         eval_dataset={"often": make_rows(5), "seldom": EvalSet(make_rows(7), every=2, metrics=share)},
-        callbacks=[Note()],
+        callbacks=[Note()], max_steps=4, eval_strategy="steps", eval_steps=1, bf16_full_eval=True,
+        use_legacy_prediction_loop=True, metric_for_best_model="eval_seldom_loss",
     )  # fmt: skip
     trainer.train()
     return [seen, trainer.state.best_metric, [p.tolist() for p in trainer.model.parameters()]]

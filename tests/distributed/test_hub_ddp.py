@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 from support.hub_server import running_hub
-from support.tiny import Net, make_arguments, make_rows
-
-from hftrain import Trainer
+from support.tiny import make_rows, make_trainer
 
 pytestmark = pytest.mark.distributed
 
@@ -18,8 +16,7 @@ pytestmark = pytest.mark.distributed
 def train(folder: str) -> list[Any]:
     """Train and push by hand; return what this process knows of the Hub."""
     options = {"hub_strategy": "all_checkpoints", "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    args = make_arguments(Path(folder), push_to_hub=True, **options)
-    trainer = Trainer(Net(), args, train_dataset=make_rows(24))
+    trainer = make_trainer(Path(folder), train_dataset=make_rows(24), push_to_hub=True, **options)
     trainer.train()
     trainer.save_model()
     pushed = trainer.push_to_hub("by hand")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_rows, make_trainer
 from torch import nn
 
 from hftrain import Trainer, set_seed
@@ -48,12 +48,11 @@ def make_words(num: int) -> list[dict[str, torch.Tensor]]:
 def count(folder: str, *, resume: bool = False, **options: Any) -> dict[str, Any]:
     """Train on 20 samples twice and return what was counted."""
     set_seed(7)
-    arguments = make_arguments(
-        Path(folder), include_num_input_tokens_seen="non_padding", include_tokens_per_second=True,
-        skip_memory_metrics=False, per_device_train_batch_size=2, save_strategy="steps", save_steps=7,
-        eval_strategy="epoch", **options,
+    trainer = make_trainer(
+        Path(folder), Words(), train_dataset=make_words(20), eval_dataset=make_words(6),
+        include_num_input_tokens_seen="non_padding", include_tokens_per_second=True, skip_memory_metrics=False,
+        per_device_train_batch_size=2, save_strategy="steps", save_steps=7, eval_strategy="epoch", **options,
     )  # fmt: skip
-    trainer = Trainer(Words(), arguments, train_dataset=make_words(20), eval_dataset=make_words(6))
     metrics = trainer.train(resume_from_checkpoint=resume).metrics
     return {
         "logged": [entry["num_input_tokens_seen"] for entry in trainer.state.log_history if "loss" in entry],
@@ -133,7 +132,7 @@ def speak(folder: str) -> list[list[str]]:
     for options, num_nodes, _, _ in RECIPES:
         # Two machines have one process each, as far as a process can tell.
         os.environ["LOCAL_RANK"] = os.environ["RANK"] if num_nodes == 1 else "0"
-        Trainer(Net(), make_arguments(Path(folder), **options), train_dataset=make_rows())
+        make_trainer(Path(folder), **options)
         heard.append([])
         for level in (logging.INFO, logging.WARNING, logging.ERROR):
             logging.getLogger("hftrain.anywhere").log(level, "something")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.own_loops import Generate, InTurn, KFold, Pair, UntilCertain
 from support.resuming import StopAt
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_rows, make_trainer
 
 from hftrain import ConfigError, Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint.signals import TrainingStopped
@@ -29,13 +29,11 @@ class Strike(TrainerCallback):
 def train_folds(folder: str, *, stop: int | None = None, strikes: bool = False, resume: bool = False) -> dict[str, Any]:
     set_seed(7)
     loop = KFold(2)
-    trainer = Trainer(
-        Net(dropout=0.2),
-        make_arguments(Path(folder), max_steps=12, save_strategy="steps", save_steps=50),
-        train_dataset=make_rows(26),
-        callbacks=[StopAt(stop), *([Strike] if strikes else [])],
-        loop=loop,
-    )
+    trainer = make_trainer(
+        Path(folder), Net(dropout=0.2), train_dataset=make_rows(26),
+        callbacks=[StopAt(stop), *([Strike] if strikes else [])], loop=loop, max_steps=12, save_strategy="steps",
+        save_steps=50,
+    )  # fmt: skip
     try:
         trainer.train(resume_from_checkpoint=resume)
     except TrainingStopped:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import Net, Task, make_arguments, make_rows
+from support.tiny import Net, Task, make_arguments, make_rows, make_trainer
 
 from hftrain import CheckpointError, Trainer, TrainerCallback, set_seed
 from hftrain.trainer import output
@@ -32,14 +32,11 @@ def train(folder: str, *, stop: int = 99, resume: Any = None, strategy: Any = No
     set_seed(7)
     defaults = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "save_total_limit": 4}
     evaluation = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    trainer = Trainer(
-        Task() if strategy else Net(0.1),
-        make_arguments(Path(folder) if "://" not in folder else folder, **{**defaults, **evaluation, **options}),
-        train_dataset=make_rows(24),
-        eval_dataset=make_rows(7, seed=2),
-        callbacks=[StopAt(stop)],
-        strategy=strategy,
-    )
+    trainer = make_trainer(
+        Path(folder) if "://" not in folder else folder, Task() if strategy else Net(0.1), train_dataset=make_rows(24),
+        eval_dataset=make_rows(7, seed=2), callbacks=[StopAt(stop)], strategy=strategy,
+        **{**defaults, **evaluation, **options},
+    )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

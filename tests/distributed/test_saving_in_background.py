@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import make_resumable, make_rows
 from support.writes import At, same_files
 
-from hftrain import CheckpointError, SavePolicy, Trainer, set_seed
+from hftrain import CheckpointError, SavePolicy
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.snapshot import HostCopies
@@ -32,15 +32,9 @@ OPTIONS = {
 def make_trainer(
     folder: Path, *callbacks: Any, save_async: bool = True, on_full_disk: Any = "warn", **options: Any
 ) -> Any:
-    set_seed(1)
-    defaults = {"save_strategy": "steps", "save_steps": 100, "max_steps": 12, "logging_steps": 5}
-    return Trainer(
-        Net(dropout=0.2),
-        make_arguments(folder, **{**defaults, **options}),
-        train_dataset=make_rows(48),
-        callbacks=list(callbacks),
-        save_policy=SavePolicy(save_async=save_async, on_full_disk=on_full_disk),
-    )
+    policy = SavePolicy(save_async=save_async, on_full_disk=on_full_disk)
+    options = {"max_steps": 12, "logging_steps": 5, **options}
+    return make_resumable(folder, *callbacks, train_dataset=make_rows(48), save_policy=policy, **options)
 
 
 def slow_down(seconds: float) -> None:

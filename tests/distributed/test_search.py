@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.distributed import launch
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_rows, make_trainer
 from torch import nn
 
 from hftrain import ConfigError, Trainer, TrainerCallback
@@ -41,14 +41,12 @@ def make(**options: Any) -> tuple[Trainer, list[Any]]:
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             runs[-1].append(state.global_step)
 
-    trainer = Trainer(
+    trainer = make_trainer(
+        Path("out"), train_dataset=make_rows(16),
         model_init=lambda trial: Sized(5 if trial is None else trial.suggest_int("hidden", 2, 9)),
-        args=make_arguments(Path("out"), num_train_epochs=1, save_strategy="epoch", **options),
-        train_dataset=make_rows(16),
-        eval_dataset=make_rows(8),
-        callbacks=[Look],
-        strategy="ddp",
-    )
+        eval_dataset=make_rows(8), callbacks=[Look], strategy="ddp", num_train_epochs=1, save_strategy="epoch",
+        **options,
+    )  # fmt: skip
     return trainer, runs
 
 

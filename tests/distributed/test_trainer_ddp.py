@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Rows, Stream, Task, make_arguments, make_rows
+from support.tiny import Net, Rows, Stream, Task, make_arguments, make_rows, make_trainer
 
 from hftrain import EvalPrediction, Trainer, TrainerCallback, set_seed
 from hftrain.core.types import StepOutput
@@ -30,15 +30,10 @@ def train(
     """Train `Net` and return what it logged and learnt."""
     set_seed(7)
     data: Any = make_rows(rows)
-    trainer = Trainer(
-        Net(),
-        make_arguments(Path(folder), **options),
-        train_dataset=Stream(data) if is_stream else data,
-        eval_dataset=make_rows(7, seed=2),
-        callbacks=[StopAt(stop)],
-        strategy=strategy,
-        precision=precision,
-    )
+    trainer = make_trainer(
+        Path(folder), train_dataset=Stream(data) if is_stream else data, eval_dataset=make_rows(7, seed=2),
+        callbacks=[StopAt(stop)], strategy=strategy, precision=precision, **options,
+    )  # fmt: skip
     output = trainer.train(resume_from_checkpoint=resume)
     return {
         "history": [
@@ -216,11 +211,10 @@ def sum_over_tokens(folder: str, *, size: int, averages: bool) -> list[float]:
             return StepOutput(loss=torch.nn.functional.cross_entropy(logits, batch["labels"].flatten()))
 
     set_seed(0)
-    arguments = make_arguments(
-        Path(folder), per_device_train_batch_size=size, max_steps=1, learning_rate=0.0,
+    trainer = make_trainer(
+        Path(folder), Words(), train_dataset=rows, per_device_train_batch_size=size, max_steps=1, learning_rate=0.0,
         gradient_accumulation_steps=3, average_tokens_across_devices=averages,
     )  # fmt: skip
-    trainer = Trainer(Words(), arguments, train_dataset=rows)
     gradients: list[float] = []
 
     class Keep(TrainerCallback):
@@ -270,14 +264,10 @@ def rehearse(folder: str) -> dict[str, Any]:
     """Rehearse on every process, and return what is left of it."""
     set_seed(7)
     options = {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
-    trainer = Trainer(
-        Net(),
-        make_arguments(Path(folder) / "out", **options),
-        train_dataset=make_rows(24),
-        eval_dataset=make_rows(7, seed=2),
-        strategy="ddp",
-        fast_dev_run=2,
-    )
+    trainer = make_trainer(
+        Path(folder) / "out", train_dataset=make_rows(24), eval_dataset=make_rows(7, seed=2), strategy="ddp",
+        fast_dev_run=2, **options,
+    )  # fmt: skip
     before = [p.detach().clone() for p in trainer.model.parameters()]
     output = trainer.train()
     return {

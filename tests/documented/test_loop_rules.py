@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.tiny import Net, Stream, make_arguments, make_rows
+from support.tiny import Net, Stream, make_arguments, make_rows, make_trainer, train
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -41,10 +41,7 @@ def scramble() -> None:
 def test_weights_of_model_init_follow_the_seed_alone(tmp_path: Path) -> None:
     def weights(seed: int) -> list[torch.Tensor]:
         scramble()
-        trainer = Trainer(
-            args=make_arguments(tmp_path, seed=seed, max_steps=1, learning_rate=0.0), model_init=Net,
-            train_dataset=make_rows(),
-        )  # fmt: skip
+        trainer = make_trainer(tmp_path, model_init=Net, seed=seed, max_steps=1, learning_rate=0.0)
         made = [p.detach().clone() for p in trainer.model.parameters()]
         scramble()
         trainer.train()
@@ -79,8 +76,7 @@ def test_full_determinism_is_for_the_process_and_only_on_request(
     for name in VARIABLES:
         os.environ.pop(name, None)
     torch.backends.cudnn.benchmark = True
-    trainer = Trainer(Net(), make_arguments(tmp_path, full_determinism=is_full, max_steps=1), train_dataset=make_rows())
-    trainer.train()
+    train(tmp_path, full_determinism=is_full, max_steps=1)
     assert {name: os.environ.get(name) for name in VARIABLES} == (VARIABLES if is_full else dict.fromkeys(VARIABLES))
     assert torch.are_deterministic_algorithms_enabled() is is_full
     assert torch.backends.cudnn.deterministic is is_full
@@ -133,11 +129,10 @@ def test_nested_inputs_are_moved_and_keep_their_form(tmp_path: Path, wrap: Any) 
         "extra": wrap({"inner": wrap({"deep": one})}),
     }
     model = Nested()
-    trainer = Trainer(
-        model, make_arguments(tmp_path, max_steps=1, remove_unused_columns=False), train_dataset=[0] * 4,
-        data_collator=lambda samples: wrap(batch),
+    trainer = train(
+        tmp_path, model, train_dataset=[0] * 4, data_collator=lambda samples: wrap(batch), max_steps=1,
+        remove_unused_columns=False,
     )  # fmt: skip
-    trainer.train()
     # On the meta device a tensor that was moved can be told from one that was not.
     trainer.strategy = SingleDeviceStrategy(device="meta")
     trainer.strategy.launch()
@@ -160,9 +155,7 @@ def test_nested_inputs_are_moved_and_keep_their_form(tmp_path: Path, wrap: Any) 
 @pytest.mark.parametrize("verb", ["train", "evaluate"])
 def test_empty_batch_names_the_columns_that_the_model_takes(tmp_path: Path, verb: str) -> None:
     rows = make_rows(4)
-    trainer = Trainer(
-        Net(), make_arguments(tmp_path), train_dataset=rows, eval_dataset=rows, data_collator=lambda samples: {}
-    )
+    trainer = make_trainer(tmp_path, train_dataset=rows, eval_dataset=rows, data_collator=lambda samples: {})
     with pytest.raises(TaskError, match=r"It is empty: no column .* Net\.forward takes \(.*x.*labels"):
         getattr(trainer, verb)()
 
@@ -221,8 +214,7 @@ def test_function_that_ignores_the_count_is_named(tmp_path: Path, caplog: pytest
 
     for function, accumulation, is_named in ((divides, 3, False), (ignores, 1, False), (ignores, 3, True)):
         caplog.clear()
-        arguments = make_arguments(tmp_path, gradient_accumulation_steps=accumulation, max_steps=1)
-        Trainer(Net(), arguments, train_dataset=make_rows(), compute_loss_func=function).train()
+        train(tmp_path, compute_loss_func=function, gradient_accumulation_steps=accumulation, max_steps=1)
         assert ("takes num_items_in_batch and does not use it" in caplog.text) is is_named
 
 
@@ -239,11 +231,10 @@ def test_loss_function_may_be_a_module_or_take_any_keyword(tmp_path: Path, reduc
     losses = []
     for size, accumulation in ((12, 1), (4, 3)):
         set_seed(0)
-        arguments = make_arguments(
-            tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, max_steps=2
-        )
-        trainer = Trainer(Net(), arguments, train_dataset=make_rows(24), compute_loss_func=function)
-        trainer.train()
+        trainer = train(
+            tmp_path, train_dataset=make_rows(24), compute_loss_func=function, per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation, max_steps=2,
+        )  # fmt: skip
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -264,10 +255,7 @@ def test_stop_ends_the_run_and_its_mean_loss_counts_every_step(tmp_path: Path, e
     steps = {"on_step_end": 12, "on_epoch_end": 6, "on_train_begin": 0, "on_epoch_begin": 1}[event]
     assert output.global_step == trainer.state.global_step == steps
     set_seed(0)
-    each = Trainer(
-        Net(), make_arguments(tmp_path, max_steps=max(steps, 1), learning_rate=0.0), train_dataset=make_rows()
-    )
-    each.train()
+    each = train(tmp_path, max_steps=max(steps, 1), learning_rate=0.0)
     losses = [entry["loss"] for entry in each.state.log_history if "loss" in entry][:steps]
     # Those since the last log are counted; without a step there is nothing to divide by.
     assert output.training_loss == pytest.approx(sum(losses) / steps if steps else 0.0)

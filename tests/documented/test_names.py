@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_rows, make_trainer, train
 
 import hftrain
 from hftrain import (
@@ -95,7 +95,7 @@ def test_setup_devices_is_the_device(tmp_path: Path) -> None:
 
 
 def make(folder: Path, **options: Any) -> Trainer:
-    return Trainer(Net(), make_arguments(folder, **options), train_dataset=make_rows(), eval_dataset=make_rows(5))
+    return make_trainer(folder, eval_dataset=make_rows(5), **options)
 
 
 def test_trainer_has_the_private_names_that_clients_read(tmp_path: Path) -> None:
@@ -182,16 +182,10 @@ def test_improvement_is_judged_by_an_overridden_check(tmp_path: Path) -> None:
             seen.append(metric_value)
             self.early_stopping_patience_counter += 1
 
-    trainer = Trainer(
-        Net(),
-        make_arguments(
-            tmp_path, eval_strategy="steps", eval_steps=1, metric_for_best_model="loss", greater_is_better=False
-        ),
-        train_dataset=make_rows(),
-        eval_dataset=make_rows(5),
-        callbacks=[Never(2)],
-    )
-    trainer.train()
+    trainer = train(
+        tmp_path, eval_dataset=make_rows(5), callbacks=[Never(2)], eval_strategy="steps", eval_steps=1,
+        metric_for_best_model="loss", greater_is_better=False,
+    )  # fmt: skip
     assert trainer.state.global_step == 2
     assert seen == [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
 

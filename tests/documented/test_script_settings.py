@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
-
-from hftrain import Trainer
+from support.tiny import train
 
 
 def losses(folder: Path, **options: Any) -> list[float]:
-    trainer = Trainer(Net(), make_arguments(folder, max_steps=3, **options), train_dataset=make_rows())
-    trainer.train()
+    trainer = train(folder, max_steps=3, **options)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_rows, make_trainer, train
 from torch import nn
 
 from hftrain import Trainer, TrainerCallback, TrainingArguments
@@ -80,9 +80,8 @@ class EarlyStoppingCallback(TrainerCallback):
 def test_resume_from_the_newest_checkpoint_and_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     saving = {"save_strategy": "steps", "save_steps": 2}
-    Trainer(Model(), make_arguments(Path("your-model"), max_steps=4, **saving), train_dataset=make_rows()).train()
-    args = make_arguments(Path("your-model"), max_steps=6, **saving)
-    trainer = Trainer(Model(), args, train_dataset=make_rows())
+    train(Path("your-model"), Model(), max_steps=4, **saving)
+    trainer = make_trainer(Path("your-model"), Model(), max_steps=6, **saving)
     # resume from latest checkpoint
     trainer.train(resume_from_checkpoint=True)
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5, 6]
@@ -184,15 +183,10 @@ def test_memory_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_best_model_by_the_loss_of_one_of_two_sets(tmp_path: Path) -> None:
     data1, data2 = make_rows(6, seed=2), make_rows(6, seed=3)
-    args = make_arguments(
-        tmp_path,
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_data1_loss",
-    )
-    trainer = Trainer(Model(), args, train_dataset=make_rows(), eval_dataset={"data1": data1, "data2": data2})
-    trainer.train()
+    trainer = train(
+        tmp_path, Model(), eval_dataset={"data1": data1, "data2": data2}, eval_strategy="epoch", save_strategy="epoch",
+        load_best_model_at_end=True, metric_for_best_model="eval_data1_loss",
+    )  # fmt: skip
     losses = [entry["eval_data1_loss"] for entry in trainer.state.log_history if "eval_data1_loss" in entry]
     assert trainer.state.best_metric == min(losses)
     assert trainer.evaluate(data1)["eval_loss"] == pytest.approx(min(losses))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows
+from support.tiny import Net, Task, make_arguments, make_rows, train
 from torch import nn
 
 from hftrain import ConfigError, DataCollatorWithPadding, DefaultDataCollator, TaskError, TaskModule, Trainer
@@ -77,8 +77,7 @@ def test_own_collator_gets_the_text(tmp_path: Path) -> None:
         texts.extend(row.pop("text") for row in features)
         return {name: torch.tensor([row[name] for row in features]) for name in ("x", "labels")}
 
-    arguments = make_arguments(tmp_path, max_steps=1)
-    Trainer(Seen(), arguments, data_collator=collate, train_dataset=with_text()).train()
+    train(tmp_path, Seen(), train_dataset=with_text(), data_collator=collate, max_steps=1)
     assert texts == ["a"] * 4
 
 

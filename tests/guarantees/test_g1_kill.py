@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import torch
 from support.forking import ForkServer, kill
-from support.tiny import Net, Noisy, make_arguments, make_rows
+from support.tiny import Net, Noisy, make_rows, make_trainer
 
 import hftrain.storage.tensors
 from hftrain import CheckpointError, SavePolicy, Trainer, TrainerCallback, set_seed
@@ -103,13 +103,11 @@ def train(
     set_seed(3)
     if hold is not None:
         HoldWrite(Path(folder) / "held", at_step=hold)
-    trainer = Trainer(
-        Net(dropout=0.2),
-        make_arguments(Path(folder) / "out", max_steps=steps, save_strategy="steps", save_steps=save_steps,
-                       save_total_limit=limit, logging_steps=3),
-        train_dataset=Noisy(make_rows(50)),
+    trainer = make_trainer(
+        Path(folder) / "out", Net(dropout=0.2), train_dataset=Noisy(make_rows(50)),
         callbacks=[Diary(Path(folder) / "diary"), *([Armed(arm)] if arm else [])],
-        save_policy=SavePolicy(save_async=save_async),
+        save_policy=SavePolicy(save_async=save_async), max_steps=steps, save_strategy="steps", save_steps=save_steps,
+        save_total_limit=limit, logging_steps=3,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume or None)
     return digest_of(trainer)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_resumable, make_rows
 from torch import nn
 
-from hftrain import CheckpointError, Trainer, set_seed
+from hftrain import CheckpointError, Trainer
 from hftrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from hftrain.strategies.single import SingleDeviceStrategy
 
@@ -24,13 +24,8 @@ SHARDED_NAMES = (*SHARDS, *(name for name in NAMES if name not in ("model.safete
 
 
 def make_trainer(folder: Path, model: nn.Module | None = None, **options: Any) -> Trainer:
-    set_seed(5)
-    defaults: dict[str, Any] = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
-    return Trainer(
-        Net(dropout=0.1) if model is None else model,
-        make_arguments(folder, **{**defaults, **options}),
-        train_dataset=make_rows(24),
-    )
+    options = {"max_steps": 5, "save_steps": 2, "train_dataset": make_rows(24), **options}
+    return make_resumable(folder, seed=5, model=Net(dropout=0.1) if model is None else model, **options)
 
 
 def delete(path: Path) -> None:

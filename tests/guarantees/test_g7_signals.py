@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 from support.distributed import DistributedRun
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import make_resumable, make_rows
 
-from hftrain import SavePolicy, Trainer, TrainerCallback, set_seed
+from hftrain import SavePolicy, Trainer, TrainerCallback
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.signals import TrainingStopped
@@ -86,21 +86,13 @@ class SlowTrainer(Trainer):
 def make_trainer(
     folder: Path, *callbacks: TrainerCallback, save_policy: SavePolicy | None = None, **options: Any
 ) -> Trainer:
-    set_seed(3)
     settings: dict[str, Any] = {
-        "max_steps": MAX_STEPS, "save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 3,
-        "logging_steps": 2, "metric_for_best_model": "loss",
+        "max_steps": MAX_STEPS, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 2,
+        "metric_for_best_model": "loss", "train_dataset": make_rows(46), **options,
     }  # fmt: skip
     # What a subclass writes itself cannot be written in the background.
     kind = SlowTrainer if save_policy is None else Trainer
-    return kind(
-        Net(dropout=0.2),
-        make_arguments(folder, **{**settings, **options}),
-        train_dataset=make_rows(46),
-        eval_dataset=make_rows(7, seed=2),
-        callbacks=list(callbacks),
-        save_policy=save_policy,
-    )
+    return make_resumable(folder, *callbacks, seed=3, kind=kind, save_policy=save_policy, **settings)
 
 
 def outcome(trainer: Trainer) -> list[Any]:

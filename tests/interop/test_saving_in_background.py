@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import make_arguments
+from support.tiny import make_trainer
 from support.writes import At, Gate, same_files
 
 from hftrain import SavePolicy, Trainer, set_seed
@@ -25,13 +25,10 @@ def train(folder: Path, steps: At, *, save_async: bool) -> Trainer:
     config = transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0)
     model = transformers.GPT2LMHeadModel(config)
     arguments: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100, "gradient_checkpointing": True}
-    trainer = Trainer(
-        model,
-        make_arguments(folder, max_steps=6, **arguments),
-        train_dataset=TOKENS,
-        callbacks=[steps],
-        save_policy=SavePolicy(save_async=save_async),
-    )
+    trainer = make_trainer(
+        folder, model, train_dataset=TOKENS, callbacks=[steps], save_policy=SavePolicy(save_async=save_async),
+        max_steps=6, **arguments,
+    )  # fmt: skip
     trainer.train()
     return trainer
 

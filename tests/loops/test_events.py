@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows
+from support.tiny import Net, Task, make_arguments, make_rows, make_trainer, train
 
 from hftrain import ConfigError, TaskError, Trainer, TrainerCallback, set_seed
 from hftrain.core.events import EVENTS
@@ -36,12 +36,10 @@ for _event in EVENTS:
 
 def test_events_come_in_the_documented_order(tmp_path: Path) -> None:
     diary = Diary()
-    arguments = make_arguments(
-        tmp_path, num_train_epochs=1, gradient_accumulation_steps=2, eval_strategy="epoch", save_strategy="epoch",
-        eval_on_start=True,
+    trainer = train(
+        tmp_path, Task(), train_dataset=make_rows(10), eval_dataset=make_rows(3), callbacks=[diary], num_train_epochs=1,
+        gradient_accumulation_steps=2, eval_strategy="epoch", save_strategy="epoch", eval_on_start=True,
     )  # fmt: skip
-    trainer = Trainer(Task(), arguments, train_dataset=make_rows(10), eval_dataset=make_rows(3), callbacks=[diary])
-    trainer.train()
     trainer.predict(make_rows(3))
     update = ["pre_optimizer_step", "optimizer_step", "step_end", "log"]
     assert diary.entries == [
@@ -73,7 +71,7 @@ def test_a_callback_stops_the_run_by_a_dict(tmp_path: Path) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             return {"should_training_stop": True} if state.global_step >= 3 else {}
 
-    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(), callback=[Early()])
+    trainer = make_trainer(tmp_path, callback=[Early()])
     assert trainer.train().global_step == 3
 
 
@@ -83,9 +81,7 @@ def test_a_callback_ends_an_epoch(tmp_path: Path) -> None:
             control.should_epoch_stop = state.global_step == 2
 
     diary = Diary()
-    trainer = Trainer(
-        Net(), make_arguments(tmp_path, max_steps=8), train_dataset=make_rows(22), callbacks=[Skip(), diary]
-    )
+    trainer = make_trainer(tmp_path, train_dataset=make_rows(22), callbacks=[Skip(), diary], max_steps=8)
     assert trainer.train().global_step == 8
     assert diary.entries.count("epoch_begin") == 2
 
@@ -120,8 +116,7 @@ def test_nan_is_counted_and_shown(tmp_path: Path) -> None:
         output = trainer.train()
     (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)
     set_seed(0)
-    clean = Trainer(Net(), make_arguments(tmp_path, **options), train_dataset=rows)
-    clean.train()
+    clean = train(tmp_path, train_dataset=rows, **options)
     finite = [entry["loss"] for entry in clean.state.log_history if entry.get("loss", math.nan) == entry.get("loss")]
     assert len(finite) == 2
     assert entry["loss"] == output.training_loss == pytest.approx(sum(finite) / 2)
@@ -135,15 +130,12 @@ def test_nan_is_counted_and_shown(tmp_path: Path) -> None:
 def test_plateau_lowers_the_rate_after_an_evaluation_that_did_not_improve_the_metric(tmp_path: Path) -> None:
     """The first three evaluations improve; the loss, which is not what is asked for, would say otherwise."""
     scores = iter([0.1, 0.2, 0.3, 0.3, 0.4, 0.4])
-    arguments = make_arguments(
-        tmp_path, num_train_epochs=6, eval_strategy="epoch", lr_scheduler_type="reduce_lr_on_plateau",
-        lr_scheduler_kwargs={"patience": 0, "mode": "max"}, learning_rate=0.5, metric_for_best_model="score",
+    trainer = train(
+        tmp_path, train_dataset=make_rows(4), eval_dataset=make_rows(4),
+        compute_metrics=lambda prediction: {"score": next(scores)}, num_train_epochs=6, eval_strategy="epoch",
+        lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0, "mode": "max"}, learning_rate=0.5,
+        metric_for_best_model="score",
     )  # fmt: skip
-    trainer = Trainer(
-        Net(), arguments, train_dataset=make_rows(4), eval_dataset=make_rows(4),
-        compute_metrics=lambda prediction: {"score": next(scores)},
-    )  # fmt: skip
-    trainer.train()
     # The update of an epoch comes before its evaluation.
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert rates == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.05, 0.05])
@@ -151,12 +143,11 @@ def test_plateau_lowers_the_rate_after_an_evaluation_that_did_not_improve_the_me
 
 
 def test_schedule_that_follows_a_metric_is_stepped_by_evaluations(tmp_path: Path) -> None:
-    arguments = make_arguments(
-        tmp_path, num_train_epochs=4, eval_strategy="epoch", lr_scheduler_type="reduce_lr_on_plateau",
+    trainer = train(
+        tmp_path, train_dataset=make_rows(8), eval_dataset=make_rows(4), num_train_epochs=4, eval_strategy="epoch",
+        lr_scheduler_type="reduce_lr_on_plateau",
         lr_scheduler_kwargs={"patience": 0, "threshold": 1e9, "threshold_mode": "abs"}, learning_rate=0.1,
     )  # fmt: skip
-    trainer = Trainer(Net(), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(4))
-    trainer.train()
     assert trainer.get_learning_rates() == pytest.approx([1e-4, 1e-4])
 
 

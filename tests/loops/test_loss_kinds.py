@@ -24,7 +24,7 @@ from support.kinds import (
     make_model,
     make_rows,
 )
-from support.tiny import Rows, make_arguments
+from support.tiny import Rows, make_arguments, train
 from torch.nn.functional import cross_entropy
 
 from hftrain import ConfigError, Trainer, TrainerCallback
@@ -131,7 +131,7 @@ class Collects(Words):
 def test_search_leaves_no_hook(tmp_path: Path) -> None:
     model = make_model(Collects)
     options: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
-    Trainer(model, make_arguments(tmp_path, **options), train_dataset=make_rows()).train()
+    train(tmp_path, model, train_dataset=make_rows(), **options)
     assert len(model.layer._forward_hooks) == 1
 
 
@@ -442,12 +442,11 @@ def test_a_model_that_cannot_be_tried_yet_is_tried_again(tmp_path: Path, caplog:
 def test_evaluation_in_a_run_finds_what_its_training_batches_do_not_tell(tmp_path: Path) -> None:
     expected = make_model(PerSample)
     loss = expected(**batch_of(make_rows()))["loss"].item()
-    arguments = make_arguments(
-        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1, learning_rate=0.0,
+    trainer = train(
+        tmp_path, make_model(PerSample), train_dataset=full_rows(), eval_dataset=make_rows(),
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1, learning_rate=0.0,
         per_device_eval_batch_size=3, eval_strategy="steps", eval_steps=1,
     )  # fmt: skip
-    trainer = Trainer(make_model(PerSample), arguments, train_dataset=full_rows(), eval_dataset=make_rows())
-    trainer.train()
     found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert found == pytest.approx([loss], rel=1e-6)
 

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Noisy, Stream, Task, make_arguments, make_rows
+from support.tiny import Net, Noisy, Stream, Task, make_arguments, make_rows, make_trainer, train
 from torch import nn
 
 from hftrain import (
@@ -34,36 +34,31 @@ def test_gradients_left_by_an_interrupt_do_not_leak_into_the_next_run(tmp_path: 
             raise KeyboardInterrupt
 
     set_seed(0)
-    trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=1), train_dataset=make_rows())
+    trainer = make_trainer(tmp_path, max_steps=1)
     trainer.add_callback(Interrupt)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     trainer.remove_callback(Interrupt)
     trainer.train()
     set_seed(0)
-    clean = Trainer(Net(), make_arguments(tmp_path, max_steps=1), train_dataset=make_rows())
-    clean.train()
+    clean = train(tmp_path, max_steps=1)
     assert trainer.state.log_history[0]["grad_norm"] == clean.state.log_history[0]["grad_norm"]
 
 
 @pytest.mark.parametrize("greater", [True, False])
 def test_nan_is_never_the_best_metric(tmp_path: Path, greater: bool) -> None:
     values = iter([math.nan, 0.5, 0.4, 0.6])
-    arguments = make_arguments(
-        tmp_path, num_train_epochs=4, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
-        metric_for_best_model="score", greater_is_better=greater,
+    trainer = train(
+        tmp_path, train_dataset=make_rows(8), eval_dataset=make_rows(4),
+        compute_metrics=lambda prediction: {"score": next(values)}, num_train_epochs=4, eval_strategy="epoch",
+        save_strategy="epoch", load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=greater,
     )  # fmt: skip
-    trainer = Trainer(
-        Net(), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(4),
-        compute_metrics=lambda prediction: {"score": next(values)},
-    )  # fmt: skip
-    trainer.train()
     assert trainer.state.best_metric == (0.6 if greater else 0.4)
 
 
 def test_a_restored_control_does_not_stop_the_resumed_run(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100, "num_train_epochs": 3}
-    Trainer(Net(), make_arguments(tmp_path, **options), train_dataset=make_rows(22), callbacks=[StopAt(5)]).train()
+    train(tmp_path, train_dataset=make_rows(22), callbacks=[StopAt(5)], **options)
     arguments = make_arguments(tmp_path, restore_callback_states_from_checkpoint=True, **options)
     resumed = Trainer(Net(), arguments, train_dataset=make_rows(22))
     assert resumed.train(resume_from_checkpoint=True).global_step == 18
@@ -75,8 +70,7 @@ def test_a_tasks_schedule_starts_anew_with_each_run(tmp_path: Path) -> None:
             optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
             return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=3)
 
-    trainer = Trainer(Own(), make_arguments(tmp_path, max_steps=3), train_dataset=make_rows())
-    trainer.train()
+    trainer = train(tmp_path, Own(), max_steps=3)
     trainer.train()
     assert trainer.state.log_history[0]["learning_rate"] == 0.5
 
@@ -85,10 +79,7 @@ def test_a_used_schedule_of_the_users_is_named(tmp_path: Path, caplog: pytest.Lo
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=3)
-    trainer = Trainer(
-        model, make_arguments(tmp_path, max_steps=3), train_dataset=make_rows(), optimizers=(optimizer, schedule)
-    )
-    trainer.train()
+    trainer = train(tmp_path, model, optimizers=(optimizer, schedule), max_steps=3)
     assert "stepped before" not in caplog.text
     trainer.train()
     assert "stepped before" in caplog.text
@@ -140,12 +131,11 @@ def test_labels_of_another_name_weigh_smooth_and_count_alike(tmp_path: Path) -> 
     model, rows = Targets(), make_targets()
     losses, norms = [], []
     for size, accumulation in ((12, 1), (4, 3), (1, 12)):
-        arguments = make_arguments(
-            tmp_path, per_device_train_batch_size=size, per_device_eval_batch_size=size, max_steps=1,
-            gradient_accumulation_steps=accumulation, learning_rate=0.0, label_names=["targets"],
+        trainer = train(
+            tmp_path, model, train_dataset=rows, eval_dataset=rows, per_device_train_batch_size=size,
+            per_device_eval_batch_size=size, max_steps=1, gradient_accumulation_steps=accumulation, learning_rate=0.0,
+            label_names=["targets"],
         )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
-        trainer.train()
         norms.append(trainer.state.log_history[0]["grad_norm"])
         losses.append(trainer.evaluate()["eval_loss"])
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
@@ -199,10 +189,9 @@ def test_best_checkpoint_is_found_where_the_run_was_moved_to(tmp_path: Path) -> 
     }  # fmt: skip
 
     def make(folder: str, **more: Any) -> Trainer:
-        return Trainer(
-            Net(), make_arguments(tmp_path / folder, **{**options, **more}), train_dataset=make_rows(8),
-            eval_dataset=make_rows(4),
-            compute_metrics=lambda prediction: {"score": float(trainer.state.global_step)},
+        return make_trainer(
+            tmp_path / folder, train_dataset=make_rows(8), eval_dataset=make_rows(4),
+            compute_metrics=lambda prediction: {"score": float(trainer.state.global_step)}, **{**options, **more},
         )  # fmt: skip
 
     trainer = make("old")
@@ -243,16 +232,6 @@ def test_resume_with_other_data_or_numerics_is_refused(tmp_path: Path, change: d
         make(**change).train(resume_from_checkpoint=True)
 
 
-def test_changed_learning_rate_is_reported_on_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def make(**options: Any) -> Trainer:
-        arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=100, **options)
-        return Trainer(Net(), arguments, train_dataset=make_rows(22), callbacks=[StopAt(2)])
-
-    make().train()
-    make(learning_rate=0.5).train(resume_from_checkpoint=True)
-    assert "learning_rate (was 0.01, now 0.5)" in caplog.text
-
-
 def test_longer_run_goes_on_with_the_longer_schedule(tmp_path: Path) -> None:
     def make(epochs: int) -> Trainer:
         arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=100, num_train_epochs=epochs)
@@ -267,11 +246,10 @@ def test_longer_run_goes_on_with_the_longer_schedule(tmp_path: Path) -> None:
 def test_resume_is_exact_when_the_order_comes_from_the_global_generator(tmp_path: Path) -> None:
     def make(folder: str, *callbacks: Any) -> Trainer:
         set_seed(0)
-        arguments = make_arguments(
-            tmp_path / folder, save_strategy="steps", save_steps=100,
-            accelerator_config={"use_seedable_sampler": False},
+        return make_trainer(
+            tmp_path / folder, Net(0.2), train_dataset=Noisy(make_rows(22)), callbacks=list(callbacks),
+            save_strategy="steps", save_steps=100, accelerator_config={"use_seedable_sampler": False},
         )  # fmt: skip
-        return Trainer(Net(0.2), arguments, train_dataset=Noisy(make_rows(22)), callbacks=list(callbacks))
 
     whole = make("a")
     whole.train()
@@ -303,11 +281,10 @@ def test_masked_micro_batch_has_no_share_wherever_it_stands(tmp_path: Path) -> N
         expected = task.training_step(
             {"x": torch.stack([r["x"] for r in valid]), "labels": torch.stack([r["labels"] for r in valid])}
         ).loss
-        arguments = make_arguments(
-            tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=3, num_train_epochs=1
-        )
-        trainer = Trainer(task, arguments, train_dataset=rows)
-        trainer.train()
+        trainer = train(
+            tmp_path, task, train_dataset=rows, per_device_train_batch_size=1, gradient_accumulation_steps=3,
+            num_train_epochs=1,
+        )  # fmt: skip
         assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.item(), rel=1e-6)
         losses.append(trainer.state.log_history[0])
     assert all("nonfinite_losses" not in entry for entry in losses)
@@ -325,14 +302,13 @@ def test_run_of_nothing_but_nan_says_so(tmp_path: Path) -> None:
 def test_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(Net().parameters(), lr=1.0)
     with pytest.raises(ConfigError, match="holds none of the model's parameters"):
-        Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(), optimizers=(optimizer, None))
+        make_trainer(tmp_path, optimizers=(optimizer, None))
     model = Net()
     mine = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     with pytest.raises(ConfigError, match="made for another optimizer"):
-        Trainer(model, make_arguments(tmp_path), train_dataset=make_rows(), optimizers=(mine, schedule))
-    trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=1), train_dataset=make_rows())
-    trainer.train()
+        make_trainer(tmp_path, model, optimizers=(mine, schedule))
+    trainer = train(tmp_path, max_steps=1)
     trainer.model = Net()
     with pytest.raises(ConfigError, match="after replacing the model"):
         trainer.train()
@@ -361,8 +337,7 @@ def test_relative_folder_stays_when_the_working_directory_changes(
             (tmp_cwd / "elsewhere").mkdir(exist_ok=True)
             monkeypatch.chdir(tmp_cwd / "elsewhere")
 
-    arguments = make_arguments(Path("out"), save_strategy="epoch")
-    Trainer(Net(), arguments, train_dataset=make_rows(8), callbacks=[Move]).train()
+    train(Path("out"), train_dataset=make_rows(8), callbacks=[Move], save_strategy="epoch")
     assert len(list((tmp_cwd / "out").iterdir())) == 2
     assert not list((tmp_cwd / "elsewhere").iterdir())
 
@@ -384,7 +359,7 @@ def test_optimizers_in_an_unknown_form_are_named(tmp_path: Path, made: Any, show
             return made(torch.optim.SGD(self.model.parameters(), lr=1.0))
 
     with pytest.raises(TaskError, match=f"configure_optimizers.*{shown}"):
-        Trainer(Own(), make_arguments(tmp_path), train_dataset=make_rows()).train()
+        train(tmp_path, Own())
 
 
 def test_a_tasks_plateau_schedule_follows_the_evaluations(tmp_path: Path) -> None:
@@ -405,7 +380,7 @@ def test_train_within_train_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="one training at a time"):
                 trainer.train()
 
-    trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=2), train_dataset=make_rows(), callbacks=[Again])
+    trainer = make_trainer(tmp_path, callbacks=[Again], max_steps=2)
     assert trainer.train().global_step == 2
 
 
@@ -416,7 +391,7 @@ def test_tensors_of_a_task_itself_are_placed(tmp_path: Path) -> None:
             self.register_buffer("weight", torch.ones(3))
 
     task = Weighted()
-    trainer = Trainer(task, make_arguments(tmp_path, max_steps=1, save_strategy="steps"), train_dataset=make_rows())
+    trainer = make_trainer(tmp_path, task, max_steps=1, save_strategy="steps")
     moved = []
     task._apply = lambda function, recurse=True: moved.append(function) or task  # type: ignore[method-assign]
     trainer.train()

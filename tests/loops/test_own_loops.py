@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.own_loops import Generate, InTurn, KFold, Pair, UntilCertain
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Net, Stream, make_arguments, make_rows
+from support.tiny import Stream, make_resumable, make_rows
 from torch import nn
 
 from hftrain import (
@@ -30,21 +30,9 @@ from hftrain import (
 from hftrain.checkpoint.signals import TrainingStopped
 
 
-def make_trainer(folder: Path, loop: Any, *, model: Any = None, callbacks: Any = (), **options: Any) -> Trainer:
-    set_seed(3)
-    rows = options.pop("rows", make_rows(20))
-    policy = options.pop("save_policy", None)
-    kept = {name: options.pop(name) for name in ("compute_metrics", "strategy", "fast_dev_run") if name in options}
-    return Trainer(
-        Net(dropout=0.2) if model is None else model,
-        make_arguments(folder, **options),
-        train_dataset=rows,
-        eval_dataset=make_rows(40, seed=2),
-        loop=loop,
-        callbacks=list(callbacks),
-        save_policy=policy,
-        **kept,
-    )
+def make_trainer(folder: Path, loop: Any, **options: Any) -> Trainer:
+    given = {"train_dataset": make_rows(20), "eval_dataset": make_rows(40, seed=2), "save_strategy": "no", **options}
+    return make_resumable(folder, seed=3, loop=loop, **given)
 
 
 def pair() -> tuple[Generate, InTurn]:

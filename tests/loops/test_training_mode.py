@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows
+from support.tiny import Net, Task, make_arguments, make_rows, make_trainer
 from torch import nn
 
 from hftrain import Trainer, TrainerCallback
@@ -207,12 +207,8 @@ def test_optimizer_with_two_kinds_of_weights_trains_its_own_again(tmp_path: Path
 
     seen: list[bool] = []
     model = Net()
-    trainer = Trainer(
-        model,
-        make_arguments(tmp_path, max_steps=3),
-        train_dataset=make_rows(),
-        optimizers=(TwoKinds(model.parameters(), lr=0.1), None),
-        callbacks=[Sample],
+    trainer = make_trainer(
+        tmp_path, model, optimizers=(TwoKinds(model.parameters(), lr=0.1), None), callbacks=[Sample], max_steps=3
     )
     trainer.train()
     assert seen == [True] * 3

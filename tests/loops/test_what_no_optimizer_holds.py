@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows
+from support.tiny import Task, make_arguments, make_rows, train
 from torch import nn
 
 from hftrain import StepOutput, TaskError, TaskModule, Trainer, TrainerCallback
@@ -41,9 +41,7 @@ class Thaw(TrainerCallback):
 
 def fit(task: TaskModule, folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Trainer:
     settings = {"max_steps": 5, "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, **settings}
-    trainer = Trainer(task, make_arguments(folder, **settings), train_dataset=make_rows(), callbacks=list(callbacks))
-    trainer.train()
-    return trainer
+    return train(folder, task, callbacks=list(callbacks), **settings)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.2])
@@ -146,4 +144,4 @@ def test_an_evaluation_step_that_returns_outputs_as_the_loss_is_refused(tmp_path
 def test_a_plain_run_warns_of_nothing(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Trainer(Net(), make_arguments(tmp_path, max_steps=2), train_dataset=make_rows()).train()
+        train(tmp_path, max_steps=2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Rows, Task, make_arguments, make_rows
+from support.tiny import Net, Rows, Task, make_arguments, make_rows, make_trainer
 from torch import nn
 
 from hftrain import ModelTask, StepOutput, TaskModule, Trainer, default_data_collator, set_seed
@@ -85,15 +85,10 @@ def test_training_equals_a_plain_loop(tmp_path: Path, kind: Any, accumulation: i
     if kind is Task:
         task = Task()
         task.model = model
-    arguments = make_arguments(
-        tmp_path,
-        num_train_epochs=3,
-        gradient_accumulation_steps=accumulation,
-        warmup_steps=3,
-        weight_decay=0.1,
-        max_grad_norm=0.5,
-    )
-    trainer = Trainer(task, arguments, train_dataset=rows)
+    trainer = make_trainer(
+        tmp_path, task, train_dataset=rows, num_train_epochs=3, gradient_accumulation_steps=accumulation,
+        warmup_steps=3, weight_decay=0.1, max_grad_norm=0.5,
+    )  # fmt: skip
     output = trainer.train()
 
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]

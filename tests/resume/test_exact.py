@@ -8,22 +8,13 @@ from typing import Any
 
 import pytest
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Net, Noisy, Stream, make_arguments, make_rows
+from support.tiny import Net, Noisy, Stream, make_resumable, make_rows, train
 
 from hftrain import CheckpointError, EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 
 
 def make_trainer(folder: Path, data: Any, *callbacks: TrainerCallback, **options: Any) -> Trainer:
-    set_seed(1)
-    precision = options.pop("precision", None)
-    return Trainer(
-        Net(dropout=0.2),
-        make_arguments(folder, **{"logging_steps": 3, "save_strategy": "steps", "save_steps": 100, **options}),
-        train_dataset=data,
-        eval_dataset=make_rows(7, seed=2),
-        callbacks=list(callbacks),
-        precision=precision,
-    )
+    return make_resumable(folder, *callbacks, train_dataset=data, **{"logging_steps": 3, **options})
 
 
 def check_resume(tmp_path: Path, data: Any, stops: tuple[int, ...], **options: Any) -> None:
@@ -85,15 +76,12 @@ def test_resume_with_epoch_checkpoints_repeats_nothing(tmp_path: Path) -> None:
     rows = make_rows(22)
     options = {"save_strategy": "epoch", "eval_strategy": "epoch", "num_train_epochs": 3}
     set_seed(1)
-    whole = Trainer(
-        Net(0.2), make_arguments(tmp_path / "a", **options), train_dataset=rows, eval_dataset=make_rows(7, seed=2)
-    )
-    whole.train()
+    whole = train(tmp_path / "a", Net(0.2), train_dataset=rows, eval_dataset=make_rows(7, seed=2), **options)
     set_seed(1)
-    again = Trainer(
-        Net(0.2), make_arguments(tmp_path / "a", **options), train_dataset=rows, eval_dataset=make_rows(7, seed=2)
-    )
-    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-12"))
+    again = train(
+        tmp_path / "a", Net(0.2), train_dataset=rows, eval_dataset=make_rows(7, seed=2), **options,
+        resume=str(tmp_path / "a" / "checkpoint-12"),
+    )  # fmt: skip
     assert_same(outcome(again), outcome(whole))
 
 

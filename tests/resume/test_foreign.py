@@ -13,23 +13,14 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Stream, make_arguments, make_rows
+from support.tiny import Net, Stream, make_resumable, make_rows
 
-from hftrain import CheckpointError, Trainer, TrainerCallback, set_seed
-
-
-def make(folder: Path, *callbacks: TrainerCallback, data: Any = None, **options: Any) -> Trainer:
-    set_seed(1)
-    precision = options.pop("precision", None)
-    model = options.pop("model", None) or Net(dropout=0.2)
-    args = make_arguments(folder, **{"save_strategy": "steps", "save_steps": 100, **options})
-    return Trainer(model, args, train_dataset=make_rows() if data is None else data, callbacks=list(callbacks),
-                   precision=precision)  # fmt: skip
+from hftrain import CheckpointError, Trainer
 
 
 def make_foreign(folder: Path, step: int, **options: Any) -> Path:
     """Save at a step, and take out what transformers' Trainer does not write, or writes as a pickle."""
-    make(folder, StopAt(step), **options).train()
+    make_resumable(folder, StopAt(step), **options).train()
     found = folder / f"checkpoint-{step}"
     (found / "manifest.json").unlink()
     (found / "training_args.bin").write_bytes(b"a pickle, which is never read")
@@ -51,9 +42,9 @@ def assert_same_end(resumed: Trainer, whole: Trainer) -> None:
 @pytest.mark.parametrize(("accumulation", "stop"), [(1, 2), (1, 6), (1, 8), (4, 1), (4, 2), (4, 3)])
 def test_a_run_goes_on_where_its_state_says(tmp_path: Path, accumulation: int, stop: int) -> None:
     options = {"gradient_accumulation_steps": accumulation}
-    whole = make(tmp_path / "whole", **options)
+    whole = make_resumable(tmp_path / "whole", **options)
     whole.train()
-    resumed = make(tmp_path / "new", **options)
+    resumed = make_resumable(tmp_path / "new", **options)
     resumed.train(resume_from_checkpoint=str(make_foreign(tmp_path / "old", stop, **options)))
     assert_same_end(resumed, whole)
     assert [line.get("loss") for line in resumed.state.log_history] == [
@@ -63,16 +54,16 @@ def test_a_run_goes_on_where_its_state_says(tmp_path: Path, accumulation: int, s
 
 def test_a_stream_goes_on_past_its_first_end(tmp_path: Path) -> None:
     options = {"data": Stream(make_rows()), "max_steps": 14, "gradient_accumulation_steps": 2}
-    whole = make(tmp_path / "whole", **options)
+    whole = make_resumable(tmp_path / "whole", **options)
     whole.train()
-    resumed = make(tmp_path / "new", **options)
+    resumed = make_resumable(tmp_path / "new", **options)
     resumed.train(resume_from_checkpoint=str(make_foreign(tmp_path / "old", 2, **options)))
     assert_same_end(resumed, whole)
 
 
 def test_a_finished_run_does_no_further_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_foreign(tmp_path, 12)
-    again = make(tmp_path)
+    again = make_resumable(tmp_path)
     assert again.train(resume_from_checkpoint=str(folder)).global_step == 12
     assert "no step is left" in caplog.text
 
@@ -80,7 +71,7 @@ def test_a_finished_run_does_no_further_step(tmp_path: Path, caplog: pytest.LogC
 def test_what_is_taken_from_the_run_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_foreign(tmp_path, 2)
     caplog.clear()
-    make(tmp_path).train(resume_from_checkpoint=str(folder))
+    make_resumable(tmp_path).train(resume_from_checkpoint=str(folder))
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 2
     assert "without proof" in said[0]
@@ -88,7 +79,7 @@ def test_what_is_taken_from_the_run_is_said(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_another_batch_size_keeps_the_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    resumed = make(tmp_path / "new", per_device_train_batch_size=2)
+    resumed = make_resumable(tmp_path / "new", per_device_train_batch_size=2)
     resumed.train(resume_from_checkpoint=str(make_foreign(tmp_path / "old", 3)))
     # 12 of 22 samples, then 5 batches of 2; and a pass of 11.
     assert resumed.state.global_step == resumed.state.max_steps == 3 + 5 + 11
@@ -99,17 +90,17 @@ def test_another_batch_size_keeps_the_sample(tmp_path: Path, caplog: pytest.LogC
 def test_batches_of_the_old_size_are_counted_as_they_were(tmp_path: Path, drop_last: bool, num_steps: int) -> None:
     options = {"dataloader_drop_last": drop_last}
     folder = make_foreign(tmp_path / "old", 2, per_device_train_batch_size=8, **options)
-    resumed = make(tmp_path / "new", per_device_train_batch_size=3, **options)
+    resumed = make_resumable(tmp_path / "new", per_device_train_batch_size=3, **options)
     resumed.train(resume_from_checkpoint=str(folder))
     # 16 of 22 samples: all that there are to a pass where the last batch of 8 is left out.
     assert resumed.state.global_step == (2 + 7 if drop_last else num_steps)
 
 
 def test_a_run_that_went_on_saves_checkpoints_of_ours(tmp_path: Path) -> None:
-    whole = make(tmp_path / "whole")
+    whole = make_resumable(tmp_path / "whole")
     whole.train()
-    make(tmp_path, StopAt(5)).train(resume_from_checkpoint=str(make_foreign(tmp_path, 2)))
-    resumed = make(tmp_path)
+    make_resumable(tmp_path, StopAt(5)).train(resume_from_checkpoint=str(make_foreign(tmp_path, 2)))
+    resumed = make_resumable(tmp_path)
     resumed.train(resume_from_checkpoint=True)
     assert_same_end(resumed, whole)
 
@@ -118,32 +109,32 @@ def test_a_run_that_went_on_saves_checkpoints_of_ours(tmp_path: Path) -> None:
 
 
 def test_without_a_name_it_is_passed_over_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make(tmp_path, StopAt(2)).train()
-    make(tmp_path, StopAt(5)).train(resume_from_checkpoint=True)
+    make_resumable(tmp_path, StopAt(2)).train()
+    make_resumable(tmp_path, StopAt(5)).train(resume_from_checkpoint=True)
     foreign = tmp_path / "checkpoint-5"
     (foreign / "manifest.json").unlink()
     (foreign / "training_args.bin").write_bytes(b"a pickle, which is never read")
-    resumed = make(tmp_path, StopAt(3))
+    resumed = make_resumable(tmp_path, StopAt(3))
     assert resumed.train(resume_from_checkpoint=True).global_step == 3
     assert f"Passed over {foreign}" in caplog.text
     assert "It has no manifest.json, which proves it whole. Name it to resume from it." in caplog.text
-    named = make(tmp_path, StopAt(6))
+    named = make_resumable(tmp_path, StopAt(6))
     assert named.train(resume_from_checkpoint=str(foreign)).global_step == 6
 
 
 def test_alone_it_is_not_taken_without_a_name(tmp_path: Path) -> None:
     make_foreign(tmp_path, 2)
     with pytest.raises(CheckpointError, match="no valid checkpoint with a manifest"):
-        make(tmp_path).train(resume_from_checkpoint=True)
+        make_resumable(tmp_path).train(resume_from_checkpoint=True)
 
 
 def test_each_machine_may_hold_its_own(tmp_path: Path) -> None:
     folder = make_foreign(tmp_path, 2)
-    resumed = make(tmp_path, save_on_each_node=True)
+    resumed = make_resumable(tmp_path, save_on_each_node=True)
     assert resumed.train(resume_from_checkpoint=str(folder)).global_step == 12
     (folder / "optimizer.pt").unlink()
     with pytest.raises(CheckpointError, match=r"no optimizer\.pt"):
-        make(tmp_path, save_on_each_node=True).train(resume_from_checkpoint=str(folder))
+        make_resumable(tmp_path, save_on_each_node=True).train(resume_from_checkpoint=str(folder))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -154,7 +145,7 @@ def test_a_missing_file_is_refused(tmp_path: Path, name: str) -> None:
     folder = make_foreign(tmp_path, 2)
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=name):
-        make(tmp_path).train(resume_from_checkpoint=str(folder))
+        make_resumable(tmp_path).train(resume_from_checkpoint=str(folder))
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"])
@@ -164,7 +155,7 @@ def test_a_file_cut_short_or_that_runs_code_is_refused(tmp_path: Path, name: str
     for bad in (content[: len(content) // 2], b"cos\nsystem\n(S'true'\ntR."):
         (folder / name).write_bytes(bad)
         with pytest.raises(CheckpointError, match=name):
-            make(tmp_path).train(resume_from_checkpoint=str(folder))
+            make_resumable(tmp_path).train(resume_from_checkpoint=str(folder))
 
 
 @pytest.mark.parametrize("name", ["global_step2", "pytorch_model_fsdp_0", "optimizer_0"])
@@ -173,7 +164,7 @@ def test_engines_own_files_are_refused(tmp_path: Path, name: str) -> None:
     (folder / "optimizer.pt").unlink()
     (folder / name).mkdir()
     with pytest.raises(CheckpointError, match="DeepSpeed or FSDP"):
-        make(tmp_path).train(resume_from_checkpoint=str(folder))
+        make_resumable(tmp_path).train(resume_from_checkpoint=str(folder))
 
 
 BAD = [
@@ -188,7 +179,7 @@ def test_a_state_that_makes_no_sense_is_refused(tmp_path: Path, values: dict[str
     folder = make_foreign(tmp_path, 2)
     change_state(folder, **values)
     with pytest.raises(CheckpointError, match=r"trainer_state\.json.*(not numbers|damaged)"):
-        make(tmp_path).train(resume_from_checkpoint=str(folder))
+        make_resumable(tmp_path).train(resume_from_checkpoint=str(folder))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +189,7 @@ def test_steps_that_do_not_fit_the_passes_are_refused(tmp_path: Path, values: di
     folder = make_foreign(tmp_path, 2)
     change_state(folder, **values)
     with pytest.raises(CheckpointError, match="gradient_accumulation_steps=1 do not give"):
-        make(tmp_path).train(resume_from_checkpoint=str(folder))
+        make_resumable(tmp_path).train(resume_from_checkpoint=str(folder))
 
 
 @pytest.mark.parametrize(
@@ -207,20 +198,20 @@ def test_steps_that_do_not_fit_the_passes_are_refused(tmp_path: Path, values: di
 def test_another_accumulation_or_length_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     folder = make_foreign(tmp_path, 2)
     with pytest.raises(CheckpointError, match="data and the accumulation of that run"):
-        make(tmp_path, **options).train(resume_from_checkpoint=str(folder))
+        make_resumable(tmp_path, **options).train(resume_from_checkpoint=str(folder))
 
 
 def test_a_batch_size_that_is_not_recorded_is_this_runs(tmp_path: Path) -> None:
     folder = make_foreign(tmp_path, 2)
     change_state(folder, train_batch_size=None)
-    assert make(tmp_path).train(resume_from_checkpoint=str(folder)).global_step == 12
+    assert make_resumable(tmp_path).train(resume_from_checkpoint=str(folder)).global_step == 12
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adagrad", "rmsprop"])
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path, optim: str) -> None:
     folder = make_foreign(tmp_path, 2)
     with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
-        make(tmp_path, optim=optim).train(resume_from_checkpoint=str(folder))
+        make_resumable(tmp_path, optim=optim).train(resume_from_checkpoint=str(folder))
 
 
 def test_the_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
@@ -233,13 +224,13 @@ def test_the_state_of_other_parameters_is_refused(tmp_path: Path) -> None:
     for bad, reason in ((swapped, "another shape"), (fewer, "groups of parameters"), (coupled, "state of a AdamW")):
         torch.save(bad, folder / "optimizer.pt")
         with pytest.raises(CheckpointError, match=reason):
-            make(tmp_path).train(resume_from_checkpoint=str(folder))
+            make_resumable(tmp_path).train(resume_from_checkpoint=str(folder))
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     folder = make_foreign(tmp_path, 2)
     with pytest.raises(CheckpointError, match="do not fit"):
-        make(tmp_path, model=Wider()).train(resume_from_checkpoint=str(folder))
+        make_resumable(tmp_path, model=Wider()).train(resume_from_checkpoint=str(folder))
 
 
 class Wider(Net):
@@ -256,11 +247,11 @@ def test_the_files_of_an_older_torch_are_read(tmp_path: Path) -> None:
     for group in state["param_groups"]:
         group.pop("decoupled_weight_decay", None)
     torch.save(state, folder / "optimizer.pt")
-    assert make(tmp_path).train(resume_from_checkpoint=str(folder)).global_step == 12
+    assert make_resumable(tmp_path).train(resume_from_checkpoint=str(folder)).global_step == 12
 
 
 def test_one_of_our_own_without_its_manifest_is_refused(tmp_path: Path) -> None:
-    make(tmp_path, StopAt(2)).train()
+    make_resumable(tmp_path, StopAt(2)).train()
     (tmp_path / "checkpoint-2" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json that is gone"):
-        make(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        make_resumable(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

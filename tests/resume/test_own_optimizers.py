@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows
+from support.tiny import Net, Task, make_arguments, make_rows, train
 
 from hftrain import CheckpointError, Trainer, TrainerCallback
 from hftrain.storage.tensors import load_containers
@@ -179,8 +179,7 @@ def test_attributes_of_the_trainer_keep_their_names_where_a_helper_knows_it(tmp_
 
 
 def test_checkpoint_of_a_run_without_any_has_no_such_file(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
-    Trainer(Net(), arguments, train_dataset=make_rows()).train()
+    train(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
     assert not (tmp_path / "checkpoint-2" / "own_optimizers.pt").exists()
 
 

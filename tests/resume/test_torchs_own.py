@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt, assert_same, outcome
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_rows, make_trainer
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
@@ -79,10 +79,9 @@ def make(
     model = model() if model else Net(dropout=0.2)
     optimizer = make_optimizer(model)
     options = {"eval_strategy": "steps", "eval_steps": 1, "max_grad_norm": 0.0}
-    args = make_arguments(folder, max_steps=7, save_strategy="steps", save_steps=100, **options)
-    return Trainer(
-        model, args, train_dataset=make_rows(), eval_dataset=make_rows(6, seed=2), callbacks=list(callbacks),
-        optimizers=(optimizer, make_schedule(optimizer)),
+    return make_trainer(
+        folder, model, eval_dataset=make_rows(6, seed=2), callbacks=list(callbacks),
+        optimizers=(optimizer, make_schedule(optimizer)), max_steps=7, save_strategy="steps", save_steps=100, **options,
     )  # fmt: skip
 
 

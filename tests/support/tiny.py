@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from hftrain import StepOutput, TaskModule, TrainingArguments
+from hftrain import StepOutput, TaskModule, Trainer, TrainingArguments, set_seed
 
 Rows = list[dict[str, torch.Tensor]]
+PARTS = inspect.signature(Trainer.__init__).parameters.keys()
 
 
 class Net(nn.Module):
@@ -84,3 +86,34 @@ def make_arguments(folder: Path, **options: Any) -> TrainingArguments:
         "use_cpu": True,
     }
     return TrainingArguments(str(folder), **{**defaults, **options})
+
+
+def make_trainer(folder: Path, model: Any = None, *callbacks: Any, kind: Any = Trainer, **options: Any) -> Any:
+    """Return a silent Trainer, of the tiny network and its samples unless others are given.
+
+    Args:
+        folder: Where it writes.
+        model: A network or task; left out with `model_init`.
+        callbacks: Its callbacks.
+        kind: The class.
+        options: Parts of a Trainer by its own names; all others are settings, as in `make_arguments`.
+    """
+    parts = {name: options.pop(name) for name in PARTS & options.keys()}
+    parts = {"train_dataset": make_rows(), "callbacks": list(callbacks), **parts}
+    model = Net() if model is None and "model_init" not in parts else model
+    return kind(model, make_arguments(folder, **options), **parts)
+
+
+def train(folder: Path, model: Any = None, *callbacks: Any, resume: Any = None, **options: Any) -> Any:
+    """Make a Trainer, train it, and return it."""
+    trainer = make_trainer(folder, model, *callbacks, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def make_resumable(folder: Path, *callbacks: Any, seed: int = 1, model: Any = None, **options: Any) -> Any:
+    """Return a seeded Trainer of the network with dropout, which saves where a callback says so and at the end."""
+    set_seed(seed)
+    defaults = {"save_strategy": "steps", "save_steps": 100, "eval_dataset": make_rows(7, seed=2)}
+    model = Net(dropout=0.2) if model is None else model
+    return make_trainer(folder, model, *callbacks, **{**defaults, **options})

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from support.resuming import assert_same
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import make_resumable
 
-from hftrain import SavePolicy, Trainer, TrainerCallback, set_seed
+from hftrain import SavePolicy, Trainer, TrainerCallback
 from hftrain.checkpoint import manager
 from hftrain.storage.tensors import load_containers
 
@@ -92,15 +92,4 @@ def make_trainer(
     folder: Path, *callbacks: TrainerCallback, policy: SavePolicy | None = None, **options: Any
 ) -> Trainer:
     """Return a Trainer of 12 steps that saves when a callback says so, and at the end."""
-    set_seed(1)
-    kind = options.pop("kind", Trainer)
-    model = options.pop("model", None)
-    defaults = {"logging_steps": 3, "save_strategy": "steps", "save_steps": 100, "num_train_epochs": 2}
-    return kind(
-        Net(dropout=0.2) if model is None else model,
-        make_arguments(folder, **{**defaults, **options}),
-        train_dataset=make_rows(22),
-        eval_dataset=make_rows(7, seed=2),
-        callbacks=list(callbacks),
-        save_policy=policy,
-    )
+    return make_resumable(folder, *callbacks, save_policy=policy, **{"logging_steps": 3, **options})

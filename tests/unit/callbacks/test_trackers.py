@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import Net, Task, make_arguments, make_rows
+from support import tiny
+from support.tiny import Task, make_arguments, make_rows
 
 from hftrain import Logger, Trainer
 from hftrain.callbacks.trackers import TrackerCallback
@@ -60,10 +61,8 @@ class Recorder(Logger):
 
 
 def make_trainer(folder: Path, recorder: Logger | list[Logger], **options: Any) -> Trainer:
-    rows = make_rows(8)
-    args = make_arguments(folder, **{"num_train_epochs": 1, **options})
-    loggers = recorder if isinstance(recorder, list) else [recorder]
-    return Trainer(Net(), args, train_dataset=rows, eval_dataset=rows, loggers=loggers)
+    parts = {"train_dataset": make_rows(8), "eval_dataset": make_rows(8), "num_train_epochs": 1, **options}
+    return tiny.make_trainer(folder, loggers=recorder if isinstance(recorder, list) else [recorder], **parts)
 
 
 def test_run_is_told_of_in_order(tmp_path: Path) -> None:

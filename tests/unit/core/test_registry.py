@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_trainer, train
 
 from hftrain import ConfigError, MissingDependencyError, Trainer
 from hftrain.core.registry import Registry
@@ -217,11 +217,10 @@ def test_entry_point_that_cannot_be_read_is_skipped_with_its_name(site: Path) ->
 def test_installed_tracker_reports_only_where_it_is_named(other_package: Any, tmp_path: Path) -> None:
     assert not {"toy_tracker", "toy_broken_tracker"} & {*available_loggers()}
     for asked in (None, "all", "none"):
-        trainer = Trainer(Net(), make_arguments(tmp_path, report_to=asked), train_dataset=make_rows())
+        trainer = make_trainer(tmp_path, report_to=asked)
         assert "toy_tracker" not in trainer.args.report_to
         assert "toy_cluster_package" not in sys.modules
-    trainer = Trainer(Net(), make_arguments(tmp_path, max_steps=2, report_to="toy_tracker"), train_dataset=make_rows())
-    trainer.train()
+    trainer = train(tmp_path, max_steps=2, report_to="toy_tracker")
     assert other_package().Tracker.seen[:2] == [1, 2]
 
 
@@ -235,13 +234,8 @@ def test_tracker_that_cannot_be_imported_ends_the_run_of_who_asks_for_it_alone(
 
 
 def test_trainer_uses_the_parts_of_an_installed_package_by_name(other_package: Any, tmp_path: Path) -> None:
-    trainer = Trainer(
-        Net(),
-        make_arguments(tmp_path / "out", max_steps=3),
-        train_dataset=make_rows(),
-        strategy="toy_cluster",
-        precision="toy_careful",
-        loop="toy_folds",
+    trainer = make_trainer(
+        tmp_path / "out", strategy="toy_cluster", precision="toy_careful", loop="toy_folds", max_steps=3
     )
     assert trainer.train().global_step == 3
     package = other_package()

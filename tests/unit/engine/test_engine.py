@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from support.engines import NUM_STEPS, assert_close, make_optimizer, train, train_by_hand
-from support.tiny import Net, Noisy, Stream, make_arguments, make_rows
+from support.tiny import Net, Noisy, Stream, make_rows, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hftrain import CheckpointError, ConfigError, Engine, HFTrainError, Trainer
+from hftrain import CheckpointError, ConfigError, Engine, HFTrainError
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.precision.registry import precisions
 from hftrain.strategies.single import SingleDeviceStrategy
@@ -231,8 +231,7 @@ def test_checkpoints_do_not_lose_gradients_and_do_not_fit_other_runs(tmp_path: P
 
 
 def test_checkpoint_of_a_trainer_is_refused(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
-    Trainer(Net(), arguments, train_dataset=make_rows()).train()
+    make_trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
     with make_engine(tmp_path) as engine:
         engine.setup(Net(), make_optimizer)
         with pytest.raises(CheckpointError, match="A Trainer saved it"):

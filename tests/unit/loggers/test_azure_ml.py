@@ -8,9 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support.tiny import Net, make_arguments, make_rows
-
-from hftrain import Trainer
+from support.tiny import make_rows, train
 
 
 class Run:
@@ -43,8 +41,7 @@ def test_run_hears_metrics_and_settings(tmp_path: Path, monkeypatch: pytest.Monk
         module.Run = Run
         monkeypatch.setitem(sys.modules, name, module)
     Run.current = Run()
-    trainer = Trainer(Net(), make_arguments(tmp_path, report_to="azure_ml"), train_dataset=make_rows(8))
-    trainer.train()
+    trainer = train(tmp_path, train_dataset=make_rows(8), report_to="azure_ml")
     losses = [(step, value) for name, value, step in Run.current.rows if name == "train/loss"]
     assert losses == [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     assert Run.current.tags["learning_rate"] == "0.01"

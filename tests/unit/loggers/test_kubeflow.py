@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import Net, make_arguments, make_rows
+from support import tiny
 
-from hftrain import KubeflowCallback, Trainer, TrainerCallback
+from hftrain import KubeflowCallback, TrainerCallback
 from hftrain.loggers import kubeflow
 
 
@@ -53,10 +54,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
-def make(folder: Path, **options: Any) -> Trainer:
-    options = {"max_steps": 4, "logging_steps": 1, **options}
-    callbacks = options.pop("callbacks", None)
-    return Trainer(Net(), make_arguments(folder, **options), train_dataset=make_rows(), callbacks=callbacks)
+make = partial(tiny.make_trainer, max_steps=4)
 
 
 def metrics(report: dict[str, Any]) -> dict[str, str]:

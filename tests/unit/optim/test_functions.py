@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_rows, train
 from torch import nn
 from torch.optim import SGD
 
@@ -60,13 +60,9 @@ def test_adafactor_refuses_settings_that_contradict(given: Any) -> None:
 def test_adafactor_that_chooses_its_rate_trains_with_its_schedule(tmp_path: Path) -> None:
     net = Net()
     chosen = Adafactor(net.parameters(), warmup_init=True)
-    trainer = Trainer(
-        net,
-        make_arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=2),
-        train_dataset=make_rows(),
-        optimizers=(chosen, AdafactorSchedule(chosen)),
+    trainer = train(
+        tmp_path, net, optimizers=(chosen, AdafactorSchedule(chosen)), max_steps=3, save_strategy="steps", save_steps=2
     )
-    trainer.train()
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert rates[0] == 0.0
     assert 0 < rates[1] < rates[2] < 1e-5
@@ -84,17 +80,11 @@ def test_greedy_follows_the_evaluations_and_is_resumed(tmp_path: Path) -> None:
         "max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 2,
         "lr_scheduler_type": "greedy", "lr_scheduler_kwargs": options,
     }  # fmt: skip
-    trainer = Trainer(
-        Net(), make_arguments(tmp_path, **arguments), train_dataset=make_rows(), eval_dataset=make_rows(5)
-    )
-    trainer.train()
+    trainer = train(tmp_path, eval_dataset=make_rows(5), **arguments)
     assert isinstance(trainer.lr_scheduler, GreedyLR)
     # The first loss beats infinity, and none of the others beats it by 10.
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(2e-2 / 8)
-    resumed = Trainer(
-        Net(), make_arguments(tmp_path, **arguments), train_dataset=make_rows(), eval_dataset=make_rows(5)
-    )
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = train(tmp_path, eval_dataset=make_rows(5), **arguments, resume=str(tmp_path / "checkpoint-2"))
     assert resumed.lr_scheduler.state_dict() == trainer.lr_scheduler.state_dict()
 
 

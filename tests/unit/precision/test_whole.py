@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_rows, make_trainer, train
 from torch import nn
 
 from hftrain import ConfigError, Trainer, set_seed
@@ -38,10 +38,10 @@ def test_everything_is_in_one_dtype_and_inputs_are_cast_while_open(name: str, dt
 @pytest.mark.parametrize("name", DTYPES)
 def test_trainer_trains_evaluates_saves_and_resumes(tmp_path: Path, name: str) -> None:
     def make(**options: Any) -> Trainer:
-        arguments = make_arguments(
-            tmp_path, adam_epsilon=1e-4, eval_strategy="epoch", save_strategy="epoch", num_train_epochs=3, **options
-        )
-        return Trainer(Net(), arguments, train_dataset=make_rows(), eval_dataset=make_rows(7), precision=name)
+        return make_trainer(
+            tmp_path, eval_dataset=make_rows(7), precision=name, adam_epsilon=1e-4, eval_strategy="epoch",
+            save_strategy="epoch", num_train_epochs=3, **options,
+        )  # fmt: skip
 
     trainer = make()
     trainer.train()
@@ -61,10 +61,10 @@ def test_float64_equals_a_plain_double_loop(tmp_path: Path) -> None:
     model, twin = Net(), Net()
     twin.load_state_dict(model.state_dict())
     twin.double()
-    arguments = make_arguments(
-        tmp_path, max_steps=1, per_device_train_batch_size=8, optim="sgd", learning_rate=0.1, max_grad_norm=0.0
-    )
-    Trainer(model, arguments, train_dataset=rows, precision="fp64").train()
+    train(
+        tmp_path, model, train_dataset=rows, precision="fp64", max_steps=1, per_device_train_batch_size=8, optim="sgd",
+        learning_rate=0.1, max_grad_norm=0.0,
+    )  # fmt: skip
     x, labels = torch.stack([row["x"] for row in rows]).double(), torch.stack([row["labels"] for row in rows])
     twin(x, labels)[0].backward()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
@@ -72,7 +72,7 @@ def test_float64_equals_a_plain_double_loop(tmp_path: Path) -> None:
 
 
 def test_epsilon_that_vanishes_is_refused(tmp_path: Path) -> None:
-    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(), precision="fp16_true")
+    trainer = make_trainer(tmp_path, precision="fp16_true")
     with pytest.raises(ConfigError, match=r"eps=1e-08 is 0 in torch.float16.*Use precision='fp16'"):
         trainer.train()
 
@@ -99,8 +99,7 @@ def test_precision_that_is_advised_in_place_of_pure_float16_trains_like_float32(
         set_seed(3)
         model = Small()
         if name is not None:
-            arguments = make_arguments(tmp_path, max_grad_norm=0.0, **options)
-            Trainer(model, arguments, train_dataset=make_rows(), precision=name).train()
+            train(tmp_path, model, precision=name, max_grad_norm=0.0, **options)
         return torch.cat([parameter.detach().float().flatten() for parameter in model.parameters()])
 
     expected, start = weights("fp32"), weights(None)

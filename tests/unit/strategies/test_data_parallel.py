@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows
+from support.tiny import Net, Task, make_arguments, make_rows, make_trainer
 from torch import nn
 from torch.nn.parallel import DataParallel
 
@@ -151,9 +151,7 @@ def test_several_visible_gpus_are_taken_by_one_process(
     trainer = Trainer(spread, make_arguments(tmp_path, use_cpu=False))
     assert (trainer.strategy.name, trainer.args.n_gpu, trainer.args.train_batch_size) == ("single", 1, 4)
     # One that only its maker knows is refused when it trains.
-    trainer = Trainer(
-        model_init=lambda: spread, args=make_arguments(tmp_path, use_cpu=False), train_dataset=make_rows()
-    )
+    trainer = make_trainer(tmp_path, model_init=lambda: spread, use_cpu=False)
     with pytest.raises(ConfigError, match="Its layers are on several devices already"):
         trainer.train()
 
@@ -177,9 +175,7 @@ def test_models_that_cannot_be_copied_are_refused(
     model = Net()
     if flag:
         setattr(model, flag, True)
-    trainer = Trainer(
-        model, make_arguments(tmp_path, use_cpu=False, **options), train_dataset=make_rows(), strategy=OnCPU()
-    )
+    trainer = make_trainer(tmp_path, model, strategy=OnCPU(), use_cpu=False, **options)
     with pytest.raises(ConfigError, match=reason):
         trainer.train()
 

@@ -7,9 +7,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_trainer
 
-from hftrain import Trainer
 from hftrain.core import seed
 from hftrain.core.errors import ConfigError, MissingDependencyError, StrategyError
 from hftrain.core.optional import is_available
@@ -55,8 +54,7 @@ def test_other_devices_are_refused() -> None:
 @pytest.mark.usefixtures("pretend_installed")
 @pytest.mark.parametrize(("cores", "batch_size"), [(None, 4), (8, 32)])
 def test_number_of_cores_multiplies_the_batch_once(tmp_path, cores: int | None, batch_size: int) -> None:
-    args = make_arguments(tmp_path, use_cpu=False, tpu_num_cores=cores)
-    trainer = Trainer(Net(), args, train_dataset=make_rows(), strategy="xla")
+    trainer = make_trainer(tmp_path, strategy="xla", use_cpu=False, tpu_num_cores=cores)
     assert trainer.args.train_batch_size == batch_size
     assert trainer.get_total_train_batch_size(trainer.args) == batch_size
 
@@ -64,7 +62,7 @@ def test_number_of_cores_multiplies_the_batch_once(tmp_path, cores: int | None, 
 @pytest.mark.usefixtures("pretend_installed")
 def test_use_cpu_contradicts_it(tmp_path) -> None:
     with pytest.raises(ConfigError, match="use_cpu"):
-        Trainer(Net(), make_arguments(tmp_path, use_cpu=True), train_dataset=make_rows(), strategy="xla")
+        make_trainer(tmp_path, strategy="xla", use_cpu=True)
 
 
 @pytest.mark.usefixtures("pretend_installed")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows
+from support.tiny import Net, Task, make_arguments, make_rows, make_trainer
 
 from hftrain import ConfigError, Trainer, TrainingArguments, set_seed
 from hftrain.adapter.configs import compile_config
@@ -53,9 +53,7 @@ def counting() -> Iterator[Counting]:
 def train(folder: Path, model: Any, **options: Any) -> Trainer:
     """Train three epochs of 22 samples, of which the last batch is short, and return the Trainer."""
     given = {"torch_compile_backend": "counting", "num_train_epochs": 3, **options}
-    trainer = Trainer(
-        model, make_arguments(folder, **given), train_dataset=make_rows(), eval_dataset=make_rows(9, seed=2)
-    )
+    trainer = make_trainer(folder, model, eval_dataset=make_rows(9, seed=2), **given)
     trainer.train()
     return trainer
 
@@ -82,10 +80,10 @@ def test_evaluations_compile_once_more(tmp_path: Path, counting: Counting) -> No
 def test_accumulation_and_precision_compile_once(
     tmp_path: Path, counting: Counting, precision: str, accumulation: int
 ) -> None:
-    arguments = make_arguments(
-        tmp_path, torch_compile_backend="counting", gradient_accumulation_steps=accumulation, num_train_epochs=3
-    )
-    Trainer(Net(), arguments, train_dataset=make_rows(24), precision=precision).train()
+    make_trainer(
+        tmp_path, train_dataset=make_rows(24), precision=precision, torch_compile_backend="counting",
+        gradient_accumulation_steps=accumulation, num_train_epochs=3,
+    ).train()  # fmt: skip
     # torch traces a hook that changes the inputs, as bf16_true's, into a graph of its own.
     assert counting.num_graphs == (2 if precision == "bf16_true" else 1)
 
@@ -95,7 +93,7 @@ def test_compiled_run_equals_the_plain_one(tmp_path: Path, backend: str) -> None
     histories = []
     for options in ({}, {"torch_compile_backend": backend}):
         set_seed(0)
-        trainer = Trainer(Net(), make_arguments(tmp_path, **options), train_dataset=make_rows())
+        trainer = make_trainer(tmp_path, **options)
         trainer.train()
         histories.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert histories[0] == pytest.approx(histories[1], rel=1e-6)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import tiny
 from support.tiny import Net, make_arguments
 from torch import nn
 
@@ -40,9 +42,10 @@ class Words(nn.Module):
 ROWS = [{"x": torch.arange(9) % (i + 2), "labels": torch.tensor(i % 2)} for i in range(8)]
 
 
-def make_trainer(folder: Path, model: Any, **options: Any) -> Trainer:
-    given = {"neftune_noise_alpha": 5.0, "num_train_epochs": 1, "eval_strategy": "epoch", **options}
-    return Trainer(model, make_arguments(folder, **given), train_dataset=ROWS, eval_dataset=ROWS)
+make_trainer = partial(
+    tiny.make_trainer, neftune_noise_alpha=5.0, num_train_epochs=1, eval_strategy="epoch", train_dataset=ROWS,
+    eval_dataset=ROWS,
+)  # fmt: skip
 
 
 def test_noise_is_uniform_of_the_documented_magnitude() -> None:

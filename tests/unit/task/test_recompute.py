@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import make_arguments, make_rows
+from support.tiny import make_arguments, make_rows, make_trainer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -136,8 +136,7 @@ def test_cache_that_is_off_stays_so(value: Any) -> None:
 def test_cache_is_off_while_fsdp_recomputes(tmp_path: Path, name: str) -> None:
     config = {"activation_checkpointing": True, "transformer_layer_cls_to_wrap": "Block"}
     model = Deep()
-    arguments = make_arguments(tmp_path, fsdp_config=config)
-    trainer = Trainer(model, arguments, train_dataset=make_rows(8), strategy=name)
+    trainer = make_trainer(tmp_path, model, train_dataset=make_rows(8), strategy=name, fsdp_config=config)
     trainer.train()
     trainer.strategy.close()
     assert set(model.caches) == {False}

@@ -9,19 +9,15 @@ import pytest
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_rows, make_trainer
 
 from hftrain import ConfigError, StrategyError, Trainer
 from hftrain.strategies.single import SingleDeviceStrategy
 from hftrain.trainer.acceleration import has_engine
 
 
-def make(folder: Path, **options: Any) -> Trainer:
-    return Trainer(Net(), make_arguments(folder, **options), train_dataset=make_rows())
-
-
 def test_accelerator_is_made_on_first_use_and_kept(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
+    trainer = make_trainer(tmp_path)
     assert not AcceleratorState._shared_state
     assert not PartialState._shared_state
     trainer.train()
@@ -34,7 +30,7 @@ def test_accelerator_is_made_on_first_use_and_kept(tmp_path: Path) -> None:
 
 
 def test_accelerator_says_what_strategy_and_arguments_say(tmp_path: Path) -> None:
-    trainer = make(
+    trainer = make_trainer(
         tmp_path,
         gradient_accumulation_steps=3,
         bf16=True,
@@ -50,7 +46,7 @@ def test_accelerator_says_what_strategy_and_arguments_say(tmp_path: Path) -> Non
 
 
 def test_accelerator_does_what_scripts_use_it_for(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
+    trainer = make_trainer(tmp_path)
     trainer.train()
     accelerator = trainer.accelerator
     assert accelerator.unwrap_model(trainer.model_wrapped) is trainer.model
@@ -62,18 +58,18 @@ def test_accelerator_does_what_scripts_use_it_for(tmp_path: Path) -> None:
 
 
 def test_accelerators_of_two_trainers_keep_apart(tmp_path: Path) -> None:
-    one = make(tmp_path, bf16=True).accelerator
+    one = make_trainer(tmp_path, bf16=True).accelerator
     one.gradient_accumulation_steps = 2
-    two = make(tmp_path).accelerator
+    two = make_trainer(tmp_path).accelerator
     assert (one.mixed_precision, one.gradient_accumulation_steps) == ("bf16", 2)
     assert (two.mixed_precision, two.gradient_accumulation_steps) == ("no", 1)
-    three = make(tmp_path, bf16=True).accelerator
+    three = make_trainer(tmp_path, bf16=True).accelerator
     assert (two.mixed_precision, three.mixed_precision) == ("no", "bf16")
 
 
 def test_accelerator_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
     own = Accelerator(cpu=True)
-    assert make(tmp_path).accelerator is not own
+    assert make_trainer(tmp_path).accelerator is not own
     assert own.mixed_precision == "no"
     assert own.is_main_process
 
@@ -82,19 +78,19 @@ def test_accelerate_that_means_other_processes_is_named(tmp_path: Path) -> None:
     PartialState(cpu=True)
     PartialState._shared_state["num_processes"] = 2
     with pytest.raises(StrategyError, match="accelerate says"):
-        _ = make(tmp_path).accelerator
+        _ = make_trainer(tmp_path).accelerator
 
 
 def test_accelerate_set_up_for_another_device_is_set_up_anew(tmp_path: Path) -> None:
     PartialState(cpu=True)
     # A stand-in for an accelerator, which this machine may not have.
     PartialState._shared_state["device"] = torch.device("meta")
-    assert make(tmp_path).accelerator.device == torch.device("cpu")
+    assert make_trainer(tmp_path).accelerator.device == torch.device("cpu")
 
 
 def test_assigned_accelerator_takes_the_place_of_the_trainers_own(tmp_path: Path) -> None:
     own = Accelerator(cpu=True)
-    trainer = make(tmp_path)
+    trainer = make_trainer(tmp_path)
     trainer.accelerator = own
     assert trainer.accelerator is own
     trainer.train()
@@ -112,7 +108,7 @@ def test_accelerator_assigned_before_the_constructor_is_forgotten_as_documented(
 
 
 def test_assigned_accelerator_must_fit_the_strategy(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
+    trainer = make_trainer(tmp_path)
     with pytest.raises(ConfigError, match="A str is not an accelerate"):
         trainer.accelerator = "mine"
     own = Accelerator(cpu=True)
@@ -126,7 +122,7 @@ def test_assigned_accelerator_must_fit_the_strategy(tmp_path: Path) -> None:
 
 
 def test_assigned_accelerator_of_another_precision_is_told_of(tmp_path: Path) -> None:
-    trainer = make(tmp_path, bf16=True)
+    trainer = make_trainer(tmp_path, bf16=True)
     with pytest.warns(UserWarning, match="still runs with precision='bf16'"):
         trainer.accelerator = Accelerator(cpu=True)
 
@@ -187,7 +183,7 @@ def test_backward_of_an_accelerator_that_accumulates_divides_as_it_says(tmp_path
 
 
 def test_backward_outside_of_a_run_is_accelerates_own(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
+    trainer = make_trainer(tmp_path)
     weight = torch.ones(2, requires_grad=True)
     trainer.accelerator.backward(weight.sum())
     assert weight.grad is not None
@@ -235,7 +231,7 @@ def test_fp16_on_the_cpu_is_told_as_none(tmp_path: Path) -> None:
 
 
 def test_gather_function_is_accelerates_and_takes_both_of_its_forms(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
+    trainer = make_trainer(tmp_path)
     assert trainer.gather_function == trainer.accelerator.gather_for_metrics
     trainer.gather_function = trainer.accelerator.gather
     assert trainer.predict(make_rows(5)).predictions.shape == (5, 3)

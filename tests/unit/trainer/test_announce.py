@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import Net, Stream, make_arguments, make_rows
-
-from hftrain import Trainer
+from support import tiny
+from support.tiny import Stream, make_rows, train
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage().strip() for record in caplog.records if record.levelno == logging.INFO]
 
 
-def make_trainer(folder: Path, **options: Any) -> Trainer:
-    arguments = make_arguments(folder, log_level="info", **options)
-    return Trainer(Net(), arguments, train_dataset=make_rows(22), eval_dataset=make_rows(7))
+make_trainer = partial(tiny.make_trainer, log_level="info", eval_dataset=make_rows(7))
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +44,7 @@ def test_run_says_what_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 
 def test_stream_says_what_it_cannot_know(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    arguments = make_arguments(tmp_path, log_level="info", max_steps=3)
-    Trainer(Net(), arguments, train_dataset=Stream(make_rows(22))).train()
+    train(tmp_path, train_dataset=Stream(make_rows(22)), log_level="info", max_steps=3)
     assert {"Num examples = 12", "Num Epochs = as many as the steps need"} <= set(lines(caplog))
 
 
@@ -72,5 +69,5 @@ def test_evaluation_says_how_much_it_is(tmp_path: Path, caplog: pytest.LogCaptur
 
 def test_nothing_is_said_at_the_level_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "hftrain")
-    Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(22), eval_dataset=make_rows(7)).train()
+    train(tmp_path, train_dataset=make_rows(22), eval_dataset=make_rows(7))
     assert lines(caplog) == []

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support import tiny
 from support.resuming import StopAt
-from support.tiny import Net, make_arguments
+from support.tiny import Net, make_arguments, train
 from torch import nn
 
 from hftrain import Trainer, TrainerCallback
@@ -56,15 +57,9 @@ def make_words(num: int = 10, width: int = 5) -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-def make_trainer(folder: Path, model: nn.Module | None = None, rows: Any = None, **options: Any) -> Trainer:
-    callbacks = options.pop("callbacks", None)
-    return Trainer(
-        Words() if model is None else model,
-        make_arguments(folder, **options),
-        train_dataset=make_words() if rows is None else rows,
-        eval_dataset=make_words(4),
-        callbacks=callbacks,
-    )
+def make_trainer(folder: Path, model: Any = None, **options: Any) -> Trainer:
+    parts = {"train_dataset": make_words(), "eval_dataset": make_words(4)}
+    return tiny.make_trainer(folder, Words() if model is None else model, **{**parts, **options})
 
 
 @pytest.mark.parametrize(
@@ -107,8 +102,7 @@ def test_batch_without_the_main_input_warns_once(batch: Any) -> None:
 def test_main_input_is_the_models(tmp_path: Path) -> None:
     rows = [{"pixels": row["input_ids"], "labels": row["labels"]} for row in make_words()]
     options = {"include_num_input_tokens_seen": True, "num_train_epochs": 1}
-    trainer = Trainer(Pixels(), make_arguments(tmp_path, **options), train_dataset=rows)
-    trainer.train()
+    trainer = train(tmp_path, Pixels(), train_dataset=rows, **options)
     assert trainer.state.num_input_tokens_seen == 50
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.tiny import Net, Stream, make_arguments, make_rows
+from support.tiny import Net, Stream, make_arguments, make_rows, make_trainer
 
 from hftrain import ConfigError, Seq2SeqTrainingArguments, TaskError, Trainer, TrainerCallback
 
@@ -78,8 +78,7 @@ def test_order_by_length_measures_what_the_processing_class_names(tmp_path: Path
     class Tool:
         model_input_names = ("x",)
 
-    arguments = make_arguments(tmp_path, group_by_length=True)
-    trainer = Trainer(Net(), arguments, train_dataset=make_rows(9), processing_class=Tool())
+    trainer = make_trainer(tmp_path, train_dataset=make_rows(9), processing_class=Tool(), group_by_length=True)
     assert sorted(trainer._get_train_sampler()) == list(range(9))
     assert trainer.train().global_step == 6
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import Net, make_arguments, make_rows
+from support import tiny
+from support.tiny import Net, make_arguments, make_rows, train
 
 from hftrain import ConfigError, EvalPrediction, EvalSet, Trainer, TrainerCallback
 
@@ -24,8 +25,8 @@ def evaluated(trainer: Trainer, name: str) -> list[int]:
 
 
 def make_trainer(folder: Path, sets: dict[str, Any], **options: Any) -> Trainer:
-    arguments = make_arguments(folder, **{"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, **options})
-    return Trainer(Net(), arguments, train_dataset=make_rows(8), eval_dataset=sets, compute_metrics=count("common"))
+    options = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "compute_metrics": count("common"), **options}
+    return tiny.make_trainer(folder, train_dataset=make_rows(8), eval_dataset=sets, **options)
 
 
 def test_each_set_has_its_own_metrics(tmp_path: Path) -> None:
@@ -41,15 +42,12 @@ def test_each_set_has_its_own_metrics(tmp_path: Path) -> None:
 
 
 def test_set_may_have_metrics_where_the_trainer_has_none(tmp_path: Path) -> None:
-    arguments = make_arguments(
-        tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
-        load_best_model_at_end=True, metric_for_best_model="eval_b_own", greater_is_better=True,
+    trainer = train(
+        tmp_path, train_dataset=make_rows(8),
+        eval_dataset={"a": make_rows(3), "b": EvalSet(make_rows(5), metrics=count("own"))}, max_steps=4,
+        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="eval_b_own", greater_is_better=True,
     )  # fmt: skip
-    trainer = Trainer(
-        Net(), arguments, train_dataset=make_rows(8),
-        eval_dataset={"a": make_rows(3), "b": EvalSet(make_rows(5), metrics=count("own"))},
-    )  # fmt: skip
-    trainer.train()
     assert trainer.state.best_metric == 5
     assert trainer.state.best_model_checkpoint is not None
 

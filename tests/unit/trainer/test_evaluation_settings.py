@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Noisy, Rows, Stream, Task, make_arguments, make_rows
+from support.tiny import Net, Noisy, Rows, Stream, Task, make_arguments, make_rows, train
 from torch import nn
 
 from hftrain import (
@@ -363,14 +363,13 @@ def test_memory_goes_on_after_a_resume(tmp_path: Path) -> None:
     model = Recurrent()
     options: dict[str, Any] = {"past_index": 2, "num_train_epochs": 1, "save_strategy": "steps", "save_steps": 50}
     for callbacks, resume in (([StopAt(2)], False), ([], True)):
-        trainer = Trainer(model, make_arguments(tmp_path, **options), train_dataset=make_rows(16), callbacks=callbacks)
-        trainer.train(resume_from_checkpoint=resume)
+        train(tmp_path, model, train_dataset=make_rows(16), callbacks=callbacks, **options, resume=resume)
     assert [memory for _, memory in model.seen] == [0, 1, 2, 3]
 
 
 def test_no_memory_is_kept_where_none_is_asked_for(tmp_path: Path) -> None:
     model = Recurrent()
-    Trainer(model, make_arguments(tmp_path, num_train_epochs=1), train_dataset=make_rows(12)).train()
+    train(tmp_path, model, train_dataset=make_rows(12), num_train_epochs=1)
     assert [memory for _, memory in model.seen] == [0, 0, 0]
 
 
@@ -391,10 +390,7 @@ def test_memory_that_cannot_work_is_refused(tmp_path: Path) -> None:
 
     data = torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8))
     with pytest.raises(TaskError, match=r"The batch is a (list|tuple), to which no 'mems' can be added"):
-        Trainer(
-            Pairs(), make_arguments(tmp_path, past_index=2), train_dataset=data,
-            data_collator=torch.utils.data.default_collate,
-        ).train()  # fmt: skip
+        train(tmp_path, Pairs(), train_dataset=data, data_collator=torch.utils.data.default_collate, past_index=2)
 
 
 # -- bf16_full_eval, fp16_full_eval ----------------------------------------------------------------------------------
@@ -448,11 +444,10 @@ def test_full_evaluations_change_no_bit_of_a_training(tmp_path: Path, setting: s
     for options in ({}, {"eval_strategy": "steps", "eval_steps": 1, setting: True}):
         set_seed(0)
         model = Dtypes()
-        trainer = Trainer(
-            model, make_arguments(tmp_path, gradient_accumulation_steps=2, **options), train_dataset=make_rows(22),
-            eval_dataset=make_rows(5),
+        trainer = train(
+            tmp_path, model, train_dataset=make_rows(22), eval_dataset=make_rows(5), gradient_accumulation_steps=2,
+            **options,
         )  # fmt: skip
-        trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         answers.append((losses, [parameter.tolist() for parameter in model.parameters()]))
         seen.append({entry[1] for entry in model.seen if entry[0]})
@@ -631,15 +626,11 @@ def test_evaluation_changes_no_bit_of_what_follows(tmp_path: Path, num_workers: 
     rows: Rows = make_rows(22)
     for options in ({}, {"eval_strategy": "steps", "eval_steps": 1}):
         set_seed(0)
-        trainer = Trainer(
-            Net(dropout=0.3),
-            make_arguments(
-                tmp_path, dataloader_num_workers=num_workers, dataloader_persistent_workers=is_persistent,
-                max_steps=8, gradient_accumulation_steps=2, **options,
-            ),
-            train_dataset=Noisy(rows), eval_dataset=Noisy(make_rows(5)), compute_metrics=share,
+        trainer = train(
+            tmp_path, Net(dropout=0.3), train_dataset=Noisy(rows), eval_dataset=Noisy(make_rows(5)),
+            compute_metrics=share, dataloader_num_workers=num_workers, dataloader_persistent_workers=is_persistent,
+            max_steps=8, gradient_accumulation_steps=2, **options,
         )  # fmt: skip
-        trainer.train()
         losses = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
         answers.append((losses, [parameter.tolist() for parameter in trainer.model.parameters()]))
     assert answers[0] == answers[1]

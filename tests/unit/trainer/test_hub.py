@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.hub_server import HubServer, running_hub
-from support.tiny import Net, Task, make_arguments, make_rows
+from support.tiny import Net, Task, make_arguments, make_rows, train
 
 from hftrain import ConfigError, MissingDependencyError, Trainer, TrainerCallback, TrainingArguments
 from hftrain.checkpoint.manifest import verify
@@ -469,9 +469,7 @@ def test_progress_bars_are_hidden_while_a_save_is_pushed(hub: HubServer, tmp_pat
 
 def test_create_model_card_tells_of_the_run(tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
-    args = make_arguments(tmp_path / "mine", eval_strategy="epoch")
-    trainer = Trainer(Net(), args, train_dataset=make_rows(), eval_dataset=make_rows(5))
-    trainer.train()
+    trainer = train(tmp_path / "mine", eval_dataset=make_rows(5), eval_strategy="epoch")
     trainer.create_model_card(license="mit", model_name="My model", tasks="text-classification", dataset="Iris")
     card = (tmp_path / "mine/README.md").read_text("utf-8")
     for said in (

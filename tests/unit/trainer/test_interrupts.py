@@ -8,13 +8,14 @@ import os
 import signal
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import make_resumable, make_rows, train
 
-from hftrain import ConfigError, EarlyStoppingCallback, SavePolicy, StrategyError, Trainer, TrainerCallback, set_seed
+from hftrain import ConfigError, EarlyStoppingCallback, SavePolicy, StrategyError, Trainer, TrainerCallback
 from hftrain.checkpoint.consensus import Consensus
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import read_manifest
@@ -43,17 +44,7 @@ class Send(TrainerCallback):
             os.kill(os.getpid(), signal.Signals[self.name])
 
 
-def make_trainer(folder: Path, *callbacks: Any, policy: SavePolicy | None = None, **options: Any) -> Trainer:
-    set_seed(5)
-    settings: dict[str, Any] = {"max_steps": 10, "save_strategy": "steps", "save_steps": 100, **options}
-    return Trainer(
-        Net(dropout=0.2),
-        make_arguments(folder, **settings),
-        train_dataset=make_rows(22),
-        eval_dataset=make_rows(7, seed=2),
-        callbacks=list(callbacks),
-        save_policy=policy,
-    )
+make_trainer = partial(make_resumable, seed=5, max_steps=10)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -181,7 +172,7 @@ def test_signal_in_the_last_step_ends_the_process_after_the_run_is_complete(tmp_
 
 def test_switched_off_signals_act_as_ever(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
-        make_trainer(tmp_path, Send("SIGINT", 4), policy=SavePolicy(on_signal=False)).train()
+        make_trainer(tmp_path, Send("SIGINT", 4), save_policy=SavePolicy(on_signal=False)).train()
     assert str(caught.value) == ""
     assert steps_in(tmp_path) == []
 
@@ -192,10 +183,10 @@ def test_the_clock_saves_also_where_nothing_else_does(tmp_path: Path) -> None:
             time.sleep(0.15)
 
     policy = SavePolicy(every_s=0.5)
-    make_trainer(tmp_path, Slow(), policy=policy, save_strategy="no").train()
+    make_trainer(tmp_path, Slow(), save_policy=policy, save_strategy="no").train()
     found = steps_in(tmp_path)
     assert 2 <= len(found) < 10
-    assert make_trainer(tmp_path, policy=policy).train(resume_from_checkpoint="auto").global_step == 10
+    assert make_trainer(tmp_path, save_policy=policy).train(resume_from_checkpoint="auto").global_step == 10
 
 
 def test_processes_without_a_board_leave_signals_alone_and_refuse_the_clock(
@@ -209,7 +200,7 @@ def test_processes_without_a_board_leave_signals_alone_and_refuse_the_clock(
         raise StrategyError("They share no store.")
 
     def make(policy: SavePolicy) -> Interrupts:
-        trainer = make_trainer(tmp_path, policy=policy)
+        trainer = make_trainer(tmp_path, save_policy=policy)
         monkeypatch.setattr(trainer.strategy, "world_size", 2)
         monkeypatch.setattr(trainer.strategy, "make_board", refuse)
         return TrainSession(trainer, resume=None, ignore_keys=None)._make_interrupts()
@@ -239,18 +230,12 @@ def _first_nothing(look: Any) -> Any:
 @pytest.mark.parametrize("greater", [False, True])
 def test_rotation_keeps_the_best_checkpoints_and_the_newest(tmp_path: Path, greater: bool) -> None:
     values = iter([0.5, 0.2, 0.4, float("nan"), 0.3, 0.4])
-    trainer = Trainer(
-        Net(),
-        make_arguments(
-            tmp_path, max_steps=12, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=1,
-            metric_for_best_model="score", greater_is_better=greater,
-        ),
-        train_dataset=make_rows(22),
-        eval_dataset=make_rows(4),
-        compute_metrics=lambda _: {"score": next(values)},
-        save_policy=SavePolicy(keep_best=3),
+    train(
+        tmp_path, train_dataset=make_rows(22), eval_dataset=make_rows(4),
+        compute_metrics=lambda _: {"score": next(values)}, save_policy=SavePolicy(keep_best=3), max_steps=12,
+        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=1, metric_for_best_model="score",
+        greater_is_better=greater,
     )  # fmt: skip
-    trainer.train()
     # By step: 2: 0.5, 4: 0.2, 6: 0.4, 8: NaN, 10: 0.3, 12: 0.4; of equals the earlier.
     assert steps_in(tmp_path) == ([2, 6, 12] if greater else [4, 6, 10, 12])
 
@@ -258,7 +243,7 @@ def test_rotation_keeps_the_best_checkpoints_and_the_newest(tmp_path: Path, grea
 def test_keeping_the_best_needs_a_metric(tmp_path: Path) -> None:
     for options in ({}, {"metric_for_best_model": "loss"}):
         with pytest.raises(ConfigError, match="No evaluation says which checkpoints are the best"):
-            make_trainer(tmp_path, policy=SavePolicy(keep_best=2), **options)
+            make_trainer(tmp_path, save_policy=SavePolicy(keep_best=2), **options)
 
 
 def test_auto_resumes_what_is_valid_and_else_starts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

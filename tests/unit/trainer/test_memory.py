@@ -6,11 +6,13 @@ import inspect
 import re
 import threading
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import tiny
 from support.tiny import Net, Task, make_arguments, make_rows
 
 from hftrain import MissingDependencyError, TaskError, Trainer
@@ -35,9 +37,13 @@ def samplers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "hftrain-memory"]
 
 
-def make_trainer(folder: Path, **options: Any) -> Trainer:
-    arguments = make_arguments(folder, skip_memory_metrics=False, num_train_epochs=1, **options)
-    return Trainer(Net(), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(4))
+make_trainer = partial(
+    tiny.make_trainer,
+    skip_memory_metrics=False,
+    num_train_epochs=1,
+    train_dataset=make_rows(8),
+    eval_dataset=make_rows(4),
+)
 
 
 def test_report_is_off_by_default(tmp_path: Path) -> None:

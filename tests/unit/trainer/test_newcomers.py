@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Task, make_arguments, make_rows
+from support.tiny import Net, Task, make_arguments, make_rows, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -34,7 +34,7 @@ class Counting(TrainerCallback):
 
 
 def fit(task: Any, folder: Path, **parts: Any) -> Trainer:
-    trainer = Trainer(task, make_arguments(folder, max_steps=2), train_dataset=make_rows(), **parts)
+    trainer = make_trainer(folder, task, max_steps=2, **parts)
     trainer.train()
     return trainer
 
@@ -106,9 +106,7 @@ class Scored(Task):
 @pytest.mark.parametrize("calls", [False, True])
 @pytest.mark.parametrize("reports", [False, True])
 def test_metric_that_is_updated_in_training_is_reported_or_named(tmp_path: Path, reports: bool, calls: bool) -> None:
-    trainer = Trainer(
-        Scored(reports=reports, calls=calls), make_arguments(tmp_path, max_steps=2), train_dataset=make_rows(8)
-    )
+    trainer = make_trainer(tmp_path, Scored(reports=reports, calls=calls), train_dataset=make_rows(8), max_steps=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train()
@@ -206,7 +204,7 @@ def test_the_dataset_in_the_collators_place_is_told_so(tmp_path: Path) -> None:
 
 
 def test_lightnings_last_is_told_to_be_true(tmp_path: Path) -> None:
-    trainer = Trainer(Task(), make_arguments(tmp_path), train_dataset=make_rows())
+    trainer = make_trainer(tmp_path, Task())
     with pytest.raises(CheckpointError, match=r"True for the newest in output_dir"):
         trainer.train(resume_from_checkpoint="last")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_rows, make_trainer
 from torch import nn
 
 from hftrain import ConfigError, Trainer
@@ -39,8 +39,7 @@ def test_contexts_cast_as_the_precision_says(tmp_path: Path, options: dict[str, 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_cpus_mixed_precision_trains_on_the_cpu(tmp_path: Path, name: str) -> None:
-    arguments = make_arguments(tmp_path, half_precision_backend="cpu_amp", max_steps=2, **{name: True})
-    trainer = Trainer(Net(), arguments, train_dataset=make_rows())
+    trainer = make_trainer(tmp_path, half_precision_backend="cpu_amp", max_steps=2, **{name: True})
     assert trainer.train().global_step == 2
     assert trainer.precision.policy.name == name
 

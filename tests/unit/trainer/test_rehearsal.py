@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.tiny import Net, Noisy, Stream, Task, make_arguments, make_rows
+from support import tiny
+from support.tiny import Net, Noisy, Stream, Task, make_rows
 
 from hftrain import (
     ConfigError,
@@ -66,18 +67,14 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 def make_trainer(folder: Path, model: Any = None, **options: Any) -> Trainer:
     """Return one that takes part in much."""
-    arguments = {name: options.pop(name) for name in list(options) if hasattr(make_arguments(folder), name)}
     defaults: dict[str, Any] = {
         "train_dataset": Noisy(make_rows()),
         "eval_dataset": {"one": make_rows(9, seed=2), "two": EvalSet(make_rows(9, seed=3), every=2)},
         "compute_metrics": accuracy,
         "callbacks": [Diary()],
     }
-    return Trainer(
-        Net(dropout=0.2) if model is None and "model_init" not in options else model,
-        make_arguments(folder, **{**BASIC, **arguments}),
-        **{**defaults, **options},
-    )
+    model = Net(dropout=0.2) if model is None and "model_init" not in options else model
+    return tiny.make_trainer(folder, model, **{**BASIC, **defaults, **options})
 
 
 def test_every_stage_is_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

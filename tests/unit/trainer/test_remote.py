@@ -11,7 +11,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from support.remote import URL, empty_store, failing, listing, read, write
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_resumable, make_rows
 
 from hftrain import (
     CheckpointError,
@@ -43,17 +43,7 @@ class StopAt(TrainerCallback):
 
 
 def make_trainer(folder=URL, *callbacks, **options) -> Trainer:
-    set_seed(1)
-    policy = options.pop("save_policy", None)
-    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8, **options}
-    return Trainer(
-        Net(dropout=0.2),
-        make_arguments(folder, **settings),
-        train_dataset=make_rows(22),
-        eval_dataset=make_rows(7, seed=2),
-        callbacks=list(callbacks),
-        save_policy=policy,
-    )
+    return make_resumable(folder, *callbacks, **{"save_steps": 2, "max_steps": 8, **options})
 
 
 def saved() -> list[str]:

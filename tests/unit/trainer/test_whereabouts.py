@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import Net, make_arguments, make_rows, make_trainer
 
 from hftrain import Trainer, TrainerCallback
 from hftrain.trainer.whereabouts import report_late_ranks
@@ -21,10 +21,10 @@ def test_phases_of_a_run(tmp_path: Path) -> None:
 
         on_step_begin = on_prediction_step = on_train_end = on_save = on_train_begin
 
-    arguments = make_arguments(
-        tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2
-    )
-    trainer = Trainer(Net(), arguments, train_dataset=make_rows(), eval_dataset=make_rows(4), callbacks=[Ask()])
+    trainer = make_trainer(
+        tmp_path, eval_dataset=make_rows(4), callbacks=[Ask()], max_steps=2, eval_strategy="steps", eval_steps=2,
+        save_strategy="steps", save_steps=2,
+    )  # fmt: skip
     assert trainer._whereabouts() == "between training and evaluations"
     trainer.train()
     assert found == [
@@ -47,8 +47,7 @@ def test_a_failed_exchange_is_reported_from_where_it_failed(tmp_path: Path, monk
         found.append(trainer._whereabouts())
 
     monkeypatch.setattr("hftrain.trainer.trainer.report_late_ranks", report)
-    arguments = make_arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
-    trainer = Trainer(Net(), arguments, train_dataset=make_rows(), callbacks=[Fail()])
+    trainer = make_trainer(tmp_path, callbacks=[Fail()], max_steps=2, save_strategy="steps", save_steps=2)
     with pytest.raises(RuntimeError, match="gloo"):
         trainer.train()
     assert found[0] == "save checkpoint-2"
