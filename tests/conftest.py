@@ -5,6 +5,7 @@ in pyproject.toml puts `tests/` on the import path, here and in the processes th
 
 - `leave_no_trace` (automatic): the test starts from seeded generators and fails if it leaves something behind.
 - `tmp_cwd`: an empty folder as working directory.
+- `store`: an empty store in memory, behind `support.remote.URL`.
 - `run_distributed`, `launch_distributed`: real processes under torchrun.
 """
 
@@ -118,6 +119,15 @@ def tmp_cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make an empty folder the working directory, and return it."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give the test an empty store in memory."""
+    from support.remote import empty_store
+
+    with empty_store(monkeypatch, tmp_path / "cache"):
+        yield
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Stream, make_arguments, make_rows
+from support.tiny import Stream, make_arguments, make_rows, share
 from torch import nn
 from torch.utils.data import default_collate
 
-from hftrain import EvalPrediction, StepOutput, TaskModule, Trainer, TrainerCallback, set_seed
+from hftrain import StepOutput, TaskModule, Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint.weights import read_weights
 from hftrain.core.errors import HFTrainError
 from hftrain.storage.shards import load_shards
@@ -226,10 +226,6 @@ class Judged(TaskModule):
         loss, logits = self.model(batch["x"], labels=batch["labels"])
         self.accuracy.update(logits, batch["labels"])
         return StepOutput(loss=loss, outputs=logits, labels=batch["labels"])
-
-
-def share(prediction: EvalPrediction) -> dict[str, float]:
-    return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
 def evaluate(folder: str, *, most: int, strategy: str | None) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer
+from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer, share
 from torch import nn
 
 from hftrain import (
@@ -56,10 +56,6 @@ class Found(nn.Module):
         wide = torch.where(torch.arange(4) <= labels[:, None], x, -100.0)[:, :width]
         objects = [{"name": f"n{label}", "boxes": torch.ones(label, 2)} for label in labels.tolist()]
         return {"loss": x.mean() * self.scale, "wide": wide, "found": objects}
-
-
-def share(prediction: EvalPrediction) -> dict[str, float]:
-    return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
 class PerBatch:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Stream, make_arguments, make_rows
+from support.tiny import Stream, make_arguments, make_rows, share
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hftrain import EvalPrediction, StepOutput, TaskModule, Trainer, TrainerCallback, set_seed
+from hftrain import StepOutput, TaskModule, Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint.weights import read_weights
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.fsdp.wrapper import FSDP1Strategy
@@ -248,10 +248,6 @@ class Judged(TaskModule):
         loss, logits = self.model(batch["x"], labels=batch["labels"])
         self.accuracy.update(logits, batch["labels"])
         return StepOutput(loss=loss, outputs=logits, labels=batch["labels"], logs={"mean": logits.mean()})
-
-
-def share(prediction: EvalPrediction) -> dict[str, float]:
-    return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
 def evaluate(folder: str, *, most: int, strategy: str | None) -> list[Any]:

@@ -18,19 +18,10 @@ from support.hub_models import make_model, make_rows, run_options  # noqa: E402
 import hftrain  # noqa: E402
 from hftrain.data import columns  # noqa: E402
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("environment_stays")]
 
 # Lines that differ from run to run, or that tell where something is.
 _TOLD = re.compile(r"\*{5} Running|Num |Batch size|batch size|Accumulation|Total optimization|Number of trainable")
-
-
-@pytest.fixture(autouse=True)
-def environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Keep what transformers' Trainer sets for the whole process from outliving a test."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    level = transformers.logging.get_verbosity()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ gradient of the whole step in one batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,10 @@ from torch import nn  # noqa: E402
 
 import hftrain  # noqa: E402
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("environment_stays")]
 
 STEPS = ("loss", "grad_norm", "learning_rate", "epoch", "step")
 LIBRARIES = (hftrain, transformers)
-
-
-@pytest.fixture(autouse=True)
-def environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Keep what transformers' Trainer sets for the whole process, once it has run, from outliving a test."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    level = transformers.logging.get_verbosity()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 def make_trainer(library: Any, folder: Path, model: nn.Module, rows: Rows, *, kind: Any = None, **options: Any) -> Any:

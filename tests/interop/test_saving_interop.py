@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,8 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 import hftrain  # noqa: E402
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("environment_stays")]
 LIBRARIES = (hftrain, transformers)
-
-
-@pytest.fixture(autouse=True)
-def environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Keep what transformers' Trainer sets for the whole process from outliving a test."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    level = transformers.logging.get_verbosity()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 TOKENS: dict[str, tuple[dict[str, str | None], dict[str, Any]]] = {

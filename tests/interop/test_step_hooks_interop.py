@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,9 @@ from support.resuming import without_times  # noqa: E402
 
 import hftrain  # noqa: E402
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("environment_stays")]
 
 LIBRARIES = (hftrain, transformers)
-
-
-@pytest.fixture(autouse=True)
-def environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Keep what transformers' Trainer sets for the whole process, once it has run, from outliving a test."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    level = transformers.logging.get_verbosity()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 def train_both(folder: Path, subclass: Any, *, dropout: float = 0.0, **options: Any) -> list[Any]:

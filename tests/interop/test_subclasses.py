@@ -7,7 +7,7 @@ while it runs, and the final weights are compared.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler  # noqa: E402
 
 import hftrain  # noqa: E402
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("environment_stays")]
 
 NAMES = [
     "adversarial_training", "callback_that_acts", "callback_that_evaluates_more", "callback_with_the_objects",
@@ -36,15 +36,6 @@ NAMES = [
 ]  # fmt: skip
 CASES: dict[str, Callable[..., dict[str, Any]]] = {}
 WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
-
-
-@pytest.fixture(autouse=True)
-def environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Keep what transformers' Trainer sets for the whole process from outliving a test."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    level = transformers.logging.get_verbosity()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 def case(make: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

@@ -6,7 +6,6 @@ draws one more (its loader's). A callback that seeds at the beginning of each pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,13 @@ from support.resuming import without_times  # noqa: E402
 import hftrain  # noqa: E402
 from hftrain import CheckpointError, set_seed  # noqa: E402
 
-pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore:The pynvml package:FutureWarning")]
+pytestmark = [
+    pytest.mark.interop,
+    pytest.mark.usefixtures("environment_stays"),
+    pytest.mark.filterwarnings("ignore:The pynvml package:FutureWarning"),
+]
 
 OURS, THEIRS = hftrain, transformers
-
-
-@pytest.fixture(autouse=True)
-def environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Keep what transformers' Trainer sets for the whole process, once it has run, from outliving a test."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    level = transformers.logging.get_verbosity()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 def seeding(library: Any, stop: int | None) -> Any:

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Noisy, Stream, Task, make_arguments, make_rows, make_trainer, train
+from support.tiny import Net, Noisy, Stream, Task, make_arguments, make_rows, make_trainer, share, train
 from torch import nn
 
 from hftrain import (
@@ -22,10 +22,6 @@ from hftrain import (
     TrainerCallback,
     set_seed,
 )
-
-
-def share(prediction: Any) -> dict[str, float]:
-    return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
 def test_gradients_left_by_an_interrupt_do_not_leak_into_the_next_run(tmp_path: Path) -> None:

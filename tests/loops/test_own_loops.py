@@ -109,7 +109,7 @@ def test_what_is_not_a_loop_is_refused(tmp_path: Path, loop: Any, error: type[Ex
         ("saving", {"save_strategy": "steps"}, "save_strategy='steps' .* Set save_strategy='no'"),
         ("signals", {}, r"SavePolicy\(on_signal=True\), the default, .*SavePolicy\(on_signal=False\)"),
         ("signals", {"save_policy": SavePolicy(on_signal=False, every_s=9.0)}, r"every_s=9.0"),
-        ("streams", {"rows": Stream(make_rows(8)), "max_steps": 2}, "a stream with"),
+        ("streams", {"train_dataset": Stream(make_rows(8)), "max_steps": 2}, "a stream with"),
     ],
 )
 def test_what_a_loop_does_not_support_is_refused_before_the_run(

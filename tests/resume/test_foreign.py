@@ -53,7 +53,7 @@ def test_a_run_goes_on_where_its_state_says(tmp_path: Path, accumulation: int, s
 
 
 def test_a_stream_goes_on_past_its_first_end(tmp_path: Path) -> None:
-    options = {"data": Stream(make_rows()), "max_steps": 14, "gradient_accumulation_steps": 2}
+    options = {"train_dataset": Stream(make_rows()), "max_steps": 14, "gradient_accumulation_steps": 2}
     whole = make_resumable(tmp_path / "whole", **options)
     whole.train()
     resumed = make_resumable(tmp_path / "new", **options)
@@ -193,7 +193,7 @@ def test_steps_that_do_not_fit_the_passes_are_refused(tmp_path: Path, values: di
 
 
 @pytest.mark.parametrize(
-    "options", [{"gradient_accumulation_steps": 2}, {"data": make_rows(30)}], ids=["steps", "data"]
+    "options", [{"gradient_accumulation_steps": 2}, {"train_dataset": make_rows(30)}], ids=["steps", "data"]
 )
 def test_another_accumulation_or_length_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     folder = make_foreign(tmp_path, 2)

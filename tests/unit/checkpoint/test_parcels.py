@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from support.remote import URL, empty_store, listing, write
+from support.remote import URL, listing, write
 
 from hftrain import CheckpointError
 from hftrain.checkpoint.parcels import Parcels
 from hftrain.storage import files
 
-
-@pytest.fixture(autouse=True)
-def store(monkeypatch, tmp_path):
-    with empty_store(monkeypatch, tmp_path / "cache"):
-        yield
+pytestmark = pytest.mark.usefixtures("store")
 
 
 def stage(folder, **content: str):

@@ -8,18 +8,14 @@ import shutil
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from support.remote import URL, empty_store, failing, listing, read, write
+from support.remote import URL, failing, listing, read, write
 
 from hftrain import CheckpointError
 from hftrain.checkpoint.layout import MANIFEST
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.remote import RemoteCheckpoints, UnreachableError
 
-
-@pytest.fixture(autouse=True)
-def store(monkeypatch, tmp_path):
-    with empty_store(monkeypatch, tmp_path / "cache"):
-        yield
+pytestmark = pytest.mark.usefixtures("store")
 
 
 @pytest.fixture

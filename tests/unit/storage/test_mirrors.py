@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.remote import URL, empty_store, failing, listing, read
+from support.remote import URL, failing, listing, read
 
 from hftrain.storage.mirrors import Mirror, local_folder, mirror_of
 
-
-@pytest.fixture(autouse=True)
-def store(monkeypatch, tmp_path):
-    with empty_store(monkeypatch, tmp_path / "cache"):
-        yield
+pytestmark = pytest.mark.usefixtures("store")
 
 
 def make_mirror() -> Mirror:

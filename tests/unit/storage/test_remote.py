@@ -7,16 +7,12 @@ import random
 import sys
 
 import pytest
-from support.remote import URL, empty_store, failing, listing, read, write
+from support.remote import URL, failing, listing, read, write
 
 from hftrain import ConfigError, MissingDependencyError
 from hftrain.storage.remote import RemoteFolder, check_url, is_url
 
-
-@pytest.fixture(autouse=True)
-def store(monkeypatch, tmp_path):
-    with empty_store(monkeypatch, tmp_path / "cache"):
-        yield
+pytestmark = pytest.mark.usefixtures("store")
 
 
 def hide(monkeypatch, package: str) -> None:

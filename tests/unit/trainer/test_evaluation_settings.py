@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Noisy, Rows, Stream, Task, make_arguments, make_rows, train
+from support.tiny import Net, Noisy, Rows, Stream, Task, make_arguments, make_rows, share, train
 from torch import nn
 
 from hftrain import (
@@ -29,10 +29,6 @@ from hftrain import (
 )
 from hftrain.adapter.configs import full_eval_dtype
 from hftrain.evaluation.ready import cast_weights
-
-
-def share(prediction: EvalPrediction) -> dict[str, float]:
-    return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from support.remote import URL, empty_store, failing, listing, read, write
+from support.remote import URL, failing, listing, read, write
 from support.tiny import Net, make_arguments, make_resumable, make_rows
 
 from hftrain import (
@@ -25,11 +25,7 @@ from hftrain import (
 from hftrain.checkpoint.weights import load_weights
 from hftrain.storage.mirrors import mirror_of
 
-
-@pytest.fixture(autouse=True)
-def store(monkeypatch, tmp_path):
-    with empty_store(monkeypatch, tmp_path / "cache"):
-        yield
+pytestmark = pytest.mark.usefixtures("store")
 
 
 class StopAt(TrainerCallback):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer, train
+from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer, share, train
 from torch import nn
 
 from hftrain import (
@@ -23,10 +23,6 @@ from hftrain import (
     TrainingArguments,
     set_seed,
 )
-
-
-def share(prediction: EvalPrediction) -> dict[str, float]:
-    return {"share": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
 def test_train_returns_steps_loss_and_speed(tmp_path: Path) -> None:

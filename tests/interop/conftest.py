@@ -1,0 +1,19 @@
+"""Fixtures of the tests beside transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def environment_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Keep what transformers' Trainer sets for the whole process, once it has run, from outliving a test."""
+    import transformers
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    level = transformers.logging.get_verbosity()
+    yield
+    transformers.logging.set_verbosity(level)
