@@ -55,14 +55,7 @@ def load_generation_config(given: Any) -> Any:
 
 
 def prepare_generation(args: Any, strategy: Strategy, task: TaskModule, model: Any, *, config: Any) -> None:
-    """Give a model its generation config, and refuse what cannot generate; nothing is launched.
-
-    Args:
-        args: Sequence-to-sequence arguments.
-        strategy: May split the model.
-        task: Must be a plain model's.
-        model: Mutated.
-        config: What `load_generation_config` returned; None leaves the model its own.
+    """Give a model its generation config (None leaves its own), and refuse what cannot generate; launches nothing.
 
     Raises:
         ConfigError: A setting means nothing to the model's `generate`, or something else decides what is evaluated.
@@ -131,17 +124,11 @@ def _no_config(given: Any, reason: str, remedy: str | None = None) -> ConfigErro
 def run_generate(
     model: nn.Module, inputs: Any, *, bare: Any, options: dict[str, Any], label_names: list[str]
 ) -> torch.Tensor:
-    """Generate from one batch.
+    """Generate token ids from one batch.
 
     Args:
-        model: The model that is evaluated, without the strategy's wrapper.
-        inputs: The batch, on the device; not mutated.
+        model: Without the strategy's wrapper.
         bare: The Trainer's model: generates where the other was traced.
-        options: For `generate`.
-        label_names: What of the batch is not there to generate from.
-
-    Returns:
-        Token ids, padded to the longest length that may come where that and a padding token are known.
 
     Raises:
         TaskError: The batch has no names, or `generate` returned no tokens.
@@ -185,16 +172,9 @@ def _prompts(inputs: Mapping[str, Any], generate: Callable[..., Any], *, label_n
 
 
 def align_special_tokens(model: nn.Module, tool: Any) -> dict[str, int]:
-    """Give a model's configurations the tokens that end, begin and pad a text in its tokenizer; mutates them.
+    """Give a model's configurations the tokens that end, begin and pad a text in its tokenizer; return what changed.
 
     Tokens that the tokenizer does not define stay as they are, and so do further tokens that end a text.
-
-    Args:
-        model: Its `config` and `generation_config` are changed, if it has them as transformers' models do.
-        tool: A tokenizer, or a processor that holds one; others change nothing.
-
-    Returns:
-        The tokens that were changed, by name.
     """
     tokenizer = tool if hasattr(tool, "pad_token_id") else getattr(tool, "tokenizer", None)
     config, generation = getattr(model, "config", None), getattr(model, "generation_config", None)
@@ -236,12 +216,6 @@ def padding_token(tool: Any, model: Any) -> int | None:
             if found is not None:
                 return int(found)
     return None
-
-
-def pad_to(tensor: torch.Tensor, length: int, token: int) -> torch.Tensor:
-    """Return sequences padded on the right; longer ones stay as they are."""
-    missing = max(0, length - tensor.shape[-1])
-    return torch.nn.functional.pad(tensor, (0, missing), value=token)
 
 
 def fill_with(token: int) -> Callable[[Any], Any]:

@@ -23,7 +23,6 @@ def cast_weights(model: nn.Module, dtype: torch.dtype | None, *, keep_on: torch.
     their dtype would detach what hangs on their gradients, such as DDP's exchange, without a word.
 
     Args:
-        model: Mutated while the context is open.
         dtype: None changes nothing.
         keep_on: Where the exact weights wait; None leaves them where they are.
     """

@@ -28,8 +28,6 @@ def read_memory(outputs: Any, index: int, *, has_loss: bool) -> Any:
     """Return output number `index`, counted as if the loss came first; cut from its graph.
 
     Args:
-        outputs: What the model returned.
-        index: The documented `past_index`.
         has_loss: Whether a tuple begins with the loss; a mapping tells itself.
 
     Raises:

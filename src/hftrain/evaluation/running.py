@@ -137,13 +137,10 @@ def may_talk(
 def used_in_evaluation(
     args: Any, strategy: Strategy, *, dataset: Any, takes_turns: bool, is_per_batch: bool
 ) -> dict[str, str]:
-    """Return the features that an evaluation uses, likewise.
+    """Return the features that an evaluation uses, of those that a loop may not support, with what was asked for.
 
     Args:
-        args: The training arguments.
-        strategy: As chosen.
-        dataset: What is evaluated, or None.
-        takes_turns: Whether the processes keep in step, because their steps may talk to each other.
+        takes_turns: Whether steps may talk to other processes.
         is_per_batch: Whether metrics are computed batch by batch.
     """
     asked = {

@@ -47,15 +47,7 @@ def trace_model(
 
 
 class JitModel:
-    """Trace a model with the first batch that comes, and note how long that took.
-
-    Args:
-        trace: The documented `torch_jit_model_eval`.
-        model: The model to evaluate.
-
-    Units:
-        compilation_s: seconds, once a batch has come.
-    """
+    """Trace a model with the first batch that comes, and note how many seconds that took."""
 
     def __init__(self, trace: Callable[[nn.Module, Any], nn.Module], model: nn.Module) -> None:
         self.compilation_s: float | None = None

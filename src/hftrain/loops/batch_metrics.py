@@ -20,7 +20,6 @@ class BatchMetrics:
 
     Args:
         compute: ``f(EvalPrediction, compute_result=...)``.
-        group: The ranks.
         takes_objects: Hand on what is no tensor, too.
         finish_outputs: Runs on a turn's outputs, joined.
     """

@@ -125,9 +125,10 @@ class EvaluateLoop(Loop[EvaluateParts]):
                 finish_outputs=hooks.finish_outputs,
             )
         self._logs = LogWindow(gather_object=group.gather_object)
-        self._sum_dtype = torch.float32 if group.device.type == "mps" else torch.float64
-        # For each kind: the sum of the losses, and the items.
-        self._loss_sums: dict[str, tuple[Any, Any]] = dict.fromkeys(hooks.kinds, (0.0, 0.0))
+        # For each kind: the sum of the losses, and the items; in double precision where the device has it, because the
+        # sum must not depend on how the set is cut into batches.
+        sum_dtype = torch.float32 if group.device.type == "mps" else torch.float64
+        self._loss_sums = torch.zeros(len(hooks.kinds), 2, dtype=sum_dtype, device=group.device)
         self._num_samples = 0
         self._order: Any = None
 
@@ -278,22 +279,17 @@ class EvaluateLoop(Loop[EvaluateParts]):
         return put_back(joined, self._order, folder=self.parts.config.spill_dir)
 
     def _add_loss(self, loss: torch.Tensor, counts: Any) -> None:
-        # Double precision, where the device has it: the sum must not depend on how the set is cut into batches.
-        loss = loss.to(self._sum_dtype)
-        for kind, (total, num_items) in self._loss_sums.items():
-            factor, count = counts[kind] if isinstance(counts, dict) else (counts, counts)
-            factor = torch.as_tensor(factor, device=loss.device, dtype=loss.dtype)
-            count = torch.as_tensor(count, device=loss.device, dtype=loss.dtype)
+        loss = loss.to(self._loss_sums)
+        for row, kind in zip(self._loss_sums, self.parts.hooks.kinds, strict=True):
+            pair = counts[kind] if isinstance(counts, dict) else (counts, counts)
+            factor, count = (torch.as_tensor(each, device=loss.device, dtype=loss.dtype) for each in pair)
             # A batch without a single item has no mean; it must not turn the others into NaN.
-            self._loss_sums[kind] = total + torch.where(count > 0, loss * factor, 0.0), num_items + count
+            row += torch.stack([torch.where(count > 0, loss * factor, 0.0).reshape(()), count.reshape(())])
 
     def _mean_loss(self) -> dict[str, float]:
-        sums = torch.zeros(len(self._loss_sums), 2, dtype=self._sum_dtype, device=self.parts.group.device)
-        for row, (total, num_items) in zip(sums, self._loss_sums.values(), strict=True):
-            row[0], row[1] = total, num_items
-        means = dict(zip(self._loss_sums, self._sum_over_ranks(sums).tolist(), strict=True))
-        chosen = self.parts.hooks.choose_kind() if self.parts.hooks.choose_kind is not None else next(iter(means))
-        total, count = means[chosen]
+        hooks, sums = self.parts.hooks, self._sum_over_ranks(self._loss_sums).tolist()
+        chosen = hooks.kinds[0] if hooks.choose_kind is None else hooks.choose_kind()
+        total, count = sums[hooks.kinds.index(chosen)]
         return {"loss": total / count} if count else {}
 
     def _all_true(self, flag: bool) -> bool:
@@ -307,14 +303,17 @@ def _copied(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
+def _columns(batch: Any) -> str:
+    return f"the columns {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "no named columns"
+
+
 def _main_input(batch: Any, name: str) -> Any:
     """Return a batch's main input; raise where `compute_metrics` would get none."""
     if isinstance(batch, Mapping) and name in batch:
         return batch[name]
-    columns = f"the columns {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "no named columns"
     raise TaskError(
         "include_for_metrics=['inputs'] was asked for.",
-        f"An evaluation batch holds no main input {name!r} (it has {columns}).",
+        f"An evaluation batch holds no main input {name!r} (it has {_columns(batch)}).",
         "Set main_input_name on the model to the column that compute_metrics is to get.",
     )
 
@@ -347,10 +346,9 @@ def _check_complete(output: StepOutput, batch: Any) -> None:
     """Raise where `compute_metrics` would never be called."""
     for what, value in (("predictions", output.outputs), ("labels", output.labels)):
         if value is None:
-            columns = f"the columns {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else "no named columns"
             raise TaskError(
                 "compute_metrics was given.",
-                f"An evaluation batch gave no {what} to call it with (the batch has {columns}).",
+                f"An evaluation batch gave no {what} to call it with (the batch has {_columns(batch)}).",
                 "Name the label columns in label_names, return StepOutput(outputs=..., labels=...) from a task's "
                 "evaluation_step, or leave compute_metrics out.",
             )

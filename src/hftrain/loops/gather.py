@@ -92,7 +92,6 @@ class KeptBatches(_Keeper):
         """Return all ranks' batches as NumPy arrays, one entry each; None if nothing was kept. Collective.
 
         Args:
-            group: The ranks.
             is_interleaved: Rank r of W held batches r, r + W, ...; else each rank held a contiguous run.
         """
         self.to_host()
@@ -139,10 +138,6 @@ class Kept(_Keeper):
         """Return everything as NumPy arrays, concatenated over batches and ranks; None if nothing was kept.
 
         Lengths that differ beyond the first dimension are padded on the right with -100. Collective.
-
-        Args:
-            group: The ranks.
-            is_interleaved: Rank r of W held batches r, r + W, ...; else each rank held a contiguous run.
 
         Raises:
             TaskError: Ranks hold what cannot be joined.
@@ -222,7 +217,6 @@ def put_back(tree: Any, order: Any, *, folder: Path | None = None) -> Any:
     Several rows for each sample, such as the sequences of `num_return_sequences`, stay together.
 
     Args:
-        tree: What `Kept.joined` gave.
         order: The places of the samples in the order they were read.
         folder: Hold arrays in files there, mapped into memory; None holds them in memory.
     """
@@ -263,12 +257,7 @@ def _mismatch(of: str, forms: list[tuple[TreeSpec, list[bool]]]) -> TaskError:
 
 
 def _places(batch_sizes: Sequence[Sequence[int]], *, is_interleaved: bool) -> list[torch.Tensor]:
-    """Return for each rank where its rows stand in the data.
-
-    Args:
-        batch_sizes: For each rank, the sizes of its batches in its own order.
-        is_interleaved: Ranks took batches in turn; else each holds a contiguous run.
-    """
+    """Return for each rank where its rows stand in the data, from the sizes of its batches."""
     places: list[list[range]] = [[] for _ in batch_sizes]
     in_runs = [[(rank, size) for size in sizes] for rank, sizes in enumerate(batch_sizes)]
     start = 0

@@ -20,7 +20,6 @@ from hftrain.evaluation.generating import (
     generates,
     load_generation_config,
     longest_output,
-    pad_to,
     padding_token,
     prepare_generation,
     run_generate,
@@ -171,7 +170,8 @@ class Seq2SeqTrainer(Trainer):
     def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
         """Pad generated tokens or labels up to a length; an override may pad otherwise."""
         token = padding_token(self.processing_class, self.model)
-        return tensor if token is None else pad_to(tensor, max_length, token)
+        missing = max(0, max_length - tensor.shape[-1])
+        return tensor if token is None else nn.functional.pad(tensor, (0, missing), value=token)
 
     # -- how it is done ------------------------------------------------------------------------------------------
 
