@@ -7,9 +7,8 @@ import sys
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from hftrain.compat.logs import adapted_log
-from hftrain.compat.names import is_telling, replacements
-from hftrain.compat.processes import adapted_init
+from hftrain.compat.accelerate_state import adapted_init, adapted_log
+from hftrain.compat.names import TELLING, replacements
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
 
@@ -55,7 +54,7 @@ def install() -> None:
     facades = [importlib.import_module("transformers")]
     pairs = [pair for pair in replacements() if pair[1] is not pair[2]]
     facades = list({id(facade): facade for facade in (*facades, sys.modules["transformers"])}.values())
-    _refuse_holders({id(theirs) for name, theirs, _ in pairs if is_telling(name)})
+    _refuse_holders({id(theirs) for name, theirs, _ in pairs if name in TELLING})
     ours_of = {id(theirs): ours for _, theirs, ours in pairs}
     before = [(module, name, value) for module, name, value in _held(facades) if id(value) in ours_of]
     # What a facade has not looked up yet it does not hold; its own `dir` tells what it would look up.

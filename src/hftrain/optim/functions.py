@@ -56,49 +56,48 @@ def get_scheduler(
             reason = f"the schedule depends on {argument}."
             raise ConfigError(f"Cannot make the schedule {name!r}:", reason, f"Pass {argument}.")
     warmup = 0 if name in _NEED_NO_WARMUP else num_warmup_steps or 0
-    return _make(name, optimizer, warmup, num_training_steps, -1, **options)
+    return _make(name, optimizer, warmup, num_training_steps, **options)
 
 
 def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LRScheduler:
     """Return a schedule that keeps the rate. Source: the documented function, as for the following ones."""
-    return _make("constant", optimizer, 0, None, last_epoch)
+    return _make("constant", **locals())
 
 
 def get_reduce_on_plateau_schedule(optimizer: Optimizer, **kwargs: Any) -> LRScheduler:
     """Return torch's `ReduceLROnPlateau`; the keywords are its own."""
-    return _make("reduce_lr_on_plateau", optimizer, 0, None, -1, **kwargs)
+    return _make("reduce_lr_on_plateau", optimizer, **kwargs)
 
 
 def get_greedy_schedule(optimizer: Optimizer, **kwargs: Any) -> LRScheduler:
     """Return a `GreedyLR`; the keywords are its own."""
-    return _make("greedy", optimizer, 0, None, -1, **kwargs)
+    return _make("greedy", optimizer, **kwargs)
 
 
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LRScheduler:
     """Return a schedule that rises to the rate and keeps it."""
-    return _make("constant_with_warmup", optimizer, num_warmup_steps, None, last_epoch)
+    return _make("constant_with_warmup", **locals())
 
 
 def get_linear_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
 ) -> LRScheduler:
     """Return a schedule that rises to the rate and falls to 0 in straight lines."""
-    return _make("linear", optimizer, num_warmup_steps, num_training_steps, last_epoch)
+    return _make("linear", **locals())
 
 
 def get_cosine_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5, last_epoch: int = -1
 ) -> LRScheduler:
     """Return a schedule that rises to the rate and falls as a cosine does, half a wave by default."""
-    return _make("cosine", optimizer, num_warmup_steps, num_training_steps, last_epoch, num_cycles=num_cycles)
+    return _make("cosine", **locals())
 
 
 def get_cosine_with_hard_restarts_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1, last_epoch: int = -1
 ) -> LRScheduler:
     """Return a schedule that rises to the rate and falls `num_cycles` times, each time from the top."""
-    name = "cosine_with_restarts"
-    return _make(name, optimizer, num_warmup_steps, num_training_steps, last_epoch, num_cycles=num_cycles)
+    return _make("cosine_with_restarts", **locals())
 
 
 def get_polynomial_decay_schedule_with_warmup(
@@ -110,15 +109,14 @@ def get_polynomial_decay_schedule_with_warmup(
     last_epoch: int = -1,
 ) -> LRScheduler:
     """Return a schedule that rises to the rate and falls to `lr_end` as a power of the share that is left."""
-    options = {"lr_end": lr_end, "power": power}
-    return _make("polynomial", optimizer, num_warmup_steps, num_training_steps, last_epoch, **options)
+    return _make("polynomial", **locals())
 
 
 def get_inverse_sqrt_schedule(
     optimizer: Optimizer, num_warmup_steps: int, timescale: int | None = None, last_epoch: int = -1
 ) -> LRScheduler:
     """Return a schedule that rises to the rate and falls as one over the square root of the updates."""
-    return _make("inverse_sqrt", optimizer, num_warmup_steps, None, last_epoch, timescale=timescale)
+    return _make("inverse_sqrt", **locals())
 
 
 def get_cosine_with_min_lr_schedule_with_warmup(
@@ -131,8 +129,7 @@ def get_cosine_with_min_lr_schedule_with_warmup(
     min_lr_rate: float | None = None,
 ) -> LRScheduler:
     """Return a cosine that ends at a rate, `min_lr`, or at a share of the first, `min_lr_rate`."""
-    options = {"num_cycles": num_cycles, "min_lr": min_lr, "min_lr_rate": min_lr_rate}
-    return _make("cosine_with_min_lr", optimizer, num_warmup_steps, num_training_steps, last_epoch, **options)
+    return _make("cosine_with_min_lr", **locals())
 
 
 def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
@@ -146,9 +143,7 @@ def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
     warmup_lr_rate: float | None = None,
 ) -> LRScheduler:
     """Return the same cosine one update ahead, so that no update has rate 0."""
-    options: dict[str, Any] = {"num_cycles": num_cycles, "min_lr": min_lr, "min_lr_rate": min_lr_rate}
-    options["warmup_lr_rate"] = warmup_lr_rate
-    return _make("cosine_warmup_with_min_lr", optimizer, num_warmup_steps, num_training_steps, last_epoch, **options)
+    return _make("cosine_warmup_with_min_lr", **locals())
 
 
 def get_wsd_schedule(
@@ -169,26 +164,29 @@ def get_wsd_schedule(
         ConfigError: Neither is given.
     """
     if num_training_steps is None and num_stable_steps is None:
-        reason = "nothing says how long its stable part is."
-        asked = "Cannot make a warm-up, stable and decay schedule:"
+        asked, reason = "Cannot make a warm-up, stable and decay schedule:", "nothing says how long its stable part is."
         raise ConfigError(asked, reason, "Pass num_training_steps or num_stable_steps.")
-    options: dict[str, Any] = {"num_decay_steps": num_decay_steps, "num_stable_steps": num_stable_steps}
-    options |= {"warmup_type": warmup_type, "decay_type": decay_type}
-    options |= {"min_lr_ratio": min_lr_ratio, "num_cycles": num_cycles}
-    return _make("warmup_stable_decay", optimizer, num_warmup_steps, num_training_steps, last_epoch, **options)
+    return _make("warmup_stable_decay", **locals())
 
 
 def _make(
-    name: str, optimizer: Optimizer, warmup: int, total: int | None, last_step: int, **options: Any
+    name: str,
+    optimizer: Optimizer,
+    num_warmup_steps: int = 0,
+    num_training_steps: int | None = None,
+    last_epoch: int = -1,
+    **options: Any,
 ) -> LRScheduler:
+    """Build the schedule of a name, the options being what else its documented function takes; None is left out."""
+    total = num_warmup_steps if num_training_steps is None else num_training_steps
     if name == "warmup_stable_decay" and options.get("num_stable_steps") is not None:
         # The stages alone say how long it lasts.
-        total = warmup + int(options["num_stable_steps"]) + int(options.get("num_decay_steps") or 0)
+        total = num_warmup_steps + int(options["num_stable_steps"]) + int(options.get("num_decay_steps") or 0)
     config = ScheduleConfig(
         name=name,
-        num_training_steps=warmup if total is None else total,
-        num_warmup_steps=warmup,
-        last_step=last_step,
+        num_training_steps=total,
+        num_warmup_steps=num_warmup_steps,
+        last_step=last_epoch,
         options={key: value for key, value in options.items() if value is not None},
     )
     return build_schedule(config, optimizer)

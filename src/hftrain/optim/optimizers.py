@@ -144,58 +144,53 @@ def adamw_hf(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass
 
 
 optimizers: Registry[OptimizerClass] = Registry("optim", group="hftrain.optimizers")
-_EXTRAS = "hftrain.optim.extras"
-for _name, _handler, _preset in (
-    ("adamw_torch", adamw, {}),
-    ("adamw_torch_fused", adamw, {"fused": True}),
-    ("adamw_hf", adamw_hf, {}),
-    ("sgd", from_torch, {"cls": torch.optim.SGD}),
-    ("adagrad", from_torch, {"cls": torch.optim.Adagrad}),
-    ("rmsprop", from_torch, {"cls": torch.optim.RMSprop}),
-):
-    optimizers.register(_name, _handler, summary="torch", **_preset)
-optimizers.register("adamw_anyprecision", f"{_EXTRAS}.anyprecision:adamw_anyprecision", summary="torch")
-optimizers.register("adafactor", f"{_EXTRAS}.adafactor:adafactor", summary="torch")
-for _name, _package, _path in (
-    ("adamw_torch_xla", "torch_xla", "torch_xla.amp.syncfree:AdamW"),
-    ("adamw_torch_npu_fused", "torch_npu", "torch_npu.optim:NpuFusedAdamW"),
-    ("adamw_apex_fused", "apex", "apex.optimizers:FusedAdam"),
-):
-    optimizers.register(_name, f"{_EXTRAS}.vendors:adamw", summary=_package, package=_package, path=_path)
-for _bits in (4, 8):
-    optimizers.register(f"adamw_torch_{_bits}bit", f"{_EXTRAS}.torchao:adamw", summary="torchao", bits=_bits)
-for _name, _kind, _bits in (
-    ("adamw_bnb_8bit", "adamw", 8),
-    ("adamw_8bit", "adamw", 8),
-    ("ademamix", "ademamix", 32),
-    ("ademamix_8bit", "ademamix", 8),
-    ("lion_32bit", "lion", 32),
-    ("lion_8bit", "lion", 8),
-    ("rmsprop_bnb", "rmsprop", 32),
-    ("rmsprop_bnb_32bit", "rmsprop", 32),
-    ("rmsprop_bnb_8bit", "rmsprop", 8),
-):
-    optimizers.register(_name, f"{_EXTRAS}.bitsandbytes:{_kind}", summary="bitsandbytes", bits=_bits)
-for _kind in ("adamw", "ademamix", "lion"):
-    for _bits in (32, 8):
-        optimizers.register(
-            f"paged_{_kind}_{_bits}bit",
-            f"{_EXTRAS}.bitsandbytes:{_kind}",
-            summary="bitsandbytes",
-            bits=_bits,
-            is_paged=True,
-        )
-for _suffix, _by_layer in (("", False), ("_layerwise", True)):
-    for _kind in ("adamw", "adamw_8bit", "adafactor"):
-        optimizers.register(
-            f"galore_{_kind}{_suffix}", f"{_EXTRAS}.galore:{_kind}", summary="galore-torch", is_layerwise=_by_layer
-        )
-    optimizers.register(
-        f"apollo_adamw{_suffix}", f"{_EXTRAS}.apollo:adamw", summary="apollo-torch", is_layerwise=_by_layer
-    )
-for _name in ("lomo", "adalomo"):
-    optimizers.register(_name, f"{_EXTRAS}.lomo:{_name}", summary="lomo-optim")
-optimizers.register("grokadamw", f"{_EXTRAS}.grokadamw:grokadamw", summary="grokadamw")
-for _kind in ("adamw", "radam", "sgd"):
-    optimizers.register(f"schedule_free_{_kind}", f"{_EXTRAS}.schedulefree:{_kind}", summary="schedulefree")
-optimizers.register("stable_adamw", f"{_EXTRAS}.optimi:stable_adamw", summary="torch-optimi")
+_LAYERWISE, _NOT_LAYERWISE = {"is_layerwise": True}, {"is_layerwise": False}
+# The handler, in `hftrain.optim.extras` if it is text, what `hftrain` lists it as, and the keywords of the name.
+_TABLE: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "adamw_torch": (adamw, "torch", {}),
+    "adamw_torch_fused": (adamw, "torch", {"fused": True}),
+    "adamw_hf": (adamw_hf, "torch", {}),
+    "sgd": (from_torch, "torch", {"cls": torch.optim.SGD}),
+    "adagrad": (from_torch, "torch", {"cls": torch.optim.Adagrad}),
+    "rmsprop": (from_torch, "torch", {"cls": torch.optim.RMSprop}),
+    "adamw_anyprecision": ("anyprecision:adamw_anyprecision", "torch", {}),
+    "adafactor": ("adafactor:adafactor", "torch", {}),
+    "adamw_torch_xla": ("vendors:adamw", "torch_xla", {"path": "torch_xla.amp.syncfree:AdamW"}),
+    "adamw_torch_npu_fused": ("vendors:adamw", "torch_npu", {"path": "torch_npu.optim:NpuFusedAdamW"}),
+    "adamw_apex_fused": ("vendors:adamw", "apex", {"path": "apex.optimizers:FusedAdam"}),
+    "adamw_torch_4bit": ("torchao:adamw", "torchao", {"bits": 4}),
+    "adamw_torch_8bit": ("torchao:adamw", "torchao", {"bits": 8}),
+    "adamw_bnb_8bit": ("bitsandbytes:adamw", "bitsandbytes", {"bits": 8}),
+    "adamw_8bit": ("bitsandbytes:adamw", "bitsandbytes", {"bits": 8}),
+    "ademamix": ("bitsandbytes:ademamix", "bitsandbytes", {"bits": 32}),
+    "ademamix_8bit": ("bitsandbytes:ademamix", "bitsandbytes", {"bits": 8}),
+    "lion_32bit": ("bitsandbytes:lion", "bitsandbytes", {"bits": 32}),
+    "lion_8bit": ("bitsandbytes:lion", "bitsandbytes", {"bits": 8}),
+    "rmsprop_bnb": ("bitsandbytes:rmsprop", "bitsandbytes", {"bits": 32}),
+    "rmsprop_bnb_32bit": ("bitsandbytes:rmsprop", "bitsandbytes", {"bits": 32}),
+    "rmsprop_bnb_8bit": ("bitsandbytes:rmsprop", "bitsandbytes", {"bits": 8}),
+    "paged_adamw_32bit": ("bitsandbytes:adamw", "bitsandbytes", {"bits": 32, "is_paged": True}),
+    "paged_adamw_8bit": ("bitsandbytes:adamw", "bitsandbytes", {"bits": 8, "is_paged": True}),
+    "paged_ademamix_32bit": ("bitsandbytes:ademamix", "bitsandbytes", {"bits": 32, "is_paged": True}),
+    "paged_ademamix_8bit": ("bitsandbytes:ademamix", "bitsandbytes", {"bits": 8, "is_paged": True}),
+    "paged_lion_32bit": ("bitsandbytes:lion", "bitsandbytes", {"bits": 32, "is_paged": True}),
+    "paged_lion_8bit": ("bitsandbytes:lion", "bitsandbytes", {"bits": 8, "is_paged": True}),
+    "galore_adamw": ("galore:adamw", "galore-torch", _NOT_LAYERWISE),
+    "galore_adamw_8bit": ("galore:adamw_8bit", "galore-torch", _NOT_LAYERWISE),
+    "galore_adafactor": ("galore:adafactor", "galore-torch", _NOT_LAYERWISE),
+    "galore_adamw_layerwise": ("galore:adamw", "galore-torch", _LAYERWISE),
+    "galore_adamw_8bit_layerwise": ("galore:adamw_8bit", "galore-torch", _LAYERWISE),
+    "galore_adafactor_layerwise": ("galore:adafactor", "galore-torch", _LAYERWISE),
+    "apollo_adamw": ("apollo:adamw", "apollo-torch", _NOT_LAYERWISE),
+    "apollo_adamw_layerwise": ("apollo:adamw", "apollo-torch", _LAYERWISE),
+    "lomo": ("lomo:lomo", "lomo-optim", {}),
+    "adalomo": ("lomo:adalomo", "lomo-optim", {}),
+    "grokadamw": ("grokadamw:grokadamw", "grokadamw", {}),
+    "schedule_free_adamw": ("schedulefree:adamw", "schedulefree", {}),
+    "schedule_free_radam": ("schedulefree:radam", "schedulefree", {}),
+    "schedule_free_sgd": ("schedulefree:sgd", "schedulefree", {}),
+    "stable_adamw": ("optimi:stable_adamw", "torch-optimi", {}),
+}
+for _name, (_handler, _summary, _preset) in _TABLE.items():
+    _target = f"hftrain.optim.extras.{_handler}" if isinstance(_handler, str) else _handler
+    optimizers.register(_name, _target, summary=_summary, **_preset)

@@ -144,30 +144,18 @@ def _impossible_is_config_error(config: ScheduleConfig) -> Iterator[None]:
 
 
 schedules: Registry[LRScheduler] = Registry("lr_scheduler_type", group="hftrain.schedules")
-schedules.register("linear", by_multiplier, multiplier=multipliers.linear)
-schedules.register("cosine", by_multiplier, multiplier=multipliers.cosine)
-schedules.register("cosine_with_restarts", by_multiplier, multiplier=multipliers.cosine_with_restarts)
-schedules.register("polynomial", by_multiplier, multiplier=multipliers.polynomial, adapt=settle.end_rate)
-schedules.register("constant", by_multiplier, multiplier=multipliers.constant)
-schedules.register("constant_with_warmup", by_multiplier, multiplier=multipliers.constant_with_warmup)
-schedules.register("inverse_sqrt", by_multiplier, multiplier=multipliers.inverse_sqrt)
 schedules.register("reduce_lr_on_plateau", by_metric, kind=ReduceLROnPlateau)
 schedules.register("greedy", by_metric, kind=GreedyLR)
-schedules.register(
-    "cosine_with_min_lr",
-    by_multiplier,
-    multiplier=multipliers.cosine_with_min_lr,
-    adapt=settle.min_rate,
-)
-schedules.register(
-    "cosine_warmup_with_min_lr",
-    by_multiplier,
-    multiplier=multipliers.cosine_warmup_with_min_lr,
-    adapt=settle.min_rate,
-)
-schedules.register(
-    "warmup_stable_decay",
-    by_multiplier,
-    multiplier=multipliers.warmup_stable_decay,
-    adapt=settle.stages,
-)
+for _multiplier, _adapt in (
+    (multipliers.linear, None),
+    (multipliers.cosine, None),
+    (multipliers.cosine_with_restarts, None),
+    (multipliers.polynomial, settle.end_rate),
+    (multipliers.constant, None),
+    (multipliers.constant_with_warmup, None),
+    (multipliers.inverse_sqrt, None),
+    (multipliers.cosine_with_min_lr, settle.min_rate),
+    (multipliers.cosine_warmup_with_min_lr, settle.min_rate),
+    (multipliers.warmup_stable_decay, settle.stages),
+):
+    schedules.register(_multiplier.__name__, by_multiplier, multiplier=_multiplier, adapt=_adapt)

@@ -13,7 +13,7 @@ from torch import nn
 
 from hftrain.core.errors import HFTrainError, TaskError
 from hftrain.core.lightning import MODULE_ATTRIBUTES
-from hftrain.task.model_task import ModelTask
+from hftrain.task.model_task import ModelTask, call_model
 from hftrain.task.module import TaskModule
 
 _MAX_COLUMNS = 12
@@ -136,7 +136,7 @@ def _refused_column(
     """Say that a plain model's forward takes not all of the batch's columns, if that is what failed."""
     if not isinstance(error, TypeError) or not isinstance(task, ModelTask) or "argument" not in str(error):
         return None
-    called = next((f for f in reversed(frames) if f.f_code is ModelTask._call.__code__), None)
+    called = next((f for f in reversed(frames) if f.f_code is call_model.__code__), None)
     inputs = None if called is None else called.f_locals.get("inputs")
     # The call itself failed, and nothing that forward does.
     if not isinstance(inputs, Mapping) or any(f.f_code.co_name == "forward" for f in frames):

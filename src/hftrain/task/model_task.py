@@ -109,7 +109,7 @@ class ModelTask(TaskModule):
             gives_count = num_items_in_batch is not None and self.gives_count
             if isinstance(num_items_in_batch, NotedCount):
                 num_items_in_batch = num_items_in_batch.handed_on(divides=gives_count)
-            outputs = self._call(model, inputs, num_items_in_batch if gives_count else None)
+            outputs = call_model(model, inputs, num_items_in_batch if gives_count else None)
             return read_loss(outputs, model_name=type(self.model).__name__), outputs
         if labels is None and self.compute_loss_func is None:
             raise TaskError(
@@ -120,7 +120,7 @@ class ModelTask(TaskModule):
         # Models that make their decoder inputs of the labels keep them.
         takes_labels = labels is None or self._builds_decoder_inputs(inputs)
         features = inputs if takes_labels else {name: value for name, value in inputs.items() if name != key}
-        outputs = self._call(model, features, None)
+        outputs = call_model(model, features, None)
         if self.compute_loss_func is not None:
             count = {"num_items_in_batch": num_items_in_batch} if self.function_takes_count else {}
             return self.compute_loss_func(outputs, labels, **count), outputs
@@ -166,7 +166,7 @@ class ModelTask(TaskModule):
             if labels is None and isinstance(inputs, Mapping) and not self.has_label_names:
                 labels = ()  # as documented, so that compute_metrics is called
         else:
-            loss, outputs, skipped = None, self._call(self.model, inputs, None), 0
+            loss, outputs, skipped = None, call_model(self.model, inputs, None), 0
             if note_outputs is not None:
                 note_outputs(outputs)
         loss = None if loss is None else loss.detach()
@@ -322,8 +322,9 @@ class ModelTask(TaskModule):
         config = getattr(self.model, "config", None)
         return bool(getattr(config, "is_encoder_decoder", False)) and "decoder_input_ids" not in inputs
 
-    @staticmethod
-    def _call(model: nn.Module, inputs: Any, num_items: int | torch.Tensor | None) -> Any:
-        if isinstance(inputs, (dict, Mapping)):
-            return model(**inputs) if num_items is None else model(**inputs, num_items_in_batch=num_items)
-        return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+def call_model(model: nn.Module, inputs: Any, num_items: int | torch.Tensor | None) -> Any:
+    """Call a model with a batch's columns as keywords, and with the number of items unless that is None."""
+    if isinstance(inputs, (dict, Mapping)):
+        return model(**inputs) if num_items is None else model(**inputs, num_items_in_batch=num_items)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

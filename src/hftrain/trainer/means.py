@@ -31,7 +31,7 @@ from hftrain.task.items import (
     take_samples,
 )
 from hftrain.task.loss import read_loss
-from hftrain.task.model_task import ModelTask
+from hftrain.task.model_task import ModelTask, call_model
 from hftrain.trainer.traceless import without_trace
 
 logger = get_logger(__name__)
@@ -69,7 +69,7 @@ class MeanSearch:
         is_split: bool,
         makes_inputs: bool,
     ) -> None:
-        self.task, self._strategy, self._policy, self._computing = task, strategy, policy, computing
+        self._task, self._strategy, self._policy, self._computing = task, strategy, policy, computing
         # A forward pass then takes all processes.
         self._is_split = is_split and strategy.world_size > 1
         self._is_whole = not is_split
@@ -81,10 +81,15 @@ class MeanSearch:
         self._even: Pair | None = None
         self.found: MeanOver | None = None
 
+    @property
+    def task(self) -> ModelTask:
+        """The plain model's task, which there is wherever the search is open."""
+        assert self._task is not None
+        return self._task
+
     def look(self, batches: Sequence[Any]) -> None:
         """Find out from a step's batches, if they tell, and write it into the task; collective while open."""
         task, strategy = self.task, self._strategy
-        assert task is not None
         self._num_looks += 1
         # An exchange or a read waits for a device, and to try again takes losses: ever more rarely.
         is_shared = strategy.world_size > 1 and strategy.device.type != "cpu"
@@ -107,9 +112,9 @@ class MeanSearch:
 
     def look_at(self, batch: Any) -> None:
         """Keep what an evaluation's batch may tell, for `agree` at its end."""
-        task = self.task
-        if not self.is_open or task is None or (task.labels_of(batch) is None and not task.can_return_loss):
+        if not self.is_open or (self.task.labels_of(batch) is None and not self.task.can_return_loss):
             return
+        task = self.task
         if task.accepts_item_count and self.found is None and task.mean_over is None:
             # Known at once, because the loss may need the count; such a loss tells on any batch. Where processes share
             # the model it is the whole batch, so that all compute the same.
@@ -129,7 +134,6 @@ class MeanSearch:
     def agree(self) -> str:
         """Return what the loss is a mean over, the same in every process; collective while open."""
         task = self.task
-        assert task is not None
         found = self._share(self.found) if self.is_open else None
         for index in range(_MAX_PAIRS):
             if self.is_open and (found is None or not found.is_final):
@@ -145,12 +149,10 @@ class MeanSearch:
 
     @property
     def _likeliest(self) -> str:
-        assert self.task is not None
         return self._fits[0] if self._fits else self.task.rule
 
     def _kinds(self) -> list[str]:
         """Return what the loss may be a mean over, by what was tried so far; the likeliest first."""
-        assert self.task is not None
         rule = self.task.rule
         known = [rule, *(kind for kind in KINDS if kind != rule)]
         return list(self._fits) or [kind for kind in known if kind != SUM]
@@ -201,7 +203,6 @@ class MeanSearch:
     def _rows(self, pair: Pair) -> list[tuple[int, ...]]:
         """Return how many items of each kind the samples hold that other processes may compare with theirs."""
         task = self.task
-        assert task is not None
         samples = [each for each in (pair.one, pair.other) if each is not None]
         if any(task.label_tensor(each) is None or task.num_samples(each) > 1 or not can_lend(each) for each in samples):
             return []
@@ -232,7 +233,6 @@ class MeanSearch:
 
     def _settle(self, found: MeanOver) -> None:
         task = self.task
-        assert task is not None
         task.mean_over = found
         self.is_open = not found.is_final
         if not found.is_exact and self._strategy.is_main:
@@ -247,7 +247,6 @@ class MeanSearch:
     def _say_why(self, reason: str, is_ragged: bool) -> None:
         """Say once that a loss could not be tried; once more if that begins to matter."""
         task, level = self.task, logging.WARNING if is_ragged else logging.INFO
-        assert task is not None
         if level <= task.level_told or not self._strategy.is_main:
             return
         task.level_told = level
@@ -264,7 +263,6 @@ class MeanSearch:
     def _joined_pair(self, batches: Sequence[Any]) -> Pair | None:
         """Return samples to compare out of several batches, of which each holds equal ones."""
         task = self.task
-        assert task is not None
         if len(batches) < 2 or any(task.label_tensor(each) is None or self._has_one_label(each) for each in batches):
             return None
         firsts = [take_samples(batch, [0], task.num_samples(batch)) for batch in batches]
@@ -277,14 +275,12 @@ class MeanSearch:
     def _has_one_label(self, batch: Any) -> bool:
         """Tell whether each sample has one label: whatever the loss, it is a mean over those that count."""
         task = self.task
-        assert task is not None
         key, labels = task.label_key(batch), task.label_tensor(batch)
         return key is not None and isinstance(batch[key], torch.Tensor) and (labels is None or labels.dim() < 2)
 
     def _counts(self, batch: Any) -> dict[str, list[int]]:
         """Return how many items of each kind each sample of a batch with labels holds."""
         task = self.task
-        assert task is not None
         labels = task.label_tensor(batch)
         assert labels is not None
         marks = counted(labels, task.ignored_labels)
@@ -298,7 +294,6 @@ class MeanSearch:
     def _pair(self, batch: Any, *, even: bool) -> Pair | None:
         """Return samples to compare, on the host or wherever they are."""
         task = self.task
-        assert task is not None
         if not isinstance(batch, dict) and not hasattr(batch, "keys"):
             return None
         if self._has_one_label(batch):
@@ -309,7 +304,6 @@ class MeanSearch:
     def _try(self, pair: Pair) -> MeanOver | list[Any]:
         """Compare the losses; where they cannot be computed, return why, and whether the samples are ragged."""
         task, strategy = self.task, self._strategy
-        assert task is not None
         if pair.is_ragged and pair.other is None and not task.accepts_item_count:
             return ["its batches cannot be cut into samples, or joined", True]
         has_labels = task.label_tensor(pair.one) is not None
@@ -325,9 +319,8 @@ class MeanSearch:
             if dtype is not None:
                 inputs = cast_inputs(inputs, dtype, labels=task.label_names)
             with self._computing.autocast():
-                outputs = task._call(
-                    model, inputs, None if count is None else torch.tensor(count, device=strategy.device)
-                )
+                items = None if count is None else torch.tensor(count, device=strategy.device)
+                outputs = call_model(model, inputs, items)
             return float(read_loss(outputs, model_name=type(task.model).__name__))
 
         try:

@@ -28,14 +28,13 @@ def speed_metrics(
     Source: the documented `<prefix>_runtime`, `_samples_per_second`, `_steps_per_second`, `_tokens_per_second`.
     """
     runtime_s = time.perf_counter() - start_s
-    metrics = {f"{prefix}_runtime": round(runtime_s, 4)}
-    if runtime_s > 0 and num_samples is not None:
-        metrics[f"{prefix}_samples_per_second"] = round(num_samples / runtime_s, 3)
-    if runtime_s > 0 and num_steps is not None:
-        metrics[f"{prefix}_steps_per_second"] = round(num_steps / runtime_s, 3)
-    if runtime_s > 0 and num_tokens is not None:
-        metrics[f"{prefix}_tokens_per_second"] = round(num_tokens / runtime_s, 3)
-    return metrics
+    counts = {"samples": num_samples, "steps": num_steps, "tokens": num_tokens}
+    rates = {
+        f"{prefix}_{name}_per_second": round(count / runtime_s, 3)
+        for name, count in counts.items()
+        if runtime_s > 0 and count is not None
+    }
+    return {f"{prefix}_runtime": round(runtime_s, 4), **rates}
 
 
 def to_plain(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,14 +93,6 @@ class Adafactor(Optimizer):
                     _update(parameter, self.state[parameter], group)
         return loss
 
-    @staticmethod
-    def _get_lr(group: dict[str, Any], state: dict[str, Any]) -> Any:
-        """Return the size of a parameter's last step, before its gradient."""
-        size = group["lr"]
-        if group["relative_step"]:
-            size = min(1e-6 * state["step"] if group["warmup_init"] else 1e-2, state["step"] ** -0.5)
-        return max(group["eps"][1], state["RMS"]) * size if group["scale_parameter"] else size
-
 
 class AdafactorSchedule(LambdaLR):
     """Report the step sizes of an `Adafactor` that chooses them itself; it changes nothing.
@@ -125,7 +117,7 @@ class AdafactorSchedule(LambdaLR):
         optimizer: Any = self.optimizer
         firsts = [(group, group["params"][0]) for group in optimizer.param_groups]
         found = [
-            optimizer._get_lr(group, optimizer.state[first])
+            step_size(group, optimizer.state[first])
             for group, first in firsts
             if first.grad is not None and optimizer.state.get(first)
         ]
@@ -145,6 +137,14 @@ class _Constant:
 
     def __call__(self, step: int) -> float:
         return self.value
+
+
+def step_size(group: dict[str, Any], state: dict[str, Any]) -> Any:
+    """Return the size of a parameter's last step, before its gradient."""
+    size = group["lr"]
+    if group["relative_step"]:
+        size = min(1e-6 * state["step"] if group["warmup_init"] else 1e-2, state["step"] ** -0.5)
+    return max(group["eps"][1], state["RMS"]) * size if group["scale_parameter"] else size
 
 
 def _update(parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ def _update(parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any
             state[name] = state[name].to(gradient)
     state["step"] += 1
     state["RMS"] = _root_mean_square(weights)
-    size = Adafactor._get_lr(group, state)
+    size = step_size(group, state)
     keep = 1.0 - state["step"] ** group["decay_rate"]
     squares = gradient**2 + group["eps"][0]
     if is_factored:

@@ -1,4 +1,4 @@
-"""accelerate's loggers, which clients use before anything is launched."""
+"""What clients ask accelerate for before anything is launched: its loggers, and its state of the processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from hftrain.core.accelerate_state import accelerate_state
+from hftrain.strategies.environment import find_device_type, launched_world_size
 
 
 def adapted_log(log: Any) -> Any:
@@ -25,5 +26,20 @@ def adapted_log(log: Any) -> Any:
         if self.isEnabledFor(level) and (not main_only or os.environ.get("RANK", "0") == "0"):
             msg, kwargs = self.process(msg, kwargs)
             self.logger.log(level, msg, *args, **kwargs)
+
+    return adapted
+
+
+def adapted_init(init: Any) -> Any:
+    """Return accelerate's method that makes its state, for several processes on the CPU too.
+
+    Clients call `PartialState()`, and find the state that transformers' arguments have made. hftrain launches when a
+    run starts, so theirs is the first call. On a machine without accelerators it would make a state of one process,
+    unless it is told that the CPU is meant.
+    """
+
+    def adapted(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        is_first = not self._shared_state
+        init(self, cpu or (is_first and launched_world_size() > 1 and find_device_type() == "cpu"), **kwargs)
 
     return adapted
