@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from hftrain.adapter.configs import evaluate_config
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.core.types import EvalLoopOutput, Owns, StepOutput
 from hftrain.data.dispatch import takes_turns
@@ -16,7 +18,7 @@ from hftrain.data.grouping import reading_order
 from hftrain.data.sizes import expected_samples
 from hftrain.evaluation.tracing import JitModel
 from hftrain.loops.contract import Loop, check_features
-from hftrain.loops.evaluate import EvaluateConfig, EvaluateHooks, EvaluateLoop, EvaluateParts
+from hftrain.loops.evaluate import EvaluateHooks, EvaluateLoop, EvaluateParts
 from hftrain.loops.predict import PredictLoop
 from hftrain.strategies.base import Strategy
 from hftrain.task.model_task import ModelTask
@@ -52,45 +54,39 @@ def run_evaluation(
     hooks: EvaluationHooks,
     *,
     args: Any,
-    config: EvaluateConfig,
     task: TaskModule,
+    model: nn.Module,
     strategy: Strategy,
     events: CallbackHandler,
     loops: Mapping[str, Loop[Any]],
+    loss_only: bool,
+    spill_dir: Path | None,
     is_prediction: bool,
 ) -> EvalLoopOutput:
     """Run a model that is ready over a loader; collective.
 
     Args:
+        model: The task's, bare.
         loops: The Trainer's own, by stage.
+        loss_only: Keep no predictions.
+        spill_dir: See `EvaluateConfig`.
 
     Returns:
         Predictions, labels and metrics, whose names have no prefix yet.
     """
     kind = PredictLoop if is_prediction else EvaluateLoop
     loop = cast(EvaluateLoop, loops.get(kind.stage) or kind())
-    jit = None if hooks.trace is None else JitModel(hooks.trace, task.model)
-    plain = task if isinstance(task, ModelTask) else None
-
-    def evaluate_batch(batch: Any) -> StepOutput:
-        if jit is not None:
-            task.model = jit.for_batch(batch)
-        hooks.look_at(batch)
-        return hooks.step(task.model, batch)
-
-    loop_hooks = EvaluateHooks(
-        evaluate_batch=evaluate_batch,
-        count_items=task.count_items if plain is None else plain.weights,
-        kinds=("",) if plain is None else plain.kinds,
-        choose_kind=None if plain is None else hooks.choose_kind,
-        compute_metrics=hooks.compute_metrics,
-        needs_labels=not is_prediction,
-        preprocess_logits=hooks.preprocess_logits,
-        repeat_batch=(lambda batch: hooks.step(task.model, batch)) if hooks.steps_talk else None,
-        finish=strategy.finish_forwards,
-        read_metrics=None if is_prediction and plain is None else hooks.read_metrics,
-        finish_outputs=hooks.finish_outputs,
+    # A callback that writes predictions somewhere may ask that they are not returned as well.
+    is_replaced = is_prediction and any(getattr(each, "replaces_predictions", False) for each in events.callbacks)
+    config = evaluate_config(
+        args,
+        keeps_predictions=not loss_only,
+        input_name=getattr(model, "main_input_name", "input_ids"),
+        spill_dir=spill_dir,
+        returns_predictions=not is_replaced,
     )
+    jit = None if hooks.trace is None else JitModel(hooks.trace, task.model)
+    loop_hooks = _loop_hooks(hooks, task, strategy, jit, is_prediction=is_prediction)
     used = used_in_evaluation(
         args,
         strategy,
@@ -112,6 +108,32 @@ def run_evaluation(
     if jit is None or jit.compilation_s is None:
         return output
     return output._replace(metrics={**output.metrics, "jit_compilation_time": jit.compilation_s})
+
+
+def _loop_hooks(
+    hooks: EvaluationHooks, task: TaskModule, strategy: Strategy, jit: JitModel | None, *, is_prediction: bool
+) -> EvaluateHooks:
+    plain = task if isinstance(task, ModelTask) else None
+
+    def evaluate_batch(batch: Any) -> StepOutput:
+        if jit is not None:
+            task.model = jit.for_batch(batch)
+        hooks.look_at(batch)
+        return hooks.step(task.model, batch)
+
+    return EvaluateHooks(
+        evaluate_batch=evaluate_batch,
+        count_items=task.count_items if plain is None else plain.weights,
+        kinds=("",) if plain is None else plain.kinds,
+        choose_kind=None if plain is None else hooks.choose_kind,
+        compute_metrics=hooks.compute_metrics,
+        needs_labels=not is_prediction,
+        preprocess_logits=hooks.preprocess_logits,
+        repeat_batch=(lambda batch: hooks.step(task.model, batch)) if hooks.steps_talk else None,
+        finish=strategy.finish_forwards,
+        read_metrics=None if is_prediction and plain is None else hooks.read_metrics,
+        finish_outputs=hooks.finish_outputs,
+    )
 
 
 def may_talk(

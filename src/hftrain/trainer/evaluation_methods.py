@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.adapter.configs import evaluate_config, full_eval_dtype
+from hftrain.adapter.configs import full_eval_dtype
 from hftrain.core.log import sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput
@@ -177,28 +177,18 @@ class EvaluationMethods(StepMethods):
         )
         self.callback_handler.refresh(eval_dataloader=dataloader)
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        is_prediction = self._stage == "predict"
-        # A callback that writes predictions somewhere may ask that they are not returned as well.
-        is_replaced = is_prediction and any(
-            getattr(callback, "replaces_predictions", False) for callback in self.callback_handler.callbacks
-        )
-        config = evaluate_config(
-            self.args,
-            keeps_predictions=not loss_only,
-            input_name=getattr(self.model, "main_input_name", "input_ids"),
-            spill_dir=self.spill_dir,
-            returns_predictions=not is_replaced,
-        )
         output = run_evaluation(
             dataloader,
             self._evaluation_hooks(loss_only, ignore_keys),
             args=self.args,
-            config=config,
             task=self.task,
+            model=self.model,
             strategy=self.strategy,
             events=self.callback_handler,
             loops=self.loops,
-            is_prediction=is_prediction,
+            loss_only=loss_only,
+            spill_dir=self.spill_dir,
+            is_prediction=self._stage == "predict",
         )
         return output._replace(metrics=to_plain(with_prefix(output.metrics, metric_key_prefix)))
 
