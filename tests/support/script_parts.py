@@ -90,9 +90,17 @@ def first(dataset: Any, number: int | None) -> Any:
     return dataset if number is None else dataset.select(range(min(len(dataset), number)))
 
 
-def use(trainer: Any, *, checkpoint: str | None = None, dataset: str = "made up", tasks: str | None = None) -> None:
-    """Train and evaluate as the example scripts do, as far as the arguments say."""
-    args = trainer.args
+def use(trainer: Any, *, checkpoint: str | None = None, evaluating: Any = None, add: Any = None, **card: Any) -> None:
+    """Train and evaluate as the example scripts do, as far as the arguments say.
+
+    Args:
+        trainer: What the script made.
+        checkpoint: Where training goes on, unless the arguments name another.
+        evaluating: Keywords of `evaluate`.
+        add: A function that gets an evaluation's metrics and returns further ones.
+        card: What the model card says besides.
+    """
+    args, evaluating = trainer.args, evaluating or {}
     if args.do_train:
         result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or checkpoint)
         metrics = {**result.metrics, "train_samples": len(trainer.train_dataset)}
@@ -101,10 +109,12 @@ def use(trainer: Any, *, checkpoint: str | None = None, dataset: str = "made up"
         trainer.save_metrics("train", metrics)
         trainer.save_state()
     if args.do_eval:
-        metrics = {**trainer.evaluate(), "eval_samples": len(trainer.eval_dataset)}
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-    kwargs = {"finetuned_from": "tiny", "tasks": tasks, "dataset": dataset, "dataset_tags": "tiny", "language": "en"}
+        metrics = {**trainer.evaluate(**evaluating), "eval_samples": len(trainer.eval_dataset)}
+        metrics |= add(metrics) if add else {}
+        split = evaluating.get("metric_key_prefix", "eval")
+        trainer.log_metrics(split, metrics)
+        trainer.save_metrics(split, metrics)
+    kwargs = {"finetuned_from": "tiny", "dataset": "made up", "dataset_tags": "tiny", "language": "en", **card}
     if args.push_to_hub:
         trainer.push_to_hub(**kwargs)
     else:

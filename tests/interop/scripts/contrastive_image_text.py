@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import torch
 import transformers
-from support.script_parts import DataArguments, first, pictures, sentences, sizes, to_tensor, word_tokenizer
+from support.script_parts import DataArguments, first, pictures, sentences, sizes, to_tensor, use, word_tokenizer
 from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 
@@ -61,18 +61,8 @@ def main() -> None:
         eval_dataset=sets[1] if training_args.do_eval else None,
         data_collator=collate_fn,
     )
-    if training_args.do_train:
-        result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-        trainer.save_model()
-        tokenizer.save_pretrained(training_args.output_dir)
-        trainer.log_metrics("train", result.metrics)
-        trainer.save_metrics("train", result.metrics)
-        trainer.save_state()
-    if training_args.do_eval:
-        metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-    trainer.create_model_card(finetuned_from="tiny", tasks="contrastive-image-text-modeling", dataset="made up")
+    use(trainer, tasks="contrastive-image-text-modeling")
+    tokenizer.save_pretrained(training_args.output_dir)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import datasets
 import numpy
 import torch
 import transformers
-from support.script_parts import DataArguments, first, pictures, sizes, to_tensor
+from support.script_parts import DataArguments, first, pictures, sizes, to_tensor, use
 from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 NAMES = ["left", "right"]
@@ -57,18 +57,7 @@ def main() -> None:
         compute_metrics=compute_metrics,
         data_collator=collate_fn,
     )
-    if training_args.do_train:
-        result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-        trainer.save_model()
-        trainer.log_metrics("train", result.metrics)
-        trainer.save_metrics("train", result.metrics)
-        trainer.save_state()
-    if training_args.do_eval:
-        metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-    kwargs = {"finetuned_from": "tiny-vit", "tasks": "image-classification", "dataset": "beans", "tags": ["vision"]}
-    trainer.create_model_card(**kwargs)
+    use(trainer, finetuned_from="tiny-vit", tasks="image-classification", dataset="beans", tags=["vision"])
 
 
 if __name__ == "__main__":

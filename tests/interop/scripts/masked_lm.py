@@ -8,7 +8,7 @@ import math
 import datasets
 import torch
 import transformers
-from support.script_parts import SPECIAL, WORDS, DataArguments, first, sentences, sizes, word_tokenizer
+from support.script_parts import SPECIAL, WORDS, DataArguments, first, sentences, sizes, use, word_tokenizer
 from transformers import DataCollatorForLanguageModeling, HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 
@@ -77,18 +77,7 @@ def main() -> None:
         compute_metrics=compute_metrics if data_args.objective != "permute" else None,
         preprocess_logits_for_metrics=preprocess_logits_for_metrics if data_args.objective != "permute" else None,
     )
-    if training_args.do_train:
-        result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-        trainer.save_model()
-        trainer.log_metrics("train", result.metrics)
-        trainer.save_metrics("train", result.metrics)
-        trainer.save_state()
-    if training_args.do_eval:
-        metrics = trainer.evaluate()
-        metrics["perplexity"] = math.exp(metrics["eval_loss"])
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-    trainer.create_model_card(finetuned_from="tiny", tasks="fill-mask", dataset="made up")
+    use(trainer, tasks="fill-mask", add=lambda metrics: {"perplexity": math.exp(metrics["eval_loss"])})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import torch
 import transformers
-from support.script_parts import DataArguments, first, pictures, sizes, to_tensor
+from support.script_parts import DataArguments, first, pictures, sizes, to_tensor, use
 from transformers import EvalPrediction, HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 
@@ -81,18 +81,8 @@ def main() -> None:
         data_collator=collate_fn,
         compute_metrics=compute_metrics,
     )
-    if training_args.do_train:
-        result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-        trainer.save_model()
-        trainer.log_metrics("train", result.metrics)
-        trainer.save_metrics("train", result.metrics)
-        trainer.save_state()
-    if training_args.do_eval:
-        metrics = trainer.evaluate(eval_dataset=trainer.eval_dataset, metric_key_prefix="test")
-        trainer.log_metrics("test", metrics)
-        trainer.save_metrics("test", metrics)
-    kwargs = {"finetuned_from": "tiny-yolos", "dataset": "made up", "tags": ["object-detection", "vision"]}
-    trainer.create_model_card(**kwargs)
+    test = {"eval_dataset": trainer.eval_dataset, "metric_key_prefix": "test"}
+    use(trainer, evaluating=test, finetuned_from="tiny-yolos", tags=["object-detection", "vision"])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import datasets
 import numpy
 import torch
 import transformers
-from support.script_parts import SPECIAL, WORDS, DataArguments, first, sentences, sounds, word_tokenizer
+from support.script_parts import SPECIAL, WORDS, DataArguments, first, sentences, sounds, use, word_tokenizer
 from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 
@@ -95,18 +95,7 @@ def main() -> None:
         processing_class=extractor,
         preprocess_logits_for_metrics=preprocess_logits_for_metrics,
     )
-    if training_args.do_train:
-        result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-        trainer.save_model()
-        trainer.log_metrics("train", result.metrics)
-        trainer.save_metrics("train", result.metrics)
-        trainer.save_state()
-    if training_args.do_eval:
-        metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-    kwargs = {"finetuned_from": "tiny", "tasks": "automatic-speech-recognition", "tags": ["speech"], "dataset": "x"}
-    trainer.create_model_card(**kwargs)
+    use(trainer, tasks="automatic-speech-recognition", tags=["speech"], dataset="x")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import datasets
 import numpy
 import torch
 import transformers
-from support.script_parts import SPECIAL, WORDS, DataArguments, first, sentences, sounds, word_tokenizer
+from support.script_parts import SPECIAL, WORDS, DataArguments, first, sentences, sounds, use, word_tokenizer
 from transformers import HfArgumentParser, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 
 
@@ -81,21 +81,8 @@ def main() -> None:
         data_collator=DataCollatorSpeechSeq2SeqWithPadding(tokenizer, config.decoder_start_token_id),
         compute_metrics=compute_metrics if training_args.predict_with_generate else None,
     )
-    if training_args.do_train:
-        result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-        trainer.save_model()  # the feature extractor goes with it
-        trainer.log_metrics("train", result.metrics)
-        trainer.save_metrics("train", result.metrics)
-        trainer.save_state()
-    if training_args.do_eval:
-        metrics = trainer.evaluate(
-            metric_key_prefix="eval",
-            max_length=training_args.generation_max_length,
-            num_beams=training_args.generation_num_beams,
-        )
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-    trainer.create_model_card(finetuned_from="tiny-whisper", tasks="automatic-speech-recognition", dataset="made up")
+    lengths = {"max_length": training_args.generation_max_length, "num_beams": training_args.generation_num_beams}
+    use(trainer, evaluating=lengths, finetuned_from="tiny-whisper", tasks="automatic-speech-recognition")
 
 
 if __name__ == "__main__":
