@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, Stream, Task, make_arguments, make_rows
+from support.tiny import Net, Stream, Task, make_arguments, make_rows, make_trainer, train
 from torch import nn
 
 from hftrain import CheckpointError, ConfigError, TaskError, TaskModule, Trainer, TrainingArguments
@@ -30,44 +30,29 @@ def nothing_launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReq
     assert bool(launched) == ("forward" in request.node.name), "launched" if launched else "not launched"
 
 
-def train(
-    folder: Path, model: Any = None, *, data: Any = None, trainer: dict[str, Any] | None = None, **options: Any
-) -> None:
-    rows = make_rows() if data is None else data
-    keywords = trainer or {}
-    model = None if "model_init" in keywords else model or Net()
-    Trainer(model, make_arguments(folder, **options), train_dataset=rows, **keywords).train()
+ROWS = make_rows(4)
+SETS = {"train": make_rows(), "test": ROWS}
 
 
 @pytest.mark.parametrize(
-    ("keywords", "options", "message"),
+    ("given", "message"),
     [
-        ({"strategy": "dpp"}, {}, "No strategy has that name.*Did you mean 'ddp'"),
-        ({"precision": "bf61"}, {}, "No precision has that name.*'bf16'"),
-        ({"strategy": "ddp"}, {"deepspeed": {"zero": 3}}, "strategy='ddp'.*deepspeed"),
-        ({"strategy": "single"}, {"fsdp": "full_shard"}, "strategy='single'.*fsdp"),
-        ({"precision": "bf16"}, {"fp16": True}, "precision='bf16'.*fp16=True"),
-        ({"precision": "tf32"}, {}, "TF32"),
-        ({}, {"neftune_noise_alpha": 5.0}, "get_input_embeddings"),
-        ({}, {"eval_strategy": "epoch"}, "no eval_dataset"),
-        ({"data_collator": 3}, {}, "data_collator"),
-        ({"optimizers": (None, object()), "model_init": Net}, {}, "optimizers.*model_init"),
-        ({"optimizers": (None,)}, {}, "not a pair of an optimizer and a schedule"),
-        ({"model_init": lambda trial, other: Net()}, {}, "takes more than the trial"),
-        ({"tokenizer": object(), "processing_class": object()}, {}, "processing_class and tokenizer"),
-    ],
-)  # fmt: skip
-def test_contradictory_or_unknown_setting_is_refused(
-    tmp_path: Path, keywords: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        train(tmp_path, trainer=keywords, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+        ({"strategy": "dpp"}, "No strategy has that name.*Did you mean 'ddp'"),
+        ({"precision": "bf61"}, "No precision has that name.*'bf16'"),
+        ({"strategy": "ddp", "deepspeed": {"zero": 3}}, "strategy='ddp'.*deepspeed"),
+        ({"strategy": "single", "fsdp": "full_shard"}, "strategy='single'.*fsdp"),
+        ({"precision": "bf16", "fp16": True}, "precision='bf16'.*fp16=True"),
+        ({"precision": "tf32"}, "TF32"),
+        ({"neftune_noise_alpha": 5.0}, "get_input_embeddings"),
+        ({"eval_strategy": "epoch"}, "no eval_dataset"),
+        ({"data_collator": 3}, "data_collator"),
+        ({"optimizers": (None, object()), "model_init": Net}, "optimizers.*model_init"),
+        ({"optimizers": (None,)}, "not a pair of an optimizer and a schedule"),
+        ({"model_init": lambda trial, other: Net()}, "takes more than the trial"),
+        ({"model_init": lambda: None}, "It returned None"),
+        ({"tokenizer": object(), "processing_class": object()}, "processing_class and tokenizer"),
         ({"optim": "adamw_tosh"}, "adamw_torch"),
+        ({"optim": "adalomo"}, "CUDA devices only"),
         ({"lr_scheduler_type": "liner"}, "linear"),
         ({"learning_rat": 1.0}, "Did you mean 'learning_rate'"),
         ({"fp16": True, "bf16": True}, "fp16.*bf16"),
@@ -75,22 +60,25 @@ def test_contradictory_or_unknown_setting_is_refused(
             {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "steps"},
             "load_best_model_at_end",
         ),
-        ({"optim": "adalomo"}, "CUDA devices only"),
+        (
+            {"eval_strategy": "epoch", "metric_for_best_model": "f1", "eval_dataset": ROWS},
+            r"metric_for_best_model='f1'.*loss alone",
+        ),
+        ({"train_dataset": None}, "no train_dataset"),
+        ({"train_dataset": []}, "train_dataset is empty"),
+        ({"train_dataset": Stream(make_rows())}, r"without __len__.*max_steps"),
+        ({"train_dataset": SETS}, r"Cannot use a dict as one dataset: .* the keys 'train', 'test'"),
+        ({"train_dataset": SETS, "model": Task()}, r"Cannot use a dict as one dataset: .* the keys 'train', 'test'"),
     ],
 )
-def test_argument_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_contradictory_or_unknown_setting_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        train(tmp_path, **options)
+        train(tmp_path, **given)
 
 
 def test_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without model and without model_init"):
         Trainer(args=make_arguments(tmp_path))
-
-
-def test_model_init_that_returns_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="It returned None"):
-        Trainer(args=make_arguments(tmp_path), model_init=lambda: None)  # type: ignore[arg-type, return-value]
 
 
 class NoLoss(nn.Module):
@@ -128,48 +116,15 @@ def test_task_step_without_a_loss_is_named_at_the_first_forward(tmp_path: Path) 
         train(tmp_path, Forgetful())
 
 
-def test_stream_without_max_steps_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"without __len__.*max_steps"):
-        train(tmp_path, data=Stream(make_rows()))
-
-
-def test_empty_dataset_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="train_dataset is empty"):
-        train(tmp_path, data=[])
-
-
-@pytest.mark.parametrize("model", [Net, Task])
-def test_dict_of_datasets_is_refused_where_one_is_meant(tmp_path: Path, model: Any) -> None:
-    sets = {"train": make_rows(), "test": make_rows(4)}
-    with pytest.raises(ConfigError, match=r"Cannot use a dict as one dataset: .* the keys 'train', 'test'"):
-        train(tmp_path, model(), data=sets)
-
-
 def test_dict_of_samples_by_number_passes_at_the_first_forward(tmp_path: Path) -> None:
-    train(tmp_path, data=dict(enumerate(make_rows(4))))
-
-
-def test_missing_dataset_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no train_dataset"):
-        Trainer(Net(), make_arguments(tmp_path)).train()
-
-
-def test_data_without_usable_columns_is_refused(tmp_path: Path) -> None:
-    rows = [{"text": "a", "label": 1}] * 4
-    with pytest.raises(TaskError, match=r"\(text, label\) include none that Net.forward takes \(x\)"):
-        train(tmp_path, data=rows)
-
-
-def test_best_metric_that_cannot_come_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"metric_for_best_model='f1'.*loss alone"):
-        train(tmp_path, eval_strategy="epoch", metric_for_best_model="f1", trainer={"eval_dataset": make_rows(4)})
+    train(tmp_path, train_dataset=dict(enumerate(ROWS)))
 
 
 @pytest.mark.parametrize("value", [[1, 2], "high"])
 def test_best_metric_that_is_no_number_is_refused_after_a_first_forward_pass(tmp_path: Path, value: Any) -> None:
-    parts = {"eval_dataset": make_rows(4), "compute_metrics": lambda prediction: {"f1": value}}
+    parts = {"eval_dataset": ROWS, "compute_metrics": lambda prediction: {"f1": value}}
     with pytest.raises(ConfigError, match=rf"reported 'eval_f1' as a {type(value).__name__}, .* not a single number"):
-        train(tmp_path, eval_strategy="epoch", metric_for_best_model="f1", trainer=parts)
+        train(tmp_path, eval_strategy="epoch", metric_for_best_model="f1", **parts)
 
 
 @pytest.mark.parametrize("content", ["nothing", "an empty folder", "other files", "a file"])
@@ -182,12 +137,12 @@ def test_resume_from_what_is_no_checkpoint_is_refused(tmp_path: Path, content: s
     if content == "other files":
         (folder / "notes.txt").write_text("x")
     with pytest.raises(CheckpointError, match="not a checkpoint"):
-        Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows()).train(resume_from_checkpoint=str(folder))
+        train(tmp_path, resume=str(folder))
 
 
 def test_resume_without_any_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no valid checkpoint"):
-        Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows()).train(resume_from_checkpoint=True)
+        train(tmp_path, resume=True)
 
 
 def test_output_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -201,9 +156,8 @@ def test_output_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_name_too_long_for_a_folder_is_refused(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path / ("x" * 300), max_steps=1, save_strategy="steps")
     with pytest.raises(ConfigError, match="Give a folder in which this user may create files"):
-        Trainer(Net(), arguments, train_dataset=make_rows()).train()
+        train(tmp_path / ("x" * 300), max_steps=1, save_strategy="steps")
 
 
 class Outside(TaskModule):
@@ -215,14 +169,21 @@ class Outside(TaskModule):
 
 
 @pytest.mark.parametrize(
-    ("task", "message"), [(Outside, "outside its model \\(temperature\\)"), (TaskModule, "no child called 'model'")]
+    ("given", "message"),
+    [
+        ({"model": Outside()}, r"outside its model \(temperature\)"),
+        ({"model": TaskModule()}, "no child called 'model'"),
+        (
+            {"train_dataset": [{"text": "a", "label": 1}] * 4},
+            r"\(text, label\) include none that Net\.\w+ takes \(x\)",
+        ),
+    ],
 )
-def test_task_that_breaks_its_contract_is_refused(tmp_path: Path, task: Any, message: str) -> None:
+def test_task_that_breaks_its_contract_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
-        train(tmp_path, task())
+        train(tmp_path, **given)
 
 
 def test_unknown_keyword_of_train_is_refused(tmp_path: Path) -> None:
-    trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows())
     with pytest.raises(TypeError, match="resume_from"):
-        trainer.train(resume_from="x")
+        make_trainer(tmp_path).train(resume_from="x")
