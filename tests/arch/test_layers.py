@@ -19,6 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("loops", "hub", "search", "engine"),
     ("adapter",),
     ("rules", "evaluation"),
+    ("run",),
     ("trainer",),
     ("cli",),
     ("compat",),

@@ -13,7 +13,7 @@ import pytest
 from support.tiny import Net, Task, make_arguments, make_rows, make_trainer
 
 from hftrain import CheckpointError, Trainer, TrainerCallback, set_seed
-from hftrain.trainer import output
+from hftrain.run import output
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,7 @@ from support.tiny import Net, make_arguments, make_rows
 from torch import nn
 
 from hftrain import CheckpointError, SavePolicy, Trainer, set_seed
-from hftrain.trainer.outside import OutsideWeights
+from hftrain.run.outside_weights import OutsideWeights
 
 
 def train(

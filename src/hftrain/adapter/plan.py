@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from hftrain.core.errors import ConfigError
-from hftrain.loops.fit import FitConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TrainPlan:
-    """The length of a run.
+    """The length of a run; its fields stand in the order of what `Trainer.set_initial_training_values` returns.
 
     Units:
         max_steps, steps_per_epoch: optimizer updates. num_epochs: passes, the last may be partial. num_batches: of
         one rank's loader per pass (None: unknown). num_examples: samples per pass, all ranks. num_samples: samples
-        of the whole run.
+        of the whole run. is_by_epochs: whether the epochs, and not `max_steps`, end the run.
     """
 
-    max_steps: int
     num_epochs: int
     steps_per_epoch: int
-    num_batches: int | None
     num_examples: int
     num_samples: int
+    is_by_epochs: bool
+    num_batches: int | None
+    max_steps: int
 
 
 def train_plan(args: Any, *, num_batches: int | None, num_examples: int, total_batch_size: int) -> TrainPlan:
@@ -41,31 +41,18 @@ def train_plan(args: Any, *, num_batches: int | None, num_examples: int, total_b
     Raises:
         ConfigError: The data has no length and `max_steps` is not set.
     """
+    max_steps, is_by_epochs = args.max_steps, args.max_steps <= 0
     if num_batches is None:
         require_max_steps(args)
-        return TrainPlan(
-            max_steps=args.max_steps,
-            num_epochs=sys.maxsize,
-            steps_per_epoch=args.max_steps,
-            num_batches=None,
-            num_examples=total_batch_size * args.max_steps,
-            num_samples=total_batch_size * args.max_steps,
-        )
+        num_samples = total_batch_size * max_steps
+        return TrainPlan(sys.maxsize, max_steps, num_samples, num_samples, is_by_epochs, None, max_steps)
     steps_per_epoch = max(math.ceil(num_batches / args.gradient_accumulation_steps), 1)
-    if args.max_steps > 0:
-        max_steps, num_epochs = args.max_steps, math.ceil(args.max_steps / steps_per_epoch)
-        num_samples = max_steps * total_batch_size
-    else:
+    if is_by_epochs:
         max_steps, num_epochs = math.ceil(args.num_train_epochs * steps_per_epoch), math.ceil(args.num_train_epochs)
         num_samples = int(num_examples * args.num_train_epochs)
-    return TrainPlan(
-        max_steps=max_steps,
-        num_epochs=num_epochs,
-        steps_per_epoch=steps_per_epoch,
-        num_batches=num_batches,
-        num_examples=num_examples,
-        num_samples=num_samples,
-    )
+    else:
+        num_epochs, num_samples = math.ceil(max_steps / steps_per_epoch), max_steps * total_batch_size
+    return TrainPlan(num_epochs, steps_per_epoch, num_examples, num_samples, is_by_epochs, num_batches, max_steps)
 
 
 def require_max_steps(args: Any) -> None:
@@ -81,25 +68,3 @@ def require_max_steps(args: Any) -> None:
             "Set max_steps to the number of optimizer updates.",
             max_steps=args.max_steps,
         )
-
-
-def fit_config(
-    args: Any,
-    *,
-    max_steps: int,
-    num_batches: int | None,
-    num_epochs: int | None,
-    world_size: int,
-    num_batches_first: int | None = None,
-) -> FitConfig:
-    """Return what the training loop needs to know of the arguments."""
-    return FitConfig(
-        max_steps=max_steps,
-        num_epochs=num_epochs,
-        accumulation=args.gradient_accumulation_steps,
-        num_batches=num_batches,
-        num_batches_first=num_batches_first,
-        world_size=world_size,
-        evaluates_on_start=args.eval_on_start,
-        empty_cache_every=args.torch_empty_cache_steps,
-    )

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 from hftrain.core.errors import CheckpointError, HFTrainError
 from hftrain.core.tree import is_alike
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 # What these optimizers look up at each step once a parameter has any state.
 _NEEDED = {"Adam": {"exp_avg", "exp_avg_sq", "step"}, "AdamW": {"exp_avg", "exp_avg_sq", "step"}}
@@ -45,17 +41,6 @@ def restoring(path: Path) -> Iterator[None]:
         if _is_no_fault_of_the_file(error):
             raise
         raise misfit(path, f"It cannot be restored ({type(error).__name__}: {error})") from error
-
-
-def naming_the_folder(method: Callable[Concatenate[Any, Path, P], R]) -> Callable[Concatenate[Any, Path, P], R]:
-    """Run a method, whose first argument is a checkpoint's folder, as `restoring` that folder."""
-
-    @functools.wraps(method)
-    def call(owner: Any, folder: Path, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with restoring(folder):
-            return method(owner, folder, *args, **kwargs)
-
-    return call
 
 
 def check_state(path: Path, state: Mapping[str, Any], owner: Any, *, own: Mapping[str, Any]) -> None:

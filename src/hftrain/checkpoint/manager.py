@@ -89,17 +89,17 @@ class CheckpointManager:
     Args:
         config: Where and how many.
         group: The processes that call `save` together.
+        parcels: Where machines do not share the mirror of a remote folder.
     """
 
-    def __init__(self, config: CheckpointConfig, *, group: Group) -> None:
+    def __init__(self, config: CheckpointConfig, *, group: Group, parcels: Parcels | None = None) -> None:
         self.config = config
         self.group = group
         self.lock = FolderLock(config.output_dir)
         # A run that is resumed keeps its name; rotation touches no other run's checkpoints.
         self.run_id = uuid.uuid4().hex
         self.remote = None if config.url is None else RemoteCheckpoints(config.url, mirror=config.output_dir)
-        # Set where machines do not share the mirror of a remote folder.
-        self.parcels: Parcels | None = None
+        self._parcels = parcels
         self._committed: Path | None = None
         self._begun: Path | None = None
 
@@ -138,11 +138,11 @@ class CheckpointManager:
             logger.info("Saving model checkpoint to %s", target)
         # In this order, for what all write together: no process may wait for one that has failed at its own part.
         writers = [*each, *main] if self.is_committer else each
-        self._together(target, self._begin, group, is_for_main=self.parcels is None)
+        self._together(target, self._begin, group, is_for_main=self._parcels is None)
         if self.config.on_each_node:
             self._together(target, self._check_own_storage, group, is_for_main=True)
         self._together(target, lambda path: self._write(path, writers), group)
-        if self.parcels is not None:
+        if self._parcels is not None:
             self._together(target, lambda path: self._send(path, step), group)
         self._together(target, lambda path: self._commit(path, step, facts), group, is_for_main=True)
         self._committed = target
@@ -306,9 +306,9 @@ class CheckpointManager:
         return is_whole and manifest.facts.get("run_id") == self.run_id
 
     def _begin(self, target: Path) -> None:
-        if self.parcels is not None and self.is_committer:
-            self.parcels.clear()
-        elif self.parcels is not None and not self.parcels.is_sender:
+        if self._parcels is not None and self.is_committer:
+            self._parcels.clear()
+        elif self._parcels is not None and not self._parcels.is_sender:
             return
         files.sweep(target.parent, is_ours=_is_ours)
         self._begun = files.begin(target)
@@ -330,14 +330,14 @@ class CheckpointManager:
         files.fsync_tree(staged)  # on shared storage each machine can flush only what it wrote itself
 
     def _send(self, target: Path, step: int) -> None:
-        if self.parcels is not None and self.parcels.is_sender:
-            self.parcels.send(files.find_staging(target), step=step)
+        if self._parcels is not None and self._parcels.is_sender:
+            self._parcels.send(files.find_staging(target), step=step)
 
     def _commit(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
         staged = files.find_staging(target)
         own = {"only_model": self.config.only_model, "run_id": self.run_id, "saved_at_s": time.time()}
-        if self.parcels is not None:
-            self.parcels.collect(staged, step=step)
+        if self._parcels is not None:
+            self._parcels.collect(staged, step=step)
         write_manifest(staged, {**facts, **own}, step=step)
         files.commit(staged, target)
         if self.remote is not None:

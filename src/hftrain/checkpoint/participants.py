@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,19 @@ class InFile:
     state_dict: Callable[[], Any]
     load: Callable[[Path], None]
     write: Callable[[Any, Path], None] = save_containers
+
+
+@dataclass(frozen=True, slots=True)
+class InManifest:
+    """A part of the state that the manifest tells, in plain values.
+
+    Args:
+        state_dict: Returns facts by name; each participant has names of its own.
+        load_state_dict: Goes on from all that a manifest tells; None where whoever plans the run reads them.
+    """
+
+    state_dict: Callable[[], Mapping[str, Any]]
+    load_state_dict: Callable[[Mapping[str, Any]], None] | None = None
 
 
 def gather(participants: Iterable[Participant]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class Computing:
         input_dtype: What floating-point inputs are cast to; None leaves them as they are.
         optimizer: The run's; None while nothing is trained.
         syncs: Whether an update follows the micro-step that runs.
+        past: What a recurrent model hands from step to step (`past_index`).
     """
 
     backward: Callable[..., None]
@@ -30,6 +31,7 @@ class Computing:
     input_dtype: torch.dtype | None = None
     optimizer: torch.optim.Optimizer | None = None
     syncs: bool = True
+    past: Any = None
 
     def use(self, how: Precision | Stepper, optimizer: torch.optim.Optimizer | None) -> None:
         """Compute as a run's stepper says, or, between runs, as the precision alone does."""

@@ -335,3 +335,8 @@ class Strategy:
         # Copies to a GPU may overlap with the host's work; copies to the host must be complete when used.
         non_blocking = device.type in ("cuda", "xpu") if self.non_blocking is None else self.non_blocking
         self._move = partial(torch.Tensor.to, device=device, non_blocking=non_blocking)
+
+
+def has_engine(strategy: Strategy, engine: str) -> bool:
+    """Tell whether a strategy, or one that it derives from, is of an engine (``"fsdp"``, ``"deepspeed"``)."""
+    return any(engine in str(vars(kind).get("name", "")) for kind in type(strategy).__mro__)

@@ -16,7 +16,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns
 from hftrain.precision.base import Precision
 from hftrain.step.computing import Computing
-from hftrain.strategies.base import Strategy
+from hftrain.strategies.base import Strategy, has_engine
 
 _PLUGINS = frozenset({"deepspeed_plugin"})
 # What the documented training_step passes to backward; the run's own needs neither.
@@ -160,11 +160,6 @@ def _clip_norm(
         return norm
     accelerator.unscale_gradients()
     return strategy.clip_grad_norm(list(parameters), max_norm, norm_type)
-
-
-def has_engine(strategy: Strategy, engine: str) -> bool:
-    """Tell whether a strategy, or one that it derives from, is of an engine (``"fsdp"``, ``"deepspeed"``)."""
-    return any(engine in str(vars(kind).get("name", "")) for kind in type(strategy).__mro__)
 
 
 def _has_engine(known: Any) -> bool:

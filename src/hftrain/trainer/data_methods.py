@@ -24,8 +24,8 @@ from hftrain.rules.data import check_eval_data, check_kind, check_loader, check_
 from hftrain.rules.evaluation import check_cadences
 from hftrain.rules.saving import check_save_policy
 from hftrain.rules.strategy import check_tensor_parallel
+from hftrain.run.counting import count_tokens, token_counter
 from hftrain.task.model_task import ModelTask
-from hftrain.trainer.counting import count_tokens, token_counter
 from hftrain.trainer.file_methods import FileMethods
 from hftrain.trainer.rehearsal import cut_short
 

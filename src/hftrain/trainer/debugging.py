@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from hftrain.arguments.enums import DebugOption
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import TrainerCallback
 from hftrain.callbacks.xla_metrics import XLAMetricsCallback
 from hftrain.core.errors import ConfigError
 from hftrain.strategies.base import Strategy
-from hftrain.task.overflow import DebugUnderflowOverflow
 
 
 def debug_callbacks(args: TrainingArguments, strategy: Strategy) -> list[TrainerCallback]:
@@ -31,10 +28,3 @@ def debug_callbacks(args: TrainingArguments, strategy: Strategy) -> list[Trainer
             debug=[str(option) for option in args.debug],
         )
     return [callback]
-
-
-def watch_overflow(args: TrainingArguments, model: nn.Module) -> DebugUnderflowOverflow | None:
-    """Hook a model if `debug` asks for it; whoever calls it removes the hooks."""
-    if DebugOption.UNDERFLOW_OVERFLOW not in args.debug:
-        return None
-    return DebugUnderflowOverflow(model)

@@ -14,6 +14,7 @@ from torch import nn
 from hftrain.adapter.configs import full_eval_dtype
 from hftrain.core.log import sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
+from hftrain.core.speed import speed_metrics
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput
 from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
 from hftrain.evaluation.generating import generates
@@ -24,15 +25,15 @@ from hftrain.evaluation.tracing import trace_model
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.rules.evaluation import check_evaluating
 from hftrain.rules.mistakes import explain_mistake
+from hftrain.run.announce import announce_evaluation
+from hftrain.run.setup import place_task
+from hftrain.run.whereabouts import report_late_ranks, whereabouts
 from hftrain.task.metric_state import read_metrics, warn_of_unread, warn_of_unreported
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule, as_step_output
-from hftrain.trainer.announce import announce_evaluation
 from hftrain.trainer.casting import to_float32
-from hftrain.trainer.reports import speed_metrics, to_plain, with_prefix
-from hftrain.trainer.setup import place_task
+from hftrain.trainer.reports import to_plain, with_prefix
 from hftrain.trainer.step_methods import StepMethods
-from hftrain.trainer.whereabouts import report_late_ranks, whereabouts
 
 
 class EvaluationMethods(StepMethods):
@@ -82,7 +83,7 @@ class EvaluationMethods(StepMethods):
 
     def _is_due(self, entry: EvalSet | None) -> bool:
         """Tell whether an evaluation set takes part in the evaluation that is running."""
-        is_asked_for = self._session is None or bool(self._num_rehearsed)
+        is_asked_for = self._run_parts is None or bool(self._num_rehearsed)
         return is_asked_for or is_due(entry, self.state, by_epoch=self.args.eval_strategy == "epoch")
 
     @property
@@ -287,7 +288,7 @@ class EvaluationMethods(StepMethods):
 
     def _note_memory(self, outputs: Any) -> None:
         """Remember what a model that was called without labels hands to the next step."""
-        self._past = read_memory(outputs, self.args.past_index, has_loss=False)
+        self._computing.past = read_memory(outputs, self.args.past_index, has_loss=False)
 
     def _read_metrics(self) -> dict[str, Any]:
         """Compute and reset the task's metrics; torchmetrics synchronises ranks."""
@@ -338,14 +339,14 @@ class EvaluationMethods(StepMethods):
             is_idle=self._depth == 0,
             stage=self._stage,
             step=self.state.global_step,
-            phase=None if self._session is None else self._session.phase,
+            phase=None if self._run_parts is None else self._run_parts.phase.text,
         )
 
     @contextmanager
     def _evaluating(self, stage: str, *, casts: bool = True) -> Iterator[None]:
         """Evaluate the unwrapped model in evaluation mode, and leave weights, modes and random numbers as they were."""
         with self._running(stage), preserved_rng(), evaluation_weights(self.optimizer):
-            is_training = self._session is not None
+            is_training = self._run_parts is not None
             if not is_training:
                 self.model = self.task.model = self.precision.convert(self.model)
             is_ready = ready(
@@ -357,12 +358,13 @@ class EvaluationMethods(StepMethods):
                 place=None if is_training else self._place,
                 wrap=lambda model: self._wrap_model(model, training=False),
             )
-            past, self._past = self._past, None
+            computing = self._computing
+            past, computing.past = computing.past, None
             try:
                 with is_ready:
                     yield
             finally:
-                self._past = past
+                computing.past = past
 
     def _place(self) -> None:
         """Make a model that is not being trained ready to be called."""

@@ -27,23 +27,24 @@ from hftrain.loops.window import LossWindow
 from hftrain.precision.base import Precision
 from hftrain.rules.optimizer import check_optimizer
 from hftrain.rules.task import check_not_lightning, check_task
+from hftrain.run.output import Output
+from hftrain.run.parts import RunParts
+from hftrain.run.run import Run
 from hftrain.search.config import HPSearchBackend
 from hftrain.step.computing import Computing
-from hftrain.strategies.base import Strategy
+from hftrain.strategies.base import Strategy, has_engine
 from hftrain.task.compilation import Compiler
 from hftrain.task.loss import LabelSmoother
 from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.modes import TrainingMode
 from hftrain.task.module import TaskModule
-from hftrain.trainer.acceleration import adopt_accelerator, has_engine, make_accelerator
+from hftrain.trainer.acceleration import adopt_accelerator, make_accelerator
 from hftrain.trainer.casting import ModelCasting
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.memory import MemoryTracker
 from hftrain.trainer.numerics import prepare_model
-from hftrain.trainer.output import Output
 from hftrain.trainer.placement import is_spread, tensor_parallel_size
 from hftrain.trainer.searching import TrialRun
-from hftrain.trainer.session import TrainSession
 from hftrain.trainer.weighing import LossShares
 
 
@@ -103,7 +104,12 @@ class TrainerFields:
     _neftune_hook: Any
     # The wrapper that the user put around the model, if any.
     _outermost: nn.Module
-    _session: TrainSession | None
+    # A training, once it is built; and, from before that on, its parts.
+    _session: Run | None
+    _run_parts: RunParts | None
+    # While a run calls the hooks: what the base method of `_wrap_model` does, and that of `_get_learning_rate` returns.
+    _strategy_wrap: Callable[[nn.Module], nn.Module] | None
+    _used_rate: float | None
     # What a search tries now, and what became of it.
     _trial_run: TrialRun | None
     # Of the rehearsal for an estimate of memory, while one goes on.
@@ -112,8 +118,6 @@ class TrainerFields:
     _depth: int
     _stage: str
     _counted: tuple[nn.Module, int] | None
-    # What a recurrent model hands from step to step (`past_index`).
-    _past: Any
     # Stays after a run, for scripts that ask what was logged.
     _loss_window: LossWindow | None
     # There for as long as a run lasts.
@@ -341,7 +345,7 @@ class TrainerFields:
         """Remove the first matching callback (by class or identity)."""
         self.callback_handler.remove(callback)
 
-    def _running_session(self, asker: str) -> TrainSession:
+    def _running_session(self, asker: str) -> Run:
         if self._session is None:
             raise ConfigError(f"{asker}() was called.", "It acts on a running training.", "Call it while train() runs.")
         return self._session

@@ -10,19 +10,15 @@ from typing import Any
 import torch
 
 from hftrain.checkpoint.manager import CheckpointManager
+from hftrain.checkpoint.parcels import Parcels
 from hftrain.core.log import get_logger, warn_once
+from hftrain.core.speed import speed_metrics
 from hftrain.optim.weight_modes import evaluation_weights
+from hftrain.run.capture import saved_tool, write_model
+from hftrain.run.writing import make_manager
 from hftrain.task.state import task_state
-from hftrain.trainer.capture import saved_tool, write_model
 from hftrain.trainer.fields import TrainerFields
-from hftrain.trainer.reports import (
-    metrics_format,
-    metrics_table,
-    speed_metrics,
-    store_metrics,
-    to_plain,
-)
-from hftrain.trainer.writing import make_manager
+from hftrain.trainer.reports import metrics_format, metrics_table, store_metrics, to_plain
 
 logger = get_logger(__name__)
 
@@ -240,9 +236,9 @@ class FileMethods(TrainerFields):
         """Return the folder that checkpoints go to; while a search runs, `output_dir` is the trial's own folder."""
         return str(self.output_dir)
 
-    def _make_manager(self) -> CheckpointManager:
+    def _make_manager(self, parcels: Parcels | None = None) -> CheckpointManager:
         folder = Path(self._get_output_dir(self._trial))
-        return make_manager(self.args, self.strategy, self._output, self.save_policy, folder)
+        return make_manager(self.args, self.strategy, self._output, self.save_policy, folder, parcels)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push a checkpoint that was just committed, in the background; called with `push_to_hub` only.

@@ -17,9 +17,9 @@ from hftrain.core.log import get_logger
 from hftrain.hub.card import CardFacts, write_card
 from hftrain.hub.files import CARD, LAST_CHECKPOINT, model_files, output_files
 from hftrain.hub.uploads import Push, Uploads, reason, require_hub
+from hftrain.run.output import Output
 from hftrain.storage.files import check_writable
 from hftrain.strategies.base import Strategy
-from hftrain.trainer.output import Output
 
 logger = get_logger(__name__)
 

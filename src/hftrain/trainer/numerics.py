@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -15,11 +13,8 @@ from hftrain.strategies.base import Strategy
 from hftrain.task.liger import apply_liger_kernels
 from hftrain.task.noise import find_embeddings
 from hftrain.task.quantized import check_quantized, is_quantized
-from hftrain.task.recompute import recompute_activations, switch_cache_off
 from hftrain.trainer.placement import check_not_sharded
 from hftrain.trainer.replicas import check_copies
-
-Undo = Callable[[], None]
 
 
 def prepare_model(args: TrainingArguments, strategy: Strategy, model: nn.Module, *, noise_alpha: float | None) -> None:
@@ -45,63 +40,6 @@ def _set_cache(model: nn.Module, *, use_cache: bool) -> None:
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
         generation.use_cache = use_cache
-
-
-class ModelChanges:
-    """Change a model for as long as it trains.
-
-    Args:
-        args: Say how.
-        strategy: May recompute activations itself.
-    """
-
-    def __init__(self, args: TrainingArguments, strategy: Strategy) -> None:
-        self._args, self._strategy = args, strategy
-        self._undo = ExitStack()
-        self._switch_cache_off: Callable[[], Undo] | None = None
-        self._put_cache_back: Undo | None = None
-
-    def apply(
-        self,
-        model: nn.Module,
-        *,
-        noise_hooks: tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]] | None = None,
-    ) -> None:
-        """Turn gradient checkpointing and NEFTune on; before the model is wrapped.
-
-        Args:
-            model: Mutated.
-            noise_hooks: The documented hooks that turn NEFTune's noise on and off; None where none is wanted.
-        """
-        args = self._args
-        if args.gradient_checkpointing:
-            options = args.gradient_checkpointing_kwargs
-            recompute = self._strategy.recompute or recompute_activations
-            self._undo.callback(recompute(model, options if isinstance(options, dict) else {}))
-        if args.gradient_checkpointing or self._strategy.recomputes:
-            self._switch_cache_off = partial(switch_cache_off, model)
-            self._put_cache_back = self._switch_cache_off()
-        if noise_hooks is not None:
-            noise_hooks[0](model)
-            self._undo.callback(noise_hooks[1], model)
-
-    def save(self, save: Callable[[], None]) -> None:
-        """Save with the configuration as the user has it."""
-        if self._put_cache_back is None or self._switch_cache_off is None:
-            save()
-            return
-        self._put_cache_back()
-        try:
-            save()
-        finally:
-            self._put_cache_back = self._switch_cache_off()
-
-    def undo(self) -> None:
-        """Leave the model as it was; safe to call twice."""
-        self._undo.close()
-        if self._put_cache_back is not None:
-            self._put_cache_back()
-            self._put_cache_back = None
 
 
 def check_training(args: TrainingArguments, strategy: Strategy, model: nn.Module, *, compiles: bool) -> None:

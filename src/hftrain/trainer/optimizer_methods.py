@@ -27,8 +27,7 @@ class OptimizerMethods(DataMethods):
 
     def _get_learning_rate(self) -> float:
         """Return the learning rate of the first parameter group: where it is logged, the one the step used."""
-        used = None if self._session is None else self._session.used_rate
-        return self.get_learning_rates()[0] if used is None else used
+        return self.get_learning_rates()[0] if self._used_rate is None else self._used_rate
 
     def _check_optimizer(self) -> None:
         """Refuse, before anything is launched, an optimizer that cannot be made."""

@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.adapter.plan import TrainPlan
 from hftrain.callbacks import TrainerCallback
 from hftrain.core.errors import TaskError
 from hftrain.core.preserve import preserved
-from hftrain.core.progress import Progress
 from hftrain.evaluation.running import used_in_evaluation
 from hftrain.loops.contract import check_features
+from hftrain.rules.loops import used_in_training
 from hftrain.rules.training import Given, check_ahead
-from hftrain.trainer.best import follow_metric
+from hftrain.run.best import follow_metric
+from hftrain.run.saving import load_task
 from hftrain.trainer.evaluation_methods import EvaluationMethods
-from hftrain.trainer.loop_parts import used_in_training
 from hftrain.trainer.rehearsal import without_trackers
-from hftrain.trainer.resuming import RunPlan, find_geometry, plan_run
-from hftrain.trainer.saving import load_task
 from hftrain.trainer.searching import TrialRun, trying
 
 
@@ -35,7 +34,7 @@ class RunMethods(EvaluationMethods):
 
         def count_steps(loader: Any) -> int:
             total = self.get_total_train_batch_size(self.args)
-            return self.set_initial_training_values(self.args, loader, total)[6]
+            return TrainPlan(*self.set_initial_training_values(self.args, loader, total)).max_steps
 
         data = self.train_dataset, self.eval_dataset, self._eval_sets, self.data_collator, self.label_names
         functions = self.compute_metrics, self.preprocess_logits_for_metrics, self.compute_loss_func
@@ -55,13 +54,11 @@ class RunMethods(EvaluationMethods):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write what a resume needs of optimizer and schedule into a checkpoint; every rank calls it."""
-        session = self._running_session("_save_optimizer_and_scheduler")
-        session.checkpoints.write_optimizer(Path(output_dir), session.optimizer)
+        self._running_session("_save_optimizer_and_scheduler").checkpoints.write_optimizer(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
         """Load what `_save_optimizer_and_scheduler` wrote, at a resume; every rank calls it."""
-        session = self._running_session("_load_optimizer_and_scheduler")
-        session.checkpoints.read_optimizer(Path(checkpoint), session.optimizer)
+        self._running_session("_load_optimizer_and_scheduler").checkpoints.read_optimizer(Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load a checkpoint's weights into the model in place; at a resume, and for the best model."""
@@ -92,7 +89,9 @@ class RunMethods(EvaluationMethods):
         what this method is given is logged, divided by the steps. An override that logs itself resets `tr_loss` in
         place and sets `_globalstep_last_logged`, as the documented one does.
         """
-        self._running_session("_maybe_log_save_evaluate").step_end.act(tr_loss)
+        step_end = self._running_session("_maybe_log_save_evaluate").step_end
+        if step_end is not None:
+            step_end.act(tr_loss)
 
     @property
     def _globalstep_last_logged(self) -> int:
@@ -137,13 +136,6 @@ class RunMethods(EvaluationMethods):
         """Remember the best evaluation so far in the state, and tell whether this is it."""
         session = self._running_session("_determine_best_metric")
         return session.checkpoints.metric.note(metrics, has_all_sets=self._has_all_sets)
-
-    def _plan_run(self, folder: Path | None, loader: Any, values: tuple[Any, ...], progress: Progress) -> RunPlan:
-        """Plan a run that goes on from a checkpoint, or begins; see `plan_run`."""
-        args, strategy = self.args, self.strategy
-        grouping, policy, split = self._length_config(is_training=True), self.precision.policy, self.get_tp_size()
-        geometry = find_geometry(args, strategy, policy, loader, self.train_dataset, grouping=grouping, split=split)
-        return plan_run(args, strategy, folder, loader, values, progress=progress, geometry=geometry)
 
     def _check_loop(self, resume: Path | None) -> None:
         """Refuse what the training loop does not support."""

@@ -17,6 +17,7 @@ from hftrain.core.log import get_logger
 from hftrain.core.preserve import preserved
 from hftrain.core.signatures import takes_trial
 from hftrain.core.state import TrainerState
+from hftrain.run.output import Output
 from hftrain.search.config import Attempt, BestRun, HPSearchBackend, Report, SearchConfig
 from hftrain.search.defaults import (
     default_compute_objective,
@@ -28,7 +29,6 @@ from hftrain.search.optuna_study import report_to_optuna, search_with_optuna
 from hftrain.search.ray_tune import search_with_ray
 from hftrain.search.wandb_sweep import search_with_wandb
 from hftrain.strategies.base import Strategy
-from hftrain.trainer.output import Output
 
 logger = get_logger(__name__)
 

@@ -42,8 +42,8 @@ class StepMethods(OptimizerMethods):
         To train, the strategy wraps, and the optimizer is made within. A wrapper that an override puts around the
         result must be one that the strategy can look through (DDP, DataParallel, torch.compile).
         """
-        if training and self._session is not None:
-            return self._session.wrap(model)
+        if training and self._strategy_wrap is not None:
+            return self._strategy_wrap(model)
         return self.strategy.for_evaluation(model)
 
     def _prepare_context_parallel_inputs(
@@ -102,7 +102,7 @@ class StepMethods(OptimizerMethods):
         if isinstance(self.task, ModelTask):
             loss, outputs = self.task.compute_loss(model, inputs, num_items_in_batch)
             if self.args.past_index >= 0:
-                self._past = read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
+                self._computing.past = read_memory(outputs, self.args.past_index, has_loss=self.task.returns_loss)
             if self._steps_itself and not self._is_weighing and self._stage == "train":
                 loss = self._shares.over_ranks(loss, num_items_in_batch)
         else:
@@ -117,7 +117,7 @@ class StepMethods(OptimizerMethods):
                     "Return StepOutput(loss=...).",
                 )
             if output.logs and self._session is not None:
-                self._session.logs.add(output.logs)
+                self._session.add_logs(output.logs)
             loss, outputs = output.loss, output.outputs
         return (loss, outputs) if return_outputs else loss
 
@@ -213,9 +213,10 @@ class StepMethods(OptimizerMethods):
                 "Rename the columns, or set remove_unused_columns=False.",
             )
         inputs = self._prepare_input(inputs) if self._walks_inputs else self.strategy.to_device(inputs)
-        if self._past is not None:
-            inputs = with_memory(inputs, self._past)
-        dtype = self._computing.input_dtype
+        computing = self._computing
+        if computing.past is not None:
+            inputs = with_memory(inputs, computing.past)
+        dtype = computing.input_dtype
         return inputs if dtype is None else cast_inputs(inputs, dtype, labels=self.label_names)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device | str) -> None:

@@ -41,6 +41,10 @@ from hftrain.rules.parts import check_arguments, check_model, check_parts, refus
 from hftrain.rules.saving import check_fits
 from hftrain.rules.strategy import check_local_rank, check_strategy
 from hftrain.rules.task import check_unused_by_task
+from hftrain.run.build import open_run
+from hftrain.run.output import Output
+from hftrain.run.plan import find_resume
+from hftrain.run.writing import saves_at_all
 from hftrain.search.config import BestRun, HPSearchBackend, SearchConfig, check_directions, choose_backend
 from hftrain.step.computing import Computing
 from hftrain.step.legality import check_legal
@@ -57,20 +61,15 @@ from hftrain.trainer.fitting import SMALLER_BATCH, with_smaller_batches
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.numerics import check_training
-from hftrain.trainer.output import Output
 from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse, without_trackers
 from hftrain.trainer.replicas import forget_devices, note_devices
-from hftrain.trainer.resuming import find_resume
-from hftrain.trainer.run_methods import RunMethods
 from hftrain.trainer.searching import SPACES, check_search, search
-from hftrain.trainer.session import TrainSession
-from hftrain.trainer.whereabouts import report_late_ranks
-from hftrain.trainer.writing import saves_at_all
+from hftrain.trainer.set_up_methods import SetUpMethods
 
 logger = get_logger(__name__)
 
 
-class Trainer(RunMethods):
+class Trainer(SetUpMethods):
     """Train, evaluate and predict with a `TaskModule` or any model, by the documented Hugging Face Trainer's surface.
 
     Nothing is launched and no device is touched before `train`, `evaluate` or `predict` is called.
@@ -296,8 +295,8 @@ class Trainer(RunMethods):
         self._signature_columns = getattr(self, "_signature_columns", None)
         self._found, self._eval_logs = {}, {}
         self.neftune_noise_alpha, self._neftune_hook = self.args.neftune_noise_alpha, None
-        self._accelerator = self._session = self._trial_run = self._training_mode = None
-        self._loss_window = self._past = self._counted = None
+        self._accelerator = self._trial_run = self._training_mode = self._loss_window = self._counted = None
+        self._session = self._run_parts = self._strategy_wrap = self._used_rate = None
         self._loaders = LoaderCache(limit=1)
         self._depth, self._stage, self._num_estimated = 0, "train", 0
         self.current_flos = 0
@@ -335,7 +334,7 @@ class Trainer(RunMethods):
         if "model_path" in kwargs:
             warn_once("model_path is deprecated; use resume_from_checkpoint.", FutureWarning)
             resume_from_checkpoint = kwargs.pop("model_path")
-        if self._session is not None:
+        if self._run_parts is not None:
             raise ConfigError(
                 "train() was called while this Trainer trains.",
                 "One Trainer runs one training at a time.",
@@ -363,15 +362,15 @@ class Trainer(RunMethods):
 
             def attempt() -> TrainOutput:
                 self.optimizer, self.lr_scheduler = parts
-                session = self._session = TrainSession(self, resume=resume, ignore_keys=ignore_keys_for_eval)
+                self.is_in_train = True
+                self._run_parts = self._make_run_parts(ignore_keys_for_eval)
                 try:
-                    return session.run()
-                except RuntimeError as error:
-                    report_late_ranks(self.strategy, error)  # as long as the session knows what it was about
-                    raise
+                    with open_run(self._run_parts, self._make_run_hooks(), resume) as self._session:
+                        return self._session.run()
                 finally:
-                    session.close()
-                    self._session = None
+                    self._session = self._run_parts = self._computing.past = None
+                    self.is_in_train = False
+                    self._loaders.clear()
                     self._eval_dataloaders.clear()
 
             is_retried = self.args.auto_find_batch_size == SMALLER_BATCH

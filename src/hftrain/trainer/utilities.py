@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hftrain.trainer import reports
+from hftrain.core import speed
 
 
 def speed_metrics(
@@ -35,7 +35,7 @@ def speed_metrics(
     Source: the documented `speed_metrics`.
     """
     start_s = time.perf_counter() - (time.time() - start_time)
-    return reports.speed_metrics(split, start_s, num_samples=num_samples, num_steps=num_steps, num_tokens=num_tokens)
+    return speed.speed_metrics(split, start_s, num_samples=num_samples, num_steps=num_steps, num_tokens=num_tokens)
 
 
 def is_main_process(local_rank: int) -> bool:

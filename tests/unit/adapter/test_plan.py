@@ -11,9 +11,8 @@ import pytest
 from support.tiny import make_arguments
 from torch.utils.data import DataLoader
 
-from hftrain.adapter.plan import TrainPlan, fit_config, require_max_steps, train_plan
+from hftrain.adapter.plan import TrainPlan, require_max_steps, train_plan
 from hftrain.core.errors import ConfigError
-from hftrain.loops.fit import FitConfig
 
 
 def count_steps(num_batches: int, accumulation: int, *, epochs: float, max_steps: int | None) -> tuple[int, int]:
@@ -51,6 +50,7 @@ def test_plan_is_what_counting_gives(tmp_path: Path) -> None:
             num_batches=num_batches,
             num_examples=num_examples,
             num_samples=total * steps if max_steps else int(num_examples * epochs),
+            is_by_epochs=max_steps is None,
         )
 
 
@@ -79,7 +79,13 @@ def test_steps_epochs_and_steps_per_epoch(
 def test_data_without_a_length_is_planned_by_steps(tmp_path: Path) -> None:
     arguments = make_arguments(tmp_path, max_steps=10, gradient_accumulation_steps=2)
     assert train_plan(arguments, num_batches=None, num_examples=0, total_batch_size=16) == TrainPlan(
-        max_steps=10, num_epochs=sys.maxsize, steps_per_epoch=10, num_batches=None, num_examples=160, num_samples=160
+        max_steps=10,
+        num_epochs=sys.maxsize,
+        steps_per_epoch=10,
+        num_batches=None,
+        num_examples=160,
+        num_samples=160,
+        is_by_epochs=False,
     )
 
 
@@ -92,17 +98,3 @@ def test_data_without_a_length_needs_max_steps(tmp_path: Path, max_steps: int) -
     ):
         with pytest.raises(ConfigError, match=rf"without __len__ .*Received: max_steps={max_steps}\."):
             ask()
-
-
-def test_loop_is_told_what_it_needs(tmp_path: Path) -> None:
-    arguments = make_arguments(tmp_path, gradient_accumulation_steps=3, torch_empty_cache_steps=5)
-    arguments.eval_on_start = True
-    assert fit_config(arguments, max_steps=7, num_batches=4, num_epochs=2, world_size=2) == FitConfig(
-        max_steps=7,
-        num_epochs=2,
-        accumulation=3,
-        num_batches=4,
-        world_size=2,
-        evaluates_on_start=True,
-        empty_cache_every=5,
-    )

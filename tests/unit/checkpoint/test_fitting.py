@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, naming_the_folder, restoring
+from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, restoring
 from hftrain.core.errors import CheckpointError, ConfigError
 
 PATH = Path("out/checkpoint-3/optimizer.pt")
@@ -26,17 +26,6 @@ def test_what_is_not_the_files_fault_passes(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, restoring(PATH):
         raise error
     assert caught.value is error
-
-
-def test_methods_name_the_folder_they_are_given() -> None:
-    class Reader:
-        @naming_the_folder
-        def read(self, folder: Path, *, key: str) -> Any:
-            return {"a": folder}[key]
-
-    assert Reader().read(PATH, key="a") == PATH
-    with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
-        Reader().read(PATH, key="b")
 
 
 def schedule() -> torch.optim.lr_scheduler.LRScheduler:

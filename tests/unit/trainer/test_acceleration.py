@@ -12,8 +12,8 @@ from accelerate.state import AcceleratorState
 from support.tiny import Net, make_arguments, make_rows, make_trainer
 
 from hftrain import ConfigError, StrategyError, Trainer
+from hftrain.strategies.base import has_engine
 from hftrain.strategies.single import SingleDeviceStrategy
-from hftrain.trainer.acceleration import has_engine
 
 
 def test_accelerator_is_made_on_first_use_and_kept(tmp_path: Path) -> None:

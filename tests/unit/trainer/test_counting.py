@@ -15,7 +15,7 @@ from torch import nn
 
 from hftrain import Trainer, TrainerCallback
 from hftrain.core.state import TrainerState
-from hftrain.trainer.counting import RunCounts, TokenCounter, count_tokens
+from hftrain.run.counting import RunCounts, TokenCounter, count_tokens
 
 PAD = 0
 

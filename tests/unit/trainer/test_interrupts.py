@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def test_stop_is_one_also_where_the_marker_cannot_be_written(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("hftrain.trainer.interrupts.write_text", full)
+    monkeypatch.setattr("hftrain.run.interrupts.write_text", full)
     send = Send("SIGTERM", 4)
     with pytest.raises(TrainingStopped, match="The last checkpoint is checkpoint-4"):
         make_trainer(tmp_path, send).train()
@@ -193,8 +194,8 @@ def test_processes_without_a_board_leave_signals_alone_and_refuse_the_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two processes that share no store, as under MPI, are pretended: the settings are all that is looked at."""
-    from hftrain.trainer.interrupts import Interrupts
-    from hftrain.trainer.session import TrainSession
+
+    from hftrain.run.interrupts import Interrupts
 
     def refuse() -> None:
         raise StrategyError("They share no store.")
@@ -203,7 +204,8 @@ def test_processes_without_a_board_leave_signals_alone_and_refuse_the_clock(
         trainer = make_trainer(tmp_path, save_policy=policy)
         monkeypatch.setattr(trainer.strategy, "world_size", 2)
         monkeypatch.setattr(trainer.strategy, "make_board", refuse)
-        return TrainSession(trainer, resume=None, ignore_keys=None)._make_interrupts()
+        checkpoints: Any = SimpleNamespace(manager=trainer._make_manager())
+        return Interrupts(trainer._make_run_parts(None), checkpoints, end_step=lambda: None, save=lambda: None)
 
     with pytest.warns(UserWarning, match="Signals act as if no training ran. They share no store"):
         assert make(SavePolicy()).consensus is None

@@ -24,9 +24,10 @@ from torch import nn
 from hftrain import CheckpointError, ConfigError, SavePolicy, Trainer
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
+from hftrain.run import disk_space as room
+from hftrain.run import writing
+from hftrain.run.disk_space import expected_state_bytes, tree_bytes
 from hftrain.storage import files, space
-from hftrain.trainer import room, writing
-from hftrain.trainer.room import expected_state_bytes, tree_bytes
 
 MODES = pytest.mark.parametrize("save_async", [False, True], ids=["now", "later"])
 
@@ -73,7 +74,7 @@ def test_size_is_known_before_the_first_step(
         return found[-1]
 
     checkpoint_bytes = room.checkpoint_bytes
-    monkeypatch.setattr("hftrain.trainer.writing.checkpoint_bytes", note)
+    monkeypatch.setattr("hftrain.run.writing.checkpoint_bytes", note)
     trainer = make_trainer(tmp_path, model=wide_net(), max_steps=2, **options)
     trainer.train()
     predicted, before_saving = found

@@ -9,7 +9,7 @@ import pytest
 from support.tiny import Net, make_arguments, make_rows, make_trainer
 
 from hftrain import Trainer, TrainerCallback
-from hftrain.trainer.whereabouts import report_late_ranks
+from hftrain.run.whereabouts import report_late_ranks
 
 
 def test_phases_of_a_run(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_failed_exchange_is_reported_from_where_it_failed(tmp_path: Path, monk
     def report(strategy: Any, error: Exception) -> None:
         found.append(trainer._whereabouts())
 
-    monkeypatch.setattr("hftrain.trainer.trainer.report_late_ranks", report)
+    monkeypatch.setattr("hftrain.run.build.report_late_ranks", report)
     trainer = make_trainer(tmp_path, callbacks=[Fail()], max_steps=2, save_strategy="steps", save_steps=2)
     with pytest.raises(RuntimeError, match="gloo"):
         trainer.train()

@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger, warn_once
-from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.tree import map_tensors
 from hftrain.optim.in_backward import UpdatesInBackward
+from hftrain.run.counting import RunCounts, Take
+from hftrain.run.parts import Ready, RunParts
+from hftrain.run.saving import RunCheckpoints
 from hftrain.step.stepper import Stepper
-from hftrain.trainer.counting import RunCounts, Take
-from hftrain.trainer.saving import RunCheckpoints
 
 logger = get_logger(__name__)
 
@@ -38,31 +37,16 @@ class Salvage:
     buffers. Where the policy does not ask for it, nothing is copied and nothing stands between the loop and its hooks.
 
     Args:
-        is_asked: Whether the policy asks for it.
-        num_processes: A checkpoint takes them all.
-        task: The run's.
-        optimizer: The run's.
-        progress, control: Where the run is.
-        counts: What it has counted.
-        checkpoints: Hold its state.
-        save: Commits a checkpoint of it.
+        save: Commits a checkpoint.
     """
 
     def __init__(
-        self,
-        *,
-        is_asked: bool,
-        num_processes: int,
-        task: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        progress: Progress,
-        control: TrainerControl,
-        counts: RunCounts,
-        checkpoints: RunCheckpoints,
-        save: Callable[[], None],
+        self, parts: RunParts, ready: Ready, counts: RunCounts, checkpoints: RunCheckpoints, save: Callable[[], None]
     ) -> None:
-        self._task, self._optimizer, self._progress, self._control = task, optimizer, progress, control
+        self._task, self._optimizer = ready.task, ready.optimizer
+        self._progress, self._control = parts.progress, parts.control
         self._counts, self._checkpoints, self._save = counts, checkpoints, save
+        is_asked, num_processes = parts.save_policy.on_exception, parts.strategy.world_size
         self.is_on = is_asked and num_processes == 1
         # Whether an evaluation runs: where it fails, the resumed run begins with it.
         self.is_evaluating = False

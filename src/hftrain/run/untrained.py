@@ -11,10 +11,9 @@ from torch import nn
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
-from hftrain.strategies.base import Strategy
+from hftrain.run.own_optimizers import OwnOptimizers
+from hftrain.strategies.base import Strategy, has_engine
 from hftrain.task.module import TaskModule
-from hftrain.trainer.acceleration import has_engine
-from hftrain.trainer.own_optimizers import OwnOptimizers
 
 _MAX_NAMES = 3
 
@@ -25,9 +24,6 @@ class Untrained:
     Engines that split the parameters, or step themselves, keep others in the optimizer than the model has.
 
     Args:
-        strategy: The run's.
-        task: Looked through.
-        optimizer: The run's.
         own: Finds the optimizers that user code keeps.
     """
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hftrain.adapter.data import data_seed, read_accelerator_config
+from hftrain.adapter.plan import TrainPlan
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import check_foreign, is_foreign, read_foreign
@@ -23,8 +23,8 @@ from hftrain.core.types import Owns, PrecisionPolicy
 from hftrain.data.grouping import LengthConfig
 from hftrain.data.offsets import has_own_shares, samples_per_round, with_offset
 from hftrain.data.sizes import has_length
+from hftrain.run.output import Output
 from hftrain.strategies.base import Strategy
-from hftrain.trainer.output import Output
 
 logger = get_logger(__name__)
 
@@ -43,28 +43,31 @@ class RunPlan:
     """A run from where it begins to its end.
 
     Args:
+        length: That of a run of this shape, from start to end.
         grid: How passes over the data are cut.
         geometry: What a resume must find again, or say that it has changed; see `check_shape`.
-        asked: The updates a run of this shape has from start to end.
-        max_steps: Those after which this one ends: more or fewer, where a part of it had another shape.
+        total_batch_size: Samples per update, all ranks together.
+        max_steps: The updates after which this one ends: more or fewer, where a part of it had another shape.
         num_batches_first: Micro-steps of the pass it begins in.
         saved: The checkpoint's manifest; None for a new run.
         is_reshaped: Whether the checkpoint's batches, or processes, were others.
     """
 
+    length: TrainPlan
     grid: Grid
     geometry: dict[str, Any]
-    asked: int
+    total_batch_size: int
     max_steps: int
     num_batches_first: int | None
     saved: Manifest | None = None
     is_reshaped: bool = False
 
-    def facts(self, progress: Progress) -> dict[str, Any]:
+    def facts(self, progress: Progress, *, optimizer: str) -> dict[str, Any]:
         """Return what a manifest says of the run's position and shape."""
         num_batches = self.num_batches_first if progress.offset_in_epoch else self.grid.num_batches
-        plan = {"max_steps": self.max_steps, "asked": self.asked, "num_batches": num_batches}
-        return {"progress": progress.state_dict(), "geometry": self.geometry, "plan": plan}
+        plan = {"max_steps": self.max_steps, "asked": self.length.max_steps, "num_batches": num_batches}
+        geometry = {**self.geometry, "optimizer": optimizer}
+        return {"progress": progress.state_dict(), "geometry": geometry, "plan": plan}
 
 
 def plan_run(
@@ -72,35 +75,40 @@ def plan_run(
     strategy: Strategy,
     folder: Path | None,
     loader: Any,
-    values: tuple[Any, ...],
+    length: TrainPlan,
     *,
+    total_batch_size: int,
     progress: Progress,
     geometry: dict[str, Any],
 ) -> RunPlan:
-    """Plan a run, and put `progress` where it begins.
-
-    Args:
-        args: The run's.
-        strategy: Launched.
-        folder: The checkpoint it goes on from; None starts a new run.
-        loader: This rank's batches.
-        values: What `Trainer.set_initial_training_values` returned.
-        progress: Mutated.
-        geometry: What `find_geometry` returned.
+    """Plan a run that goes on from a checkpoint's folder, or begins, and put `progress` where it begins. Collective.
 
     Raises:
         CheckpointError: The checkpoint's position or state means nothing in this run.
         ConfigError: See `_check_rounds`.
     """
-    accumulation = args.gradient_accumulation_steps
-    _check_rounds(strategy, accumulation, num_batches=values[5], num_updates=values[1], max_steps=values[6])
-    with nullcontext() if folder is None else restoring(folder):
-        return _plan(args, folder, loader, values, progress=progress, geometry=geometry)
+    _check_rounds(strategy, args.gradient_accumulation_steps, length)
+    grid = Grid(
+        round_size=geometry["round_size"],
+        accumulation=geometry["accumulation"],
+        num_batches=length.num_batches,
+        num_samples=geometry["samples"],
+    )
+    whole = RunPlan(
+        length=length,
+        grid=grid,
+        geometry=geometry,
+        total_batch_size=total_batch_size,
+        max_steps=length.max_steps,
+        num_batches_first=length.num_batches,
+    )
+    if folder is None:
+        return whole
+    with restoring(folder):
+        return _rest(whole, args, folder, loader, progress)
 
 
-def _check_rounds(
-    strategy: Strategy, accumulation: int, *, num_batches: int | None, num_updates: int, max_steps: int
-) -> None:
+def _check_rounds(strategy: Strategy, accumulation: int, length: TrainPlan) -> None:
     """Raise where a rank would run out of batches and leave the others waiting for its gradients. Collective.
 
     DDP exchanges gradients once per update, so that updates of unequal numbers of micro-batches go together; what
@@ -110,11 +118,11 @@ def _check_rounds(
         ConfigError: The ranks' loaders have different numbers of batches, and the run reaches the end of one.
     """
     by_batch = strategy.shards_model or Owns.ACCUMULATION in strategy.owns
-    told = strategy.gather_object([num_batches, num_updates])
+    told = strategy.gather_object([length.num_batches, length.steps_per_epoch])
     rounds = [batches if by_batch else updates for batches, updates in told]
     if any(batches is None for batches, _ in told) or len(set(rounds)) == 1:
         return
-    if max_steps > min(rounds) // (accumulation if by_batch else 1):
+    if length.max_steps > min(rounds) // (accumulation if by_batch else 1):
         counts = ", ".join(f"{batches} on rank {rank}" for rank, (batches, _) in enumerate(told))
         raise ConfigError(
             f"Cannot train on unequal numbers of batches: {counts}.",
@@ -123,24 +131,9 @@ def _check_rounds(
         )
 
 
-def _plan(
-    args: TrainingArguments,
-    folder: Path | None,
-    loader: Any,
-    values: tuple[Any, ...],
-    *,
-    progress: Progress,
-    geometry: dict[str, Any],
-) -> RunPlan:
-    is_by_epochs, num_batches, asked = values[4:7]
-    grid = Grid(
-        round_size=geometry["round_size"],
-        accumulation=geometry["accumulation"],
-        num_batches=num_batches,
-        num_samples=geometry["samples"],
-    )
-    if folder is None:
-        return RunPlan(grid=grid, geometry=geometry, asked=asked, max_steps=asked, num_batches_first=num_batches)
+def _rest(whole: RunPlan, args: TrainingArguments, folder: Path, loader: Any, progress: Progress) -> RunPlan:
+    """Return the plan of what is left of a run."""
+    length, grid, geometry = whole.length, whole.grid, whole.geometry
     manifest = _read(args, folder, geometry, grid)
     saved, plan = manifest.facts.get("geometry", {}), manifest.facts.get("plan", {})
     progress.load_state_dict(manifest.facts["progress"])
@@ -159,12 +152,12 @@ def _plan(
     moved = move(progress, old_grid, grid)
     progress.load_state_dict(moved.state_dict())
     offset = progress.offset_in_epoch
-    first = num_batches
+    first = length.num_batches
     if offset and not args.ignore_data_skip:
         shifted = with_offset(loader, offset)
         first = len(shifted) if has_length(shifted) else None
-    max_steps = asked
-    if is_by_epochs and first is not None:
+    asked = max_steps = length.max_steps
+    if length.is_by_epochs and first is not None:
         is_as_planned = not changes and plan.get("asked") == asked
         left = steps_left(progress, grid, num_batches_first=first, num_steps=asked)
         max_steps = plan["max_steps"] if is_as_planned else progress.step + left
@@ -174,15 +167,8 @@ def _plan(
         logger.warning(
             "%s is the end of its run: no step is left. Raise num_train_epochs or max_steps to go on.", folder
         )
-    return RunPlan(
-        grid=grid,
-        geometry=geometry,
-        asked=asked,
-        max_steps=max_steps,
-        num_batches_first=first,
-        saved=manifest,
-        is_reshaped=any(saved.get(name) != geometry[name] for name in ("batch_size", "world_size")),
-    )
+    is_reshaped = any(saved.get(name) != geometry[name] for name in ("batch_size", "world_size"))
+    return replace(whole, max_steps=max_steps, num_batches_first=first, saved=manifest, is_reshaped=is_reshaped)
 
 
 def _read(args: TrainingArguments, folder: Path, geometry: Mapping[str, Any], grid: Grid) -> Manifest:
@@ -231,9 +217,6 @@ def find_geometry(
     """Return what decides the data's order and how it is cut, and what the optimizer's state depends on.
 
     Args:
-        args: The run's.
-        strategy: Its processes.
-        policy: Its precision's.
         loader: This rank's batches.
         dataset: What they are of.
         grouping: How samples are grouped by length, None where they are not.
@@ -290,11 +273,8 @@ def find_resume(
     """Return the checkpoint to continue from, verified by the main process; nothing is launched.
 
     Args:
-        args: Asked if they say ``"auto"``.
-        strategy: Not launched yet.
-        output: Where the run's files go.
-        make_manager: Returns what finds checkpoints there.
-        resume: A folder, True for the newest valid checkpoint, ``"auto"`` for that or none, None or False for none.
+        resume: A folder, True for the newest valid checkpoint, ``"auto"`` for that or none (also where it is None and
+            the arguments say so), None or False for none.
 
     Raises:
         CheckpointError: There is no valid one, or the folder named is none.

@@ -39,11 +39,7 @@ def checkpoint_bytes(
     """Return about how much a checkpoint takes on the disk of this process's committer. Collective; synchronises.
 
     Args:
-        args: The run's.
-        strategy: Knows what each process writes.
-        task: Holds the model.
         model: As the strategy wrapped it.
-        optimizer: The run's.
         is_first: Whether to add what the optimizer's state will take, before its first step.
     """
     own = 0
@@ -110,7 +106,6 @@ def check_room(manager: CheckpointManager, needed: Callable[[], int], *, may_wai
     run that has one there already may go on, unless it is to stop when there is no room.
 
     Args:
-        manager: Commits the checkpoints.
         needed: Returns the bytes of one; collective.
         may_wait: Whether a run that has one already may begin without room for another.
 

@@ -15,12 +15,7 @@ from hftrain.rules.evaluation import best_metric_key
 
 
 class BestMetric:
-    """Remember the best evaluation so far in the state, and for the manifest what the last one said.
-
-    Args:
-        args: The run's.
-        state: Mutated.
-    """
+    """Remember the best evaluation so far in the state (mutated), and for the manifest what the last one said."""
 
     def __init__(self, args: TrainingArguments, state: TrainerState) -> None:
         self._args, self._state = args, state

@@ -59,8 +59,6 @@ class RunCounts:
     """Count what a run's steps take in, where anybody asked for it, and sum it over ranks when it is read.
 
     Args:
-        args: Say what is counted.
-        strategy: The ranks.
         state: Its `num_input_tokens_seen` is mutated.
         counter: Counts a batch's tokens.
         count_flos: Returns a batch's floating-point operations; None where nobody knows them.

@@ -7,7 +7,7 @@ the user's objects in these, alone or in lists, tuples and dicts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ from hftrain.checkpoint.layout import OWN_OPTIMIZERS
 from hftrain.core.log import warn_once
 from hftrain.loops.contract import Loop
 from hftrain.storage.tensors import load_containers
-from hftrain.strategies.base import Strategy
-from hftrain.trainer.acceleration import has_engine
+from hftrain.strategies.base import Strategy, has_engine
 
 _KINDS = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 _DEPTH = 3
@@ -41,7 +40,7 @@ class OwnOptimizers:
 
     Args:
         strategy: The run's; what it splits cannot be saved here.
-        task: Returns the run's, whose modules are looked through.
+        task: The run's, whose modules are looked through.
         holders: Returns what else is looked through, each by its name.
         known: Returns what the run saves anyway.
     """
@@ -49,9 +48,9 @@ class OwnOptimizers:
     def __init__(
         self,
         strategy: Strategy,
+        task: nn.Module,
         *,
-        task: Callable[[], nn.Module],
-        holders: Callable[[], list[tuple[str, Any]]],
+        holders: Callable[[], Sequence[tuple[str, Any]]],
         known: Callable[[], list[Any]],
     ) -> None:
         self._strategy, self._task, self._holders, self._known = strategy, task, holders, known
@@ -62,7 +61,7 @@ class OwnOptimizers:
 
     def find(self) -> dict[str, Any]:
         """Return what is kept now, by where it is kept."""
-        modules = [(f"task.{name}".rstrip("."), module) for name, module in self._task().named_modules()]
+        modules = [(f"task.{name}".rstrip("."), module) for name, module in self._task.named_modules()]
         first, *others = self._holders()
         holders = [first, *modules, *others]
         known = self._known()
@@ -141,7 +140,7 @@ class OwnOptimizers:
 
     def _tell_of_weights(self, found: Mapping[str, Any]) -> None:
         """Warn of parameters that are trained and saved nowhere."""
-        saved = {id(parameter) for parameter in self._task().parameters()}
+        saved = {id(parameter) for parameter in self._task.parameters()}
         for name, each in found.items():
             groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else []
             if any(id(parameter) not in saved for group in groups for parameter in group["params"]):

@@ -8,22 +8,16 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from hftrain.arguments.training import TrainingArguments
-from hftrain.callbacks.runner import CallbackHandler
 from hftrain.checkpoint.consensus import SAVE, STOPS, Consensus, strongest
 from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.signals import SignalHandlers, stopped_by
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger, warn_once
-from hftrain.core.progress import Progress, TrainerControl
-from hftrain.core.state import TrainerState
+from hftrain.run.parts import RunParts
+from hftrain.run.saving import RunCheckpoints
+from hftrain.run.writing import saves_at_all
 from hftrain.storage.files import write_text
 from hftrain.storage.remote import RemoteFolder
-from hftrain.strategies.base import Strategy
-from hftrain.trainer.output import Output
-from hftrain.trainer.saving import RunCheckpoints
-from hftrain.trainer.writing import saves_at_all
 
 logger = get_logger(__name__)
 
@@ -34,41 +28,26 @@ class Interrupts:
     """Hear requests for as long as the context lasts, and do at the agreed step boundary what was asked.
 
     Args:
-        policy: What is heard.
-        args: The run's.
-        strategy: Whose processes agree.
-        output: Where the run's files go.
-        state, control, progress: Where the run is.
-        events: Tells the callbacks.
-        pending: What the loop calls at each step's end, see `FitParts`.
-        checkpoints: The run's.
         end_step: Does what is due at a step's end.
         save: Commits a checkpoint; collective.
     """
 
     def __init__(
         self,
-        policy: SavePolicy,
-        *,
-        args: TrainingArguments,
-        strategy: Strategy,
-        output: Output,
-        state: TrainerState,
-        control: TrainerControl,
-        progress: Progress,
-        events: CallbackHandler,
-        pending: list[Callable[[], None]],
+        parts: RunParts,
         checkpoints: RunCheckpoints,
+        *,
         end_step: Callable[[], None],
         save: Callable[[], None],
     ) -> None:
-        self._policy, self._args, self._strategy, self._output = policy, args, strategy, output
-        self._state, self._control, self._progress, self._events = state, control, progress, events
+        self._args, self._policy = parts.args, parts.save_policy
+        self._strategy, self._output, self._events = parts.strategy, parts.output, parts.events
+        self._state, self._control, self._progress = parts.state, parts.control, parts.progress
         self._checkpoints, self._end_step, self._commit = checkpoints, end_step, save
         self._marker = checkpoints.manager.config.output_dir / MARKER
         # Why there is no consensus, though it was asked for.
         self.silence = ""
-        self.consensus = self._make_consensus(pending)
+        self.consensus = self._make_consensus(parts.pending)
         self._open = ExitStack()
         self._is_stopped = False
 

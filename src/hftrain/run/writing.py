@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from hftrain.adapter.configs import checkpoint_config
 from hftrain.arguments.training import TrainingArguments
@@ -19,21 +17,19 @@ from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.background import BackgroundWrite
 from hftrain.checkpoint.consensus import Consensus
 from hftrain.checkpoint.manager import CheckpointManager, Group, NoSpaceError, Writer
+from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.states import Keep, shard_writers
 from hftrain.core.log import get_logger
-from hftrain.core.progress import Progress
 from hftrain.core.state import TrainerState
 from hftrain.rules.saving import watch_states
+from hftrain.run.capture import model_writer
+from hftrain.run.disk_space import check_room, checkpoint_bytes, expected_state_bytes
+from hftrain.run.output import Output
+from hftrain.run.parts import Ready, RunHooks, RunParts
 from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.strategies.base import Strategy
-from hftrain.trainer.capture import model_writer
-from hftrain.trainer.output import Output
-from hftrain.trainer.room import check_room, checkpoint_bytes, expected_state_bytes
-
-if TYPE_CHECKING:
-    from hftrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
 
@@ -70,43 +66,36 @@ class CheckpointWrites:
     """Write one run's checkpoints as its `SavePolicy` says.
 
     Args:
-        trainer: Whose.
-        manager: Commits and deletes them.
-        progress: Where the run is.
-        pending: What the loop calls at each step's end, see `FitParts`.
-        best: Tells the checkpoint with the best metric so far.
+        best: Returns the checkpoint with the best metric so far.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
+        parts: RunParts,
+        hooks: RunHooks,
+        ready: Ready,
         manager: CheckpointManager,
         *,
-        progress: Progress,
-        pending: list[Callable[[], None]],
         best: Callable[[], Path | None],
     ) -> None:
-        self.trainer = trainer
-        self.manager = manager
-        self.progress = progress
-        self.pending = pending
-        self.best = best
+        self._parts, self._hooks, self._ready, self._best = parts, hooks, ready, best
+        self._policy, self.manager = parts.save_policy, manager
         self._consensus: Consensus | None = None
         self._copies: HostCopies | None = None
         self._flight: BackgroundWrite | None = None
         self._has_waited = self._is_closed = False
         self._is_written = threading.Event()
 
-    def start(
-        self, optimizer: torch.optim.Optimizer, *, own: Callable[[], Any], consensus: Consensus | None, silence: str
-    ) -> None:
+    def __enter__(self) -> CheckpointWrites:
+        return self
+
+    def start(self, *, own: Callable[[], Any], consensus: Consensus | None, silence: str) -> None:
         """Refuse a run that cannot save, and get ready to write in the background if the policy asks for it.
 
         A policy that cannot be followed is reported with the reason. Memory for the copies is taken once the optimizer
         has stepped. Collective.
 
         Args:
-            optimizer: The run's optimizer.
             own: Returns what each process saves of its own.
             consensus: Through which writes in the background agree; None if there is none.
             silence: Why there is none.
@@ -114,21 +103,25 @@ class CheckpointWrites:
         Raises:
             ConfigError: There is no room for a checkpoint, or a state that it cannot hold.
         """
-        if saves_at_all(self.trainer.args, self.trainer.save_policy):
-            needed = partial(self.checkpoint_bytes, optimizer, is_first=True)
-            check_room(self.manager, needed, may_wait=self.trainer.save_policy.on_full_disk != "stop")
-            trainer, hook = self.trainer, self.trainer._is_overridden
-            parts = trainer.args, trainer.strategy, optimizer, trainer.lr_scheduler, trainer.loops
-            watch_states(*parts, own=own, pending=self.pending, is_overridden=hook)
-        if not self.trainer.save_policy.save_async:
+        parts, optimizer = self._parts, self._ready.optimizer
+        saves = saves_at_all(parts.args, self._policy)
+        if saves:
+            check_room(
+                self.manager,
+                partial(self.checkpoint_bytes, is_first=True),
+                may_wait=self._policy.on_full_disk != "stop",
+            )
+            states = parts.args, parts.strategy, optimizer, self._hooks.schedule(), parts.loops
+            watch_states(*states, own=own, pending=parts.pending, is_overridden=self._hooks.is_overridden)
+        if not self._policy.save_async:
             return
         reason = self._obstacle() or (silence if consensus is None else None)
         if reason is None:
             self._consensus, self._copies = consensus, HostCopies()
         if reason is not None and self.manager.is_committer:
             logger.warning("save_async=True changes nothing, every save waits until it is written: %s", reason)
-        if self._copies is not None and saves_at_all(self.trainer.args, self.trainer.save_policy):
-            self._reserve_later(self._copies, optimizer)
+        if self._copies is not None and saves:
+            self._reserve_later(self._copies)
 
     @property
     def is_async(self) -> bool:
@@ -139,12 +132,11 @@ class CheckpointWrites:
         """Return a nested structure as it is now: copied to host memory, if it is written later."""
         return tree if self._copies is None else self._copies.copy(tree)
 
-    def checkpoint_bytes(self, optimizer: torch.optim.Optimizer, *, is_first: bool = False) -> int:
+    def checkpoint_bytes(self, *, is_first: bool = False) -> int:
         """Return about how much a checkpoint takes; see `room.checkpoint_bytes`."""
-        trainer = self.trainer
-        return checkpoint_bytes(
-            trainer.args, trainer.strategy, trainer.task, trainer.model_wrapped, optimizer, is_first=is_first
-        )
+        parts, ready = self._parts, self._ready
+        state = ready.task, ready.wrapped, ready.optimizer
+        return checkpoint_bytes(parts.args, parts.strategy, *state, is_first=is_first)
 
     def has_room(self, num_bytes: int, *, step: int) -> bool:
         """Tell whether a checkpoint fits on disk, after making room as the policy allows; collective.
@@ -152,11 +144,11 @@ class CheckpointWrites:
         Raises:
             NoSpaceError: It does not, and the policy is to stop.
         """
-        policy, manager = self.trainer.save_policy.on_full_disk, self.manager
+        policy, manager = self._policy.on_full_disk, self.manager
         free = free_bytes(manager.config.output_dir) if manager.is_committer else num_bytes
-        if free < num_bytes and policy == "prune" and manager.prune(num_bytes, best=self.best()):
+        if free < num_bytes and policy == "prune" and manager.prune(num_bytes, best=self._best()):
             free = free_bytes(manager.config.output_dir)
-        if self.trainer.strategy.all_true(free >= num_bytes):
+        if self._parts.strategy.all_true(free >= num_bytes):
             return True
         reason = (
             f"It takes about {readable_bytes(num_bytes)}, and {readable_bytes(free)} are free."
@@ -189,7 +181,7 @@ class CheckpointWrites:
 
         def settle(path: Path | None, error: BaseException | None) -> None:
             self._flight = None
-            if isinstance(error, NoSpaceError) and self.trainer.save_policy.on_full_disk != "stop":
+            if isinstance(error, NoSpaceError) and self._policy.on_full_disk != "stop":
                 self._skip(save.step, error)
             elif error is not None:
                 raise error
@@ -211,11 +203,11 @@ class CheckpointWrites:
                 wait()
                 path = self._commit(save, group)
                 if not self.rotates_later:
-                    self.manager.rotate(best=self.best())
-                self.trainer._output.publish_quietly()
+                    self.manager.rotate(best=self._best())
+                self._parts.output.publish_quietly()
                 return path
             finally:
-                # In this order, as `close` has it the other way round: one of both lets the folder go.
+                # In this order, as `__exit__` has it the other way round: one of both lets the folder go.
                 self._is_written.set()
                 if self._is_closed:
                     self.manager.lock.release()
@@ -225,7 +217,7 @@ class CheckpointWrites:
     @property
     def rotates_later(self) -> bool:
         """Whether older checkpoints are deleted in the main thread, after the commit."""
-        return not self.is_async or self.trainer._is_overridden("_rotate_checkpoints")
+        return not self.is_async or self._hooks.is_overridden("_rotate_checkpoints")
 
     def finish(self, *, for_next: bool = False) -> None:
         """Wait until nothing is written in the background, and settle it. All processes must call it at the same step.
@@ -252,17 +244,13 @@ class CheckpointWrites:
         if self._flight is not None and self._flight.name == name:
             self._flight.finish()
 
-    def close(self, *, is_urgent: bool) -> None:
-        """Let go of everything at a run's end, also after an error.
-
-        Args:
-            is_urgent: Do not wait for what is being written: it is lost if the process ends before.
-        """
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         flight, self._flight = self._flight, None
-        if flight is not None and not is_urgent:
-            error = flight.wait()
-            if error is not None:
-                logger.error("The last checkpoint could not be written in the background: %s", error)
+        # A program that was told to end at once does not wait: what is being written is lost.
+        if flight is not None and not isinstance(error, KeyboardInterrupt):
+            failure = flight.wait()
+            if failure is not None:
+                logger.error("The last checkpoint could not be written in the background: %s", failure)
         if self._copies is not None and (flight is None or flight.is_over):
             self._copies.close()
         self._consensus = self._copies = None
@@ -270,34 +258,34 @@ class CheckpointWrites:
         if flight is None or self._is_written.is_set():
             self.manager.lock.release()
 
-    def _reserve_later(self, copies: HostCopies, optimizer: torch.optim.Optimizer) -> None:
+    def _reserve_later(self, copies: HostCopies) -> None:
         """Take memory for the copies as soon as all that they are of is there."""
-        trainer, strategy = self.trainer, self.trainer.strategy
+        args, strategy, pending = self._parts.args, self._parts.strategy, self._parts.pending
+        task, model, optimizer = self._ready.task, self._ready.wrapped, self._ready.optimizer
 
         def show(keep: Keep) -> None:
-            sharded = None if trainer.args.save_only_model else optimizer
-            shard_writers(strategy, trainer.model_wrapped, sharded, keep)
+            shard_writers(strategy, model, None if args.save_only_model else optimizer, keep)
             if strategy.shards_model:  # what else there is must be gathered, which costs more than its memory
                 return
-            model_writer(trainer.args, strategy, trainer.task, trainer.model_wrapped, tool=None, keep=keep)
+            model_writer(args, strategy, task, model, tool=None, keep=keep)
             if self.manager.is_committer and not self.manager.config.only_model:
-                keep(strategy.optimizer_state(trainer.model_wrapped, optimizer))
+                keep(strategy.optimizer_state(model, optimizer))
 
         def reserve() -> None:
             if not expected_state_bytes(optimizer):  # else its first step was skipped
-                self.pending.remove(reserve)
+                pending.remove(reserve)
                 copies.reserve(show)
 
-        self.pending.append(reserve)
+        pending.append(reserve)
 
     def _commit(self, save: Save, group: Group) -> Path:
         while True:
             try:
                 return self.manager.save(save.step, main=save.main, each=save.each, facts=save.facts, group=group)
             except NoSpaceError:
-                is_pruning = self.trainer.save_policy.on_full_disk == "prune"
+                is_pruning = self._policy.on_full_disk == "prune"
                 # Each turn deletes at least one, so this ends.
-                if not is_pruning or group.all_true(not self.manager.prune(save.num_bytes, best=self.best())):
+                if not is_pruning or group.all_true(not self.manager.prune(save.num_bytes, best=self._best())):
                     raise
 
     def _skip(self, step: int, error: BaseException) -> None:
@@ -313,13 +301,13 @@ class CheckpointWrites:
 
     def _obstacle(self) -> str | None:
         """Return what cannot be written in the background, None if all can."""
-        trainer = self.trainer
+        hooks, strategy, model = self._hooks, self._parts.strategy, self._ready.model
         for hook in _WRITING_HOOKS:
-            if trainer._is_overridden(hook):
-                return f"{type(trainer).__name__}.{hook} writes, or reads, the files itself."
-        if not trainer.strategy.saves_in_background:
-            return f"strategy={trainer.strategy.name!r} has parts of its state written by another library."
-        if getattr(trainer.model, "hf_quantizer", None) is not None and not saves_adapters(trainer.model):
+            if hooks.is_overridden(hook):
+                return f"{hooks.owner}.{hook} writes, or reads, the files itself."
+        if not strategy.saves_in_background:
+            return f"strategy={strategy.name!r} has parts of its state written by another library."
+        if getattr(model, "hf_quantizer", None) is not None and not saves_adapters(model):
             return "A quantized model hands out its weights only while it is saved."
         return None
 
@@ -336,9 +324,14 @@ def as_of(state: TrainerState, save: Save) -> Iterator[None]:
 
 
 def make_manager(
-    args: TrainingArguments, strategy: Strategy, output: Output, policy: SavePolicy, folder: Path
+    args: TrainingArguments,
+    strategy: Strategy,
+    output: Output,
+    policy: SavePolicy,
+    folder: Path,
+    parcels: Parcels | None = None,
 ) -> CheckpointManager:
     """Return what saves and finds the checkpoints of a run in a folder."""
     config = checkpoint_config(args, output_dir=folder, url=output.url_of(folder))
     config = replace(config, keep_best=policy.keep_best, is_greater_better=bool(args.greater_is_better))
-    return CheckpointManager(config, group=strategy)
+    return CheckpointManager(config, group=strategy, parcels=parcels)

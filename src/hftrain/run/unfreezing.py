@@ -18,10 +18,7 @@ class Unfreezing:
     """Let the schedule drive groups that are added, and tell a checkpoint by name what has changed since the start.
 
     Args:
-        strategy: Whether it steps by itself.
-        model: The bare one.
         optimizer: As the run begins with it; until `close` its `add_param_group` is wrapped. An engine's own is not.
-        schedule: Returns the run's learning rate schedule.
         added: Called after a group is added.
     """
 

@@ -18,11 +18,7 @@ from hftrain.strategies.base import Strategy
 
 
 class OutsideWeights:
-    """Save them with the optimizer, and keep them the same on all processes; an engine does both for its own.
-
-    Args:
-        strategy: The run's; the model's wrapper averages the gradients of the model alone.
-    """
+    """Save them with the optimizer, and keep them the same on all processes; an engine does both for its own."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy

@@ -6,10 +6,9 @@ a run's last step comes before what is due at the end of the last epoch, and no 
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
-from hftrain.checkpoint.layout import MANIFEST
-from hftrain.checkpoint.manifest import read_manifest
 from hftrain.core.progress import Progress, TrainerControl
 
 EVALUATE, SAVE, END_EPOCH, END_RUN = _KNOWN = ("evaluate", "save", "end_epoch", "end_run")
@@ -27,7 +26,7 @@ def to_do(control: TrainerControl, progress: Progress, *, max_steps: int, is_wit
     return [name for name in _KNOWN if is_due[name]]
 
 
-def left_in(folder: Path) -> frozenset[str]:
-    """Return what a checkpoint's manifest says is left to do; nothing for a checkpoint without one."""
-    left = read_manifest(folder).facts.get("left") if (folder / MANIFEST).exists() else None
+def left_in(facts: Mapping[str, Any]) -> frozenset[str]:
+    """Return what a checkpoint's manifest says is left to do."""
+    left = facts.get("left")
     return frozenset(name for name in _KNOWN if isinstance(left, list) and name in left)

@@ -29,9 +29,6 @@ def model_writer(
     """Return what writes the model and what belongs to it as they are now. Collective.
 
     Args:
-        args: The run's.
-        strategy: Knows how the weights are gathered.
-        task: Holds the model.
         model: As the strategy wrapped it.
         tool: The processing class, or None.
         keep: Copies tensors to host memory.

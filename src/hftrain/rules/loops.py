@@ -1,0 +1,48 @@
+"""Which features of a run a loop may not support."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from hftrain.checkpoint.policy import SavePolicy
+from hftrain.core.types import Owns
+from hftrain.precision.base import Precision
+from hftrain.strategies.base import Strategy
+
+
+def used_in_training(
+    args: Any, strategy: Strategy, precision: Precision, policy: SavePolicy, *, dataset: Any, resume: Any
+) -> dict[str, str]:
+    """Return the features that a training uses, of those that a loop may not support, each with what was asked for.
+
+    Args:
+        policy: When the run saves besides what the arguments say.
+        dataset: What to train on; None where a loader is overridden.
+        resume: The checkpoint to go on from, if any.
+    """
+    saves_by_clock = f"SavePolicy(every_s={policy.every_s})"
+    has_length = dataset is not None and not isinstance(dataset, IterableDataset)
+    asked = {
+        "accumulation": (
+            args.gradient_accumulation_steps > 1,
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}",
+        ),
+        "auto_find_batch_size": (
+            bool(args.auto_find_batch_size),
+            f"{args.auto_find_batch_size=}".removeprefix("args."),
+        ),
+        "engines": (bool(strategy.owns & (Owns.BACKWARD | Owns.STEP)), f"strategy={strategy.name!r}"),
+        "loss_scaling": (precision.policy.name == "fp16", "precision='fp16'"),
+        "ranks": (strategy.world_size > 1, f"{strategy.world_size} processes"),
+        "resume": (resume is not None, "resume_from_checkpoint"),
+        "saving": (args.save_strategy != "no", f"save_strategy={str(args.save_strategy)!r}"),
+        "sharded_models": (strategy.shards_model, f"strategy={strategy.name!r}"),
+        "signals": (
+            policy.on_signal or policy.every_s is not None,
+            "SavePolicy(on_signal=True), the default," if policy.on_signal else saves_by_clock,
+        ),
+        "streams": (not has_length, "a stream" if dataset is not None else "an overridden get_train_dataloader"),
+    }
+    return {feature: text for feature, (is_used, text) in asked.items() if is_used}

@@ -1,0 +1,81 @@
+"""Building a run: everything it needs stands before its first step, and is let go on every path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import cast
+
+from hftrain.adapter.data import data_seed
+from hftrain.arguments.enums import DebugOption
+from hftrain.checkpoint.fitting import restoring
+from hftrain.checkpoint.foreign import is_foreign
+from hftrain.loops.contract import check_features
+from hftrain.loops.fit import FitLoop
+from hftrain.run.counting import RunCounts, token_counter
+from hftrain.run.data import RunData
+from hftrain.run.nodes import own_checkpoint
+from hftrain.run.parts import RunHooks, RunParts
+from hftrain.run.plan import report_changed_arguments
+from hftrain.run.run import Run
+from hftrain.run.saving import RunCheckpoints
+from hftrain.run.whereabouts import report_late_ranks
+from hftrain.task.overflow import DebugUnderflowOverflow
+
+
+@contextmanager
+def open_run(parts: RunParts, hooks: RunHooks, resume: Path | None) -> Iterator[Run]:
+    """Build a run that goes on from a checkpoint, or begins; and close what was opened, also where that fails.
+
+    Collective.
+    """
+    parts.phase.text = "set up the training"
+    with ExitStack() as stack:
+        try:
+            yield _build(parts, hooks, resume, stack)
+        except RuntimeError as error:
+            report_late_ranks(parts.strategy, error)  # as long as the run knows what it was about
+            raise
+
+
+def _build(parts: RunParts, hooks: RunHooks, resume: Path | None, stack: ExitStack) -> Run:
+    args, strategy, loop = parts.args, parts.strategy, cast(FitLoop, parts.loops.get("fit") or FitLoop())
+    told = strategy.broadcast_object(None if resume is None else str(resume))
+    if told is not None:
+        resume = own_checkpoint(args, strategy, parts.output.folder, parts.output.own_copy(Path(told)))
+    manager = hooks.make_manager(parts.output.meet())
+    model = hooks.make_model()
+    stack.callback(parts.events.refresh, train_dataloader=None, eval_dataloader=None)
+    data = RunData(hooks.open_loader, strategy, parts.events, seed=data_seed(args))
+    stack.callback(data.close)
+    plan = hooks.plan(resume, data.feed.loader, parts.progress)
+    names = "floating_point_ops", "num_parameters"
+    counts_flos = hooks.is_overridden(names[0]) or any(hasattr(model, name) for name in names)
+    counts = RunCounts(
+        args,
+        strategy,
+        parts.state,
+        counter=token_counter(args, model, parts.processing_class),
+        count_flos=hooks.count_flos if counts_flos else None,
+        add_flos=hooks.add_flos,
+    )
+    hooks.start_state(resume, plan)
+    if resume is not None and plan.saved is not None and not is_foreign(resume):
+        with restoring(resume):
+            report_changed_arguments(args, resume)
+            manager.run_id = plan.saved.facts["run_id"]
+    if plan.is_reshaped:
+        check_features(loop, {"reshaping": "a checkpoint of another number of processes or batch size"})
+    ready = stack.enter_context(hooks.ready(resume, plan))
+    stack.callback(loop.detach)
+    checkpoints = RunCheckpoints(
+        parts, hooks, ready, manager, plan=plan, data=data, is_within_epoch=lambda: loop.is_within_epoch
+    )
+    stack.callback(checkpoints.close)
+    if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
+        stack.callback(DebugUnderflowOverflow(ready.model).remove)
+    stack.enter_context(checkpoints.writes)
+    return Run(
+        parts, hooks, ready, plan=plan, data=data, counts=counts, checkpoints=checkpoints, loop=loop, resume=resume
+    )

@@ -1,0 +1,54 @@
+"""The data that a run reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hftrain.callbacks.runner import CallbackHandler
+from hftrain.data.feed import TrainFeed
+from hftrain.data.persistent import end_workers
+from hftrain.data.states import resumable_loader
+from hftrain.strategies.base import Strategy
+
+
+class RunData:
+    """Open a run's training data. Collective.
+
+    Args:
+        open_loader: Returns this rank's batches, of another dataset where one is given.
+        seed: The data seed.
+
+    Attributes:
+        feed: What the loop reads; a loop may let other data take its place.
+    """
+
+    def __init__(
+        self, open_loader: Callable[..., Any], strategy: Strategy, events: CallbackHandler, *, seed: int
+    ) -> None:
+        self._open_loader, self._strategy, self._events, self._seed = open_loader, strategy, events, seed
+        self.feed = self._open()
+
+    def replace(self, dataset: Any) -> TrainFeed:
+        """Read another dataset from now on; collective."""
+        before, self.feed = self.feed, self._open(dataset)
+        self.feed.take_over(before)
+        self._events.refresh(train_dataloader=self.feed.loader)
+        return self.feed
+
+    def close(self) -> None:
+        """Let go of the data."""
+        # Workers that persist live as long as their loader, which torch's optimizers keep the frame of.
+        end_workers(self.feed.loader)
+        self.feed.close()
+
+    def _open(self, *dataset: Any) -> TrainFeed:
+        strategy, seed = self._strategy, self._seed
+        loader = resumable_loader(self._open_loader(*dataset), seed=seed, rank=strategy.rank)
+        if dataset:
+            end_workers(self.feed.loader)
+        feed = TrainFeed(loader, seed=seed)
+        if strategy.world_size > 1:
+            main = strategy.broadcast_object(feed.own_seeds)
+            feed.own_seeds = [*main, *feed.own_seeds[len(main) :]]
+        return feed

@@ -1,0 +1,67 @@
+"""What is done to the model itself while it trains, and undone after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from hftrain.arguments.training import TrainingArguments
+from hftrain.strategies.base import Strategy
+from hftrain.task.recompute import recompute_activations, switch_cache_off
+
+Undo = Callable[[], None]
+
+
+class ModelChanges:
+    """Change a model for as long as it trains, as the arguments say."""
+
+    def __init__(self, args: TrainingArguments, strategy: Strategy) -> None:
+        self._args, self._strategy = args, strategy
+        self._undo = ExitStack()
+        self._switch_cache_off: Callable[[], Undo] | None = None
+        self._put_cache_back: Undo | None = None
+
+    def apply(
+        self,
+        model: nn.Module,
+        *,
+        noise_hooks: tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]] | None = None,
+    ) -> None:
+        """Turn gradient checkpointing and NEFTune on; before the model is wrapped.
+
+        Args:
+            noise_hooks: The documented hooks that turn NEFTune's noise on and off; None where none is wanted.
+        """
+        args = self._args
+        if args.gradient_checkpointing:
+            options = args.gradient_checkpointing_kwargs
+            recompute = self._strategy.recompute or recompute_activations
+            self._undo.callback(recompute(model, options if isinstance(options, dict) else {}))
+        if args.gradient_checkpointing or self._strategy.recomputes:
+            self._switch_cache_off = partial(switch_cache_off, model)
+            self._put_cache_back = self._switch_cache_off()
+        if noise_hooks is not None:
+            noise_hooks[0](model)
+            self._undo.callback(noise_hooks[1], model)
+
+    def save(self, save: Callable[[], None]) -> None:
+        """Save with the configuration as the user has it."""
+        if self._put_cache_back is None or self._switch_cache_off is None:
+            save()
+            return
+        self._put_cache_back()
+        try:
+            save()
+        finally:
+            self._put_cache_back = self._switch_cache_off()
+
+    def undo(self) -> None:
+        """Leave the model as it was; safe to call twice."""
+        self._undo.close()
+        if self._put_cache_back is not None:
+            self._put_cache_back()
+            self._put_cache_back = None

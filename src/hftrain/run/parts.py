@@ -1,0 +1,155 @@
+"""What a run is made of: the Trainer's parts, a model that is ready to train, and the documented methods it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.arguments.training import TrainingArguments
+from hftrain.callbacks.runner import CallbackHandler
+from hftrain.checkpoint.manager import CheckpointManager
+from hftrain.checkpoint.parcels import Parcels
+from hftrain.checkpoint.policy import SavePolicy
+from hftrain.core.progress import Progress, TrainerControl
+from hftrain.core.state import TrainerState
+from hftrain.loops.contract import Loop
+from hftrain.loops.window import LogWindow, LossWindow
+from hftrain.precision.base import Precision
+from hftrain.run.counting import Take
+from hftrain.run.model_changes import ModelChanges
+from hftrain.run.output import Output
+from hftrain.run.outside_weights import OutsideWeights
+from hftrain.run.plan import RunPlan
+from hftrain.step.computing import Computing
+from hftrain.step.stepper import Stepper
+from hftrain.strategies.base import Strategy
+from hftrain.task.module import TaskModule
+
+
+@dataclass(slots=True)
+class Phase:
+    """What a run does at the moment, in words; None in a step or an evaluation."""
+
+    text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunParts:
+    """What is there before a run is built.
+
+    Args:
+        losses: The open logging window.
+        logs: The steps' own numbers in that window.
+        dataset: What the Trainer was given to train on, or None.
+        trial: What a search tries now, as its backend gave it.
+        ignore_keys: Outputs that evaluations leave out of the predictions.
+        progress: Where the run is.
+        pending: What the loop calls at each step's end, see `FitParts`.
+    """
+
+    args: TrainingArguments
+    save_policy: SavePolicy
+    strategy: Strategy
+    precision: Precision
+    computing: Computing
+    loops: Mapping[str, Loop[Any]]
+    output: Output
+    state: TrainerState
+    control: TrainerControl
+    events: CallbackHandler
+    losses: LossWindow
+    logs: LogWindow
+    dataset: Any
+    processing_class: Any
+    data_collator: Any
+    trial: Any
+    ignore_keys: list[str] | None
+    progress: Progress = field(default_factory=Progress)
+    pending: list[Callable[[], None]] = field(default_factory=list)
+    phase: Phase = field(default_factory=Phase)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """A model that is placed and wrapped, with what trains it.
+
+    Args:
+        model: Not wrapped.
+        take: Takes a step's batches and counts their items.
+        training_step: Runs forward and backward on one of them.
+        outside: What the optimizer trains and the model does not hold.
+        changes: What is done to the model for as long as it trains.
+    """
+
+    task: TaskModule
+    model: nn.Module
+    wrapped: nn.Module
+    optimizer: torch.optim.Optimizer
+    stepper: Stepper
+    take: Take
+    training_step: Callable[[nn.Module, Any, Any], torch.Tensor]
+    outside: OutsideWeights
+    changes: ModelChanges
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunHooks:
+    """The Trainer's methods that a run calls, looked up when it begins; collective where the documented ones are.
+
+    Args:
+        owner: The name of the Trainer's class.
+        is_overridden: Tells whether the user's class has a documented method of its own.
+        make_manager: Returns what commits the run's checkpoints.
+        make_model: Returns the bare model, made by `model_init` where there is one.
+        open_loader: Returns this rank's training batches, of another dataset where one is given.
+        plan: (checkpoint, loader, progress) -> the run's plan; puts `progress` where it begins.
+        start_state: (checkpoint, plan); lets the documented state begin the run.
+        ready: (checkpoint, plan); makes the model ready to train for as long as the context lasts.
+        holders: Returns the objects of the user's that may keep optimizers, each by its name.
+        schedule: Returns the documented `lr_scheduler`, which a callback may have replaced.
+        count_flos: The documented `floating_point_ops`.
+        learning_rate: The documented hook, given the rate that the step used; None where it is not overridden.
+        save_optimizer: The documented hook; None where it is not overridden.
+        step_end: The documented `_maybe_log_save_evaluate`; None where it is not overridden.
+        finish: Ends the documented state of training, and adds what memory it took to the metrics.
+    """
+
+    owner: str
+    is_overridden: Callable[[str], bool]
+    make_manager: Callable[[Parcels | None], CheckpointManager]
+    make_model: Callable[[], nn.Module]
+    open_loader: Callable[..., Any]
+    plan: Callable[[Path | None, Any, Progress], RunPlan]
+    start_state: Callable[[Path | None, RunPlan], None]
+    ready: Callable[[Path | None, RunPlan], AbstractContextManager[Ready]]
+    holders: Callable[[], Sequence[tuple[str, Any]]]
+    schedule: Callable[[], Any]
+    count_parameters: Callable[[], int]
+    mark_sync: Callable[[bool], None]
+    count_flos: Callable[[Any], float]
+    add_flos: Callable[[float], None]
+    store_flos: Callable[[], None]
+    read_metrics: Callable[[], Mapping[str, Any]]
+    learning_rate: Callable[[float], float] | None
+    log: Callable[[dict[str, Any]], None]
+    evaluate: Callable[..., Mapping[str, float]]
+    evaluate_once: Callable[[Any, list[str] | None], Mapping[str, float]]
+    is_best: Callable[[Mapping[str, Any], Any], bool]
+    step_end: Callable[..., None] | None
+    save: Callable[[nn.Module, Any], None]
+    save_model: Callable[[str], None]
+    save_optimizer: Callable[[str], None] | None
+    load_model: Callable[[str], None]
+    load_optimizer: Callable[[str], None]
+    load_numbers: Callable[[str], None]
+    load_best: Callable[[], None]
+    rotate: Callable[..., None]
+    push: Callable[[str], None]
+    push_at_end: Callable[[], None]
+    finish: Callable[[dict[str, Any]], None]

@@ -1,0 +1,298 @@
+"""One training, built ready: run the loop, act between its steps, finish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from hftrain.adapter.sharing import syncs_each_batch
+from hftrain.checkpoint.fitting import restoring
+from hftrain.checkpoint.layout import checkpoint_name
+from hftrain.core.log import get_logger
+from hftrain.core.progress import Progress
+from hftrain.core.seed import capture_rng, draw_as_a_loader, restore_rng
+from hftrain.core.speed import speed_metrics
+from hftrain.core.types import TrainOutput
+from hftrain.loops.fit import FitConfig, FitHooks, FitLoop, FitParts
+from hftrain.loops.window import merge_reports
+from hftrain.optim.weight_modes import evaluation_weights, training_weights
+from hftrain.run.announce import announce_training
+from hftrain.run.counting import RunCounts, samples_since
+from hftrain.run.data import RunData
+from hftrain.run.interrupts import Interrupts
+from hftrain.run.parts import Ready, RunHooks, RunParts
+from hftrain.run.plan import RunPlan
+from hftrain.run.salvage import Salvage
+from hftrain.run.saving import RunCheckpoints
+from hftrain.run.setup import empty_cache, reset
+from hftrain.run.step_end import StepEnd
+from hftrain.run.unfinished import END_EPOCH, END_RUN, EVALUATE, SAVE
+
+logger = get_logger(__name__)
+
+
+class Run:
+    """One training, from what a checkpoint holds to its end.
+
+    Args:
+        resume: The checkpoint to continue from; None begins.
+    """
+
+    def __init__(
+        self,
+        parts: RunParts,
+        hooks: RunHooks,
+        ready: Ready,
+        *,
+        plan: RunPlan,
+        data: RunData,
+        counts: RunCounts,
+        checkpoints: RunCheckpoints,
+        loop: FitLoop,
+        resume: Path | None,
+    ) -> None:
+        self._parts, self._hooks, self._ready, self._plan, self._data = parts, hooks, ready, plan, data
+        self.progress, self.counts, self.checkpoints = parts.progress, counts, checkpoints
+        self._loop, self._resume = loop, resume
+        # Random numbers that a checkpoint holds, until they are put back.
+        self._rng: Mapping[str, Any] | None = None
+        self._salvage = Salvage(parts, ready, counts, checkpoints, self.save_now)
+        self._interrupts = Interrupts(parts, checkpoints, end_step=lambda: loop.end_step(), save=self.save_now)
+        hook = hooks.step_end
+        self.step_end = None if hook is None else StepEnd(hook, parts, ready.wrapped, counts)
+
+    def run(self) -> TrainOutput:
+        """Train to the end; collective."""
+        parts, hooks, ready, events = self._parts, self._hooks, self._ready, self._parts.events
+        if self._resume is None:
+            self.checkpoints.warn_of_others()
+        else:
+            self._load_rest(self._resume)
+        events.refresh(
+            model=ready.model,
+            optimizer=ready.optimizer,
+            lr_scheduler=hooks.schedule(),
+            train_dataloader=self._data.feed.loader,
+        )
+        self.checkpoints.writes.start(
+            own=self.checkpoints.own_state,
+            consensus=self._interrupts.consensus,
+            silence=self._interrupts.silence,
+        )
+        announce_training(parts.args, self._plan, progress=self.progress, count_parameters=hooks.count_parameters)
+        self.counts.begin()
+        start_s, first = time.perf_counter(), replace(self.progress)
+        ready.task.train()
+        events.fire("on_train_begin")
+        parts.phase.text = None
+        if self.step_end is not None:
+            self.step_end.begin()
+        left = self.checkpoints.left
+        with self._interrupts:
+            with training_weights(ready.optimizer), self._salvage:
+                self._loop.attach(self._fit_parts())
+                self.checkpoints.loops.hand_over(self._loop)
+                self._loop.run(has_left=bool(left), ends_epoch=END_RUN in left)
+            self.checkpoints.settle()
+            self._save_end(first)
+            output = self._finish(start_s=start_s, first=first)
+            self._interrupts.settle()
+        return output
+
+    def _load_rest(self, folder: Path) -> None:
+        """Load what a checkpoint holds outside the model."""
+        with restoring(folder):
+            self._rng = self.checkpoints.load_rest(folder)
+        reset(self._parts.control)
+        if self._parts.args.ignore_data_skip:
+            # Documented: start the epoch's data over, with random numbers as they come.
+            self._rng, self.progress.micro_steps_in_epoch, self.progress.offset_in_epoch = None, 0, 0
+            self._data.feed.load_state_dict(None)
+
+    def _fit_parts(self) -> FitParts:
+        """Return what the training loop works with."""
+        parts, hooks, ready, plan, args = self._parts, self._hooks, self._ready, self._plan, self._parts.args
+        schedule, accumulation = hooks.schedule(), args.gradient_accumulation_steps
+        return FitParts(
+            config=FitConfig(
+                max_steps=plan.max_steps,
+                num_epochs=plan.length.num_epochs if plan.length.is_by_epochs else None,
+                accumulation=accumulation,
+                num_batches=plan.length.num_batches,
+                num_batches_first=plan.num_batches_first,
+                world_size=parts.strategy.world_size,
+                evaluates_on_start=args.eval_on_start,
+                empty_cache_every=args.torch_empty_cache_steps,
+            ),
+            hooks=FitHooks(
+                get_batch_samples=self._salvage.watching(self.counts.watching(ready.take)),
+                training_step=ready.training_step,
+                before_epoch=self._before_epoch,
+                restore_rng=self._restore_rng,
+                log=self._log,
+                evaluate=self._evaluate,
+                save=self.save_now,
+                empty_cache=empty_cache,
+                make_feed=self._data.replace,
+                evaluate_on=lambda dataset, prefix: hooks.evaluate(dataset, parts.ignore_keys, prefix),
+                act=None if self.step_end is None else self.step_end.run,
+                mark_sync=hooks.mark_sync if accumulation > 1 else None,
+            ),
+            feed=self._data.feed,
+            dataset=parts.dataset,
+            stepper=self._salvage.watch(ready.stepper),
+            model=ready.wrapped,
+            optimizer=ready.optimizer,
+            schedule=None if isinstance(schedule, ReduceLROnPlateau) else schedule,
+            no_sync=nullcontext if syncs_each_batch(args) else parts.strategy.no_sync,
+            device=parts.strategy.device,
+            progress=self.progress,
+            state=parts.state,
+            control=parts.control,
+            events=parts.events,
+            losses=parts.losses,
+            pending=parts.pending,
+        )
+
+    # -- what the loop calls between steps -----------------------------------------------------------------------
+
+    def add_logs(self, logs: Mapping[str, Any]) -> None:
+        """Add a step's own numbers to the open logging window."""
+        self._parts.logs.add(logs)
+
+    def _before_epoch(self) -> None:
+        """Remember the random numbers an epoch's order may be drawn from, or put the checkpoint's back."""
+        if self._rng is not None and self.progress.is_within_epoch:
+            # A checkpoint of another trainer does not tell what the epoch's order was drawn from.
+            restore_rng(self.checkpoints.epoch_rng or dict(self._rng))
+        else:
+            self._load_numbers()
+            self.checkpoints.epoch_rng = capture_rng()
+            self._parts.computing.past = None
+        draw_as_a_loader()
+
+    def _load_numbers(self) -> None:
+        if self._rng is not None:
+            self._hooks.load_numbers(str(self._resume))
+            self._rng = None
+
+    def _restore_rng(self) -> bool:
+        """Put back the checkpoint's random numbers, do what its run had left to do, and tell if that ends the epoch."""
+        self._load_numbers()
+        control, left = self._parts.control, self.checkpoints.left
+        self.checkpoints.left = frozenset()
+        if EVALUATE in left and self._parts.args.eval_strategy != "no":
+            self._evaluate()
+            if SAVE in left or control.should_save:
+                control.should_save = False
+                self.save_now()
+        control.should_epoch_stop = control.should_epoch_stop or END_EPOCH in left
+        return bool(left) and (control.should_epoch_stop or control.should_training_stop)
+
+    def restore_numbers(self) -> None:
+        """Put the checkpoint's random numbers back, if there are any left to put back."""
+        if self._rng is not None:
+            restore_rng(dict(self._rng))
+
+    def _log(self, logs: dict[str, Any]) -> None:
+        """Log the losses, and what the precision, the steps and the metrics have to add."""
+        hooks, parts = self._hooks, self._parts
+        self._count()
+        self.checkpoints.untrained.check_unfrozen()
+        own = {name: float(value) for name, value in hooks.read_metrics().items()}
+        if hooks.learning_rate is not None:
+            logs["learning_rate"] = hooks.learning_rate(logs["learning_rate"])
+        hooks.log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), own))
+
+    def _count(self) -> None:
+        """Bring the documented counts of tokens and floating-point operations up to date; collective."""
+        self.counts.read()
+        self._hooks.store_flos()
+
+    def _evaluate(self) -> None:
+        """Evaluate as a cadence or a callback asked for it; collective."""
+        parts, hooks = self._parts, self._hooks
+        metrics = hooks.evaluate_once(parts.trial, parts.ignore_keys)
+        is_best = hooks.is_best(metrics, parts.trial)
+        if parts.args.save_strategy == "best" and is_best:
+            parts.control.should_save = True
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Note that an error within is one of the evaluation, with which the run is to resume."""
+        self.counts.read()
+        self._salvage.is_evaluating = True
+        yield
+        self._salvage.is_evaluating = False
+
+    def save_now(self) -> None:
+        """Save through the hook, which an override may replace; collective."""
+        # Named here too: an override may wait for other processes before it calls the method it replaces.
+        with self._saving():
+            self._hooks.save(self._ready.wrapped, self._parts.trial)
+
+    def save(self) -> None:
+        """Commit a checkpoint; collective."""
+        self._interrupts.note_save()
+        with self._saving():
+            self._count()
+            with evaluation_weights(self._ready.optimizer):
+                self._ready.changes.save(self.checkpoints.save)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        self._parts.phase.text = f"save {checkpoint_name(self._parts.state.global_step)}"
+        yield
+        self._parts.phase.text = None
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _save_end(self, first: Progress) -> None:
+        """Save what no event has: a run that the evaluation of the last epoch's end has stopped."""
+        has_trained = self.progress.step > first.step
+        is_saved = self.checkpoints.tried_step == self.progress.step
+        if self._parts.args.save_strategy == "steps" and has_trained and not is_saved:
+            self.save_now()
+            self.checkpoints.settle()
+
+    def _finish(self, *, start_s: float, first: Progress) -> TrainOutput:
+        parts, hooks, args, state = self._parts, self._hooks, self._parts.args, self._parts.state
+        parts.phase.text = "finish the training"
+        self.checkpoints.own.close(is_complete=True)
+        self.checkpoints.untrained.check_unfrozen()
+        parts.losses.read()
+        self._count()
+        training_loss, num_nonfinite = parts.losses.mean_over_run(), parts.losses.num_nonfinite
+        metrics = speed_metrics(
+            "train",
+            start_s,
+            num_samples=samples_since(first, self.progress, parts.strategy),
+            num_steps=self.progress.step - first.step,
+            num_tokens=self.counts.session_tokens(),
+        )
+        logger.info("Training completed.")
+        self._ready.task.model = self._ready.model
+        if args.load_best_model_at_end:
+            hooks.load_best()
+        metrics["total_flos"] = state.total_flos
+        metrics["train_loss"] = training_loss
+        if num_nonfinite:
+            metrics["nonfinite_losses"] = num_nonfinite
+        hooks.finish(metrics)
+        hooks.log(metrics)
+        best, keep_best = self.checkpoints.best(), parts.save_policy.keep_best
+        # SavePolicy(keep_best=1) asks for the newest next to the best one.
+        with_newest = keep_best is not None and not args.load_best_model_at_end
+        if args.save_total_limit == 1 and keep_best in (None, 1) and not with_newest and best is not None:
+            self.checkpoints.manager.keep_only(best)
+        parts.events.fire("on_train_end")
+        parts.output.publish_quietly()
+        if args.push_to_hub:
+            hooks.push_at_end()
+        return TrainOutput(state.global_step, training_loss, metrics)

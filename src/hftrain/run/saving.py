@@ -1,0 +1,360 @@
+"""What of a run goes into a checkpoint, and how it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hftrain.checkpoint.fitting import check_state, restoring
+from hftrain.checkpoint.foreign import check_foreign_optimizer, is_foreign
+from hftrain.checkpoint.layout import OPTIMIZER, OUTSIDE_WEIGHTS, OWN_OPTIMIZERS, SCALER, SCHEDULER, checkpoint_name
+from hftrain.checkpoint.manager import CheckpointManager
+from hftrain.checkpoint.manifest import check_geometry
+from hftrain.checkpoint.participants import InFile, InManifest, Participant, gather, restore, writers
+from hftrain.checkpoint.parts import load_scheduler, save_rng, save_trainer_state
+from hftrain.checkpoint.states import (
+    as_it_is,
+    check_engine,
+    load_own,
+    restore_optimizer,
+    restore_scaler,
+    shard_writers,
+    whole_state,
+)
+from hftrain.checkpoint.weights import load_task_state, load_weights
+from hftrain.core.log import get_logger
+from hftrain.core.seed import capture_rng, preserved_rng, restore_rng
+from hftrain.core.tree import map_tensors
+from hftrain.optim.schedules import refresh_rate
+from hftrain.run.best import BestMetric
+from hftrain.run.capture import frozen_state, model_writer, saved_tool
+from hftrain.run.data import RunData
+from hftrain.run.loop_states import LoopStates
+from hftrain.run.own_optimizers import OwnOptimizers
+from hftrain.run.parts import Ready, RunHooks, RunParts
+from hftrain.run.plan import RunPlan
+from hftrain.run.unfinished import left_in, to_do
+from hftrain.run.unfreezing import Unfreezing
+from hftrain.run.untrained import Untrained, check_plateau
+from hftrain.run.writing import CheckpointWrites, Save, as_of
+from hftrain.storage.tensors import save_tensors
+from hftrain.strategies.base import Strategy, has_engine
+from hftrain.task.metric_state import metric_states, restore_metric_states
+from hftrain.task.module import TaskModule
+from hftrain.task.state import without_model
+
+logger = get_logger(__name__)
+
+Writer = Callable[[Path], None]
+
+
+class RunCheckpoints:
+    """Save and restore one run: what it consists of, as lists of named participants.
+
+    Args:
+        manager: Commits the checkpoints.
+        plan: The run's.
+        data: Likewise.
+        is_within_epoch: Tells whether what comes at an epoch's end is still to come.
+    """
+
+    def __init__(
+        self,
+        parts: RunParts,
+        hooks: RunHooks,
+        ready: Ready,
+        manager: CheckpointManager,
+        *,
+        plan: RunPlan,
+        data: RunData,
+        is_within_epoch: Callable[[], bool],
+    ) -> None:
+        self._parts, self._hooks, self._ready, self._plan, self._data = parts, hooks, ready, plan, data
+        self._is_within_epoch = is_within_epoch
+        self.manager = manager
+        self.writes = CheckpointWrites(parts, hooks, ready, manager, best=self.best)
+        self.own = OwnOptimizers(parts.strategy, ready.task, holders=hooks.holders, known=self._known)
+        self.loops = LoopStates(parts.loops)
+        self.metric = BestMetric(parts.args, parts.state)
+        self.saved_step: int | None = None
+        self.tried_step: int | None = None
+        self.epoch_rng: dict[str, Any] = {}
+        # What the checkpoint's run had left to do.
+        self.left: frozenset[str] = frozenset()
+        # What `own_state` was at an earlier moment, to be saved in its place.
+        self.past_state: dict[str, Any] | None = None
+        check_plateau(parts.args, hooks.schedule())
+        self.untrained = Untrained(parts.strategy, ready.task, ready.optimizer, self.own)
+        self._unfreezing = Unfreezing(
+            parts.strategy,
+            ready.model,
+            ready.optimizer,
+            schedule=hooks.schedule,
+            added=lambda: ready.outside.find(ready.optimizer, ready.task),
+        )
+
+    def close(self) -> None:
+        """Leave the optimizers as they were before the run."""
+        self.own.close(is_complete=False)
+        self._unfreezing.close()
+        self.untrained.close()
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Commit a checkpoint of everything a resume needs, now or in the background, then rotate; collective."""
+        parts, hooks, ready, writes = self._parts, self._hooks, self._ready, self.writes
+        args, strategy, state, keep = parts.args, parts.strategy, parts.state, writes.keep
+        writes.finish(for_next=True)
+        # A callback may have changed them.
+        limit, only_model = args.save_total_limit, bool(args.save_only_model)
+        self.manager.config = replace(self.manager.config, save_total_limit=limit, only_model=only_model)
+        num_bytes = writes.checkpoint_bytes()
+        self.tried_step = state.global_step
+        if not writes.has_room(num_bytes, step=state.global_step):
+            return
+        former_best = state.best_model_checkpoint
+        if state.best_global_step == state.global_step:
+            best = self.manager.config.output_dir / checkpoint_name(state.global_step)
+            state.best_model_checkpoint = parts.output.text_of(best)
+        state.stateful_callbacks = parts.events.stateful_states()
+        writes.begin()
+        tool = saved_tool(parts.processing_class, parts.data_collator)
+        each: list[Writer] = [
+            model_writer(args, strategy, ready.task, ready.wrapped, tool=tool, keep=keep)
+            if writes.is_async
+            else lambda folder: hooks.save_model(str(folder))
+        ]
+        frozen = frozen_state(state) if writes.is_async else state
+        main: list[Writer] = [lambda folder: save_trainer_state(frozen, folder)]
+        if not only_model:
+            save_optimizer = hooks.save_optimizer
+            if save_optimizer is not None:
+                each.append(lambda folder: save_optimizer(str(folder)))
+            else:
+                # Others only take part in gathering.
+                main += writers(self._files(), keep if self.manager.is_committer else as_it_is)
+            each.append(self._rank_writer())
+        each += shard_writers(strategy, ready.wrapped, None if only_model else ready.optimizer, keep)
+        facts = {name: fact for one in self._facts() for name, fact in one.state_dict().items()}
+        save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
+        # An override of _maybe_log_save_evaluate that saves tells the callbacks itself, as documented.
+        tells = not parts.events.answers
+        writes.write(save, lambda save, path: self._after(save, path, former_best=former_best, tells=tells))
+
+    def settle(self) -> None:
+        """Wait for a write in the background, and raise its error. All processes must call it at the same step."""
+        self.writes.finish()
+
+    def _after(self, save: Save, committed: Path | None, *, former_best: str | None, tells: bool) -> None:
+        """Do what follows a commit, or forget a checkpoint for which there was no room."""
+        parts, hooks, state = self._parts, self._hooks, self._parts.state
+        if committed is None:
+            state.best_model_checkpoint = former_best
+            return
+        with as_of(state, save):
+            if parts.args.push_to_hub:
+                # Before rotation, which may delete it.
+                hooks.push(str(committed))
+            if self.writes.rotates_later:
+                hooks.rotate(use_mtime=True, output_dir=str(self.manager.config.output_dir))
+            self.saved_step = save.step
+            if tells:
+                parts.events.fire("on_save")
+        if not self.writes.is_async:
+            parts.output.publish_quietly()
+
+    def rotate(self) -> None:
+        """Delete the oldest checkpoints beyond the limit."""
+        self.manager.rotate(best=self.best())
+
+    def write_optimizer(self, folder: Path) -> None:
+        """Write optimizer, schedule and scaler; the main process writes, all take part. Collective."""
+        found = writers(self._files(), as_it_is)
+        for write in found if self.manager.is_committer else ():
+            write(folder)
+
+    def read_optimizer(self, folder: Path) -> None:
+        """Load optimizer, schedule and scaler. Collective."""
+        for each in self._files():
+            each.load(folder)
+
+    # -- what a checkpoint holds besides the model: a new feature adds one entry ---------------------------------
+
+    def _files(self) -> list[InFile]:
+        """Return what has a file of its own."""
+        strategy, precision, schedule = self._parts.strategy, self._parts.precision, self._hooks.schedule()
+        model, optimizer, outside = self._ready.wrapped, self._ready.optimizer, self._ready.outside
+
+        def check(folder: Path, state: dict[str, Any]) -> None:
+            check_engine(state, folder / OPTIMIZER, is_deepspeed=has_engine(strategy, "deepspeed"))
+            if is_foreign(folder):
+                check_foreign_optimizer(state, optimizer, folder)
+
+        def load_optimizer(folder: Path) -> None:
+            restore_optimizer(folder, strategy, model, optimizer, check=partial(check, folder))
+
+        def load_schedule(folder: Path) -> None:
+            if schedule is not None:
+                state = load_scheduler(folder)
+                check_state(folder / SCHEDULER, state, schedule, own=schedule.state_dict())
+                schedule.load_state_dict(state)
+                refresh_rate(schedule)
+
+        def load_scale(folder: Path) -> None:
+            saved = self._plan.saved
+            # A run in another precision begins with a loss scale of its own.
+            if saved is None or saved.facts["geometry"]["precision"] == precision.policy.name:
+                restore_scaler(folder, precision)
+
+        return [
+            InFile(OPTIMIZER, lambda: whole_state(strategy, model, optimizer), load_optimizer),
+            InFile(SCHEDULER, lambda: None if schedule is None else schedule.state_dict(), load_schedule),
+            InFile(SCALER, lambda: precision.state_dict() or None, load_scale),
+            InFile(OUTSIDE_WEIGHTS, outside.state_dict, outside.load, save_tensors),
+            InFile(OWN_OPTIMIZERS, self.own.state_dict, self.own.load),
+        ]
+
+    def _own_parts(self) -> list[Participant]:
+        """Return what differs by process, besides random numbers."""
+        parts, task, plan, feed = self._parts, self._ready.task, self._plan, self._data.feed
+        device, losses, logs, computing = parts.strategy.device, parts.losses, parts.logs, parts.computing
+
+        def load_data(state: Any) -> None:
+            assert plan.saved is not None
+            # Where several processes read a stream, each may have stood elsewhere in it than all together.
+            is_alone = plan.saved.facts["geometry"]["world_size"] == parts.strategy.world_size == 1
+            feed.load_state_dict(None if not is_alone and plan.is_reshaped and feed.is_stream else state)
+
+        def load_metrics(states: Any) -> None:
+            unknown = restore_metric_states(task.metrics("train"), states, device=device)
+            if unknown and losses.num_steps and not parts.args.ignore_data_skip:
+                logger.warning(
+                    "The checkpoint does not tell what these metrics had gathered since the last log: %s.",
+                    ", ".join(unknown),
+                )
+
+        def load_memory(past: Any) -> None:
+            if parts.progress.micro_steps_in_epoch and not plan.is_reshaped and parts.args.past_index >= 0:
+                computing.past = parts.strategy.to_device(past)
+
+        return [
+            Participant("epoch_rng", lambda: self.epoch_rng, partial(setattr, self, "epoch_rng"), {}),
+            Participant("data", feed.state_dict, load_data),
+            Participant("loss_window", losses.state_dict, partial(losses.load_state_dict, device=device), {}),
+            Participant("log_window", logs.state_dict, partial(logs.load_state_dict, device=device), {}),
+            Participant("train_metrics", lambda: metric_states(task.metrics("train")), load_metrics, {}),
+            Participant("loops", lambda: self.loops.state_dict() or None, self.loops.load_state_dict, {}),
+            Participant("past", lambda: computing.past, load_memory),
+        ]
+
+    def _facts(self) -> list[InManifest]:
+        """Return what the manifest tells."""
+        parts, optimizer = self._parts, type(self._ready.optimizer).__name__
+
+        def left() -> dict[str, Any]:
+            is_within, last = self._is_within_epoch(), parts.state.max_steps
+            return {"left": to_do(parts.control, parts.progress, max_steps=last, is_within_epoch=is_within)}
+
+        return [
+            InManifest(lambda: self._plan.facts(parts.progress, optimizer=optimizer)),
+            InManifest(left, lambda facts: setattr(self, "left", left_in(facts))),
+            InManifest(self._unfreezing.state_dict, self._unfreezing.load_state_dict),
+            InManifest(self.metric.state_dict),
+        ]
+
+    def _known(self) -> list[Any]:
+        """Return what is saved anyway, whatever attribute of the user's refers to it."""
+        optimizer = self._ready.optimizer
+        loops = [loop for loop in self._parts.loops.values() if loop.keeps_state]
+        return [optimizer, getattr(optimizer, "optimizer", None), self._hooks.schedule(), *loops]
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what differs by process."""
+        return {**capture_rng(), **gather(self._own_parts())}
+
+    def _rank_writer(self) -> Writer:
+        strategy = self._parts.strategy
+        own = map_tensors(self.writes.keep(self.past_state or self.own_state()), torch.Tensor.cpu)
+        return lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size)
+
+    # -- resuming ------------------------------------------------------------------------------------------------
+
+    def warn_of_others(self) -> None:
+        """Say so if the folder of a new run holds checkpoints already."""
+        if not self.manager.is_committer or self._parts.args.overwrite_output_dir:
+            return
+        found = self.manager.names()
+        if found:
+            logger.warning(
+                "%s holds checkpoints of another run (%s). They stay, except that those of the same step are replaced. "
+                "Use another output_dir, or overwrite_output_dir=True to say that this is meant.",
+                self.manager.config.url or self.manager.config.output_dir,
+                ", ".join(found),
+            )
+
+    def load_rest(self, folder: Path) -> dict[str, Any]:
+        """Load what the optimizer and its company had reached, and return the random numbers' state."""
+        parts, strategy, saved = self._parts, self._parts.strategy, self._plan.saved
+        assert saved is not None
+        if not is_foreign(folder):
+            check_geometry(saved, optimizer=type(self._ready.optimizer).__name__)
+        for fact in self._facts():
+            if fact.load_state_dict is not None:
+                fact.load_state_dict(saved.facts)
+        self._hooks.load_optimizer(str(folder))
+        num_saved = saved.facts["geometry"]["world_size"]
+        own = load_own(folder, rank=strategy.rank, world_size=strategy.world_size, num_saved=num_saved)
+        restore(self._own_parts(), own)
+        parts.events.restore(parts.state.stateful_callbacks, is_full=parts.args.restore_callback_states_from_checkpoint)
+        with preserved_rng():  # now, for the loop that restores them is no place to find out that they are none
+            for numbers in (self.epoch_rng, own) if self.epoch_rng else (own,):
+                restore_rng(numbers)
+        return own
+
+    def best(self) -> Path | None:
+        """Return the folder of the best model so far."""
+        best, output = self._parts.state.best_model_checkpoint, self._parts.output
+        if best is None:
+            return None
+        # By name first: the folder of the run may have been moved or copied since.
+        here = output.folder / Path(best).name
+        return here if here.is_dir() or output.url_of(here.parent) else Path(best)
+
+    def load_best(self) -> None:
+        """Load the best checkpoint's model, saying so if there is none."""
+        self.settle()
+        best = self.best()
+        if best is not None:
+            self._parts.output.fetch_best(best)
+        if best is None or not best.is_dir():
+            logger.warning("load_best_model_at_end=True found no saved best model (%s); the last one stays.", best)
+            return
+        self.manager.open(best)
+        with restoring(best):
+            self._hooks.load_model(str(best))
+        logger.info("Loaded the best model from %s (%s).", best, self._parts.state.best_metric)
+
+
+def load_task(
+    task: TaskModule, bare: nn.Module, strategy: Strategy, folder: Path, *, model: nn.Module | None = None
+) -> None:
+    """Load a checkpoint's weights, and what the task holds outside its model, in place.
+
+    Args:
+        bare: The task's model, not wrapped.
+        model: Another model to load the weights into.
+    """
+    target = bare if model is None else strategy.unwrap(model)
+    load = strategy.load_model_state if target is bare else None
+    # Where there are none yet, the process that holds the weights sends them.
+    if not any(parameter.is_meta for parameter in target.parameters()):
+        load_weights(target, folder, load=load, own=strategy.own_state(target) if load else None)
+    with without_model(task):
+        task.load_state_dict(load_task_state(folder, task.state_dict().keys()))

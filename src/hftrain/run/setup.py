@@ -1,0 +1,72 @@
+"""Small steps on the way to a run: what is placed, summed up, emptied and reset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hftrain.arguments.training import TrainingArguments
+from hftrain.checkpoint.parts import load_trainer_state
+from hftrain.core.progress import TrainerControl
+from hftrain.core.state import TrainerState
+from hftrain.loops.window import LossWindow
+from hftrain.run.plan import RunPlan
+from hftrain.strategies.base import Strategy
+from hftrain.task.module import TaskModule
+
+
+def place_task(task: TaskModule, strategy: Strategy, *, is_model_placed: bool = False) -> None:
+    """Move a task's metrics and what else it holds to the device, and the model unless the strategy does."""
+    model = task.model
+    # Its other children, and the tensors it holds itself.
+    del task.model
+    task.to(strategy.device)
+    task.model = model if is_model_placed else strategy.place(model)
+
+
+def loss_window(
+    args: TrainingArguments,
+    strategy: Strategy,
+    *,
+    gather: Callable[[torch.Tensor], torch.Tensor] | None,
+    is_live: bool,
+) -> LossWindow:
+    """Return what sums the losses between two log lines, over all processes; an overridden hook gathers them."""
+    reduce: Callable[[torch.Tensor], torch.Tensor] = partial(strategy.reduce, op="mean")
+    if gather is not None:
+        reduce = lambda loss: gather(loss).mean()  # noqa: E731
+    # Documented: not on XLA.
+    filters = args.logging_nan_inf_filter and strategy.device_type != "xla"
+    return LossWindow(filters_nonfinite=filters, reduce=reduce, is_live=is_live)
+
+
+def empty_cache() -> None:
+    """Give the memory that torch keeps for later back to the device."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    elif torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+
+
+def start_state(
+    state: TrainerState, args: TrainingArguments, fresh: TrainerState, resume: Path | None, plan: RunPlan
+) -> None:
+    """Let the documented state begin a run, from a checkpoint if there is one; in place: callbacks hold it."""
+    loaded = fresh if resume is None else load_trainer_state(resume)
+    for flag in ("is_local_process_zero", "is_world_process_zero"):
+        setattr(loaded, flag, getattr(fresh, flag))
+    vars(state).update(vars(loaded))
+    state.max_steps, state.num_train_epochs = plan.max_steps, plan.length.num_epochs
+    if state.epoch is None:
+        state.epoch = 0.0
+    state.train_batch_size = args.train_batch_size
+    state.compute_steps(args, plan.max_steps)
+
+
+def reset(control: TrainerControl) -> None:
+    """Forget what was asked for: a run that was stopped is resumed to go on."""
+    for flag in vars(control):
+        setattr(control, flag, False)
