@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from hftrain.core.errors import ConfigError
+from hftrain.core.parameters import whole_shape
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:
@@ -75,7 +76,7 @@ def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int
     Source: the documented `get_model_param_count`.
     """
     parameters = (p for p in model.parameters() if p.requires_grad or not trainable_only)
-    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters)
+    return sum(whole_shape(parameter).numel() for parameter in parameters)
 
 
 def _is_bias_or_norm(name: str) -> bool:

@@ -18,6 +18,7 @@ from hftrain.checkpoint.parts import check_complete
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.weights import check_saveable
 from hftrain.core.errors import CheckpointError, ConfigError
+from hftrain.core.parameters import whole_shape
 from hftrain.core.tree import map_tensors
 from hftrain.rules.rows import refuse
 from hftrain.storage.tensors import plain_containers, tensor_shapes
@@ -61,7 +62,7 @@ def check_fits(model: nn.Module, folder: Path | None, *, is_split: bool, is_over
         return
     found = tensor_shapes(folder / WEIGHTS)
     # What ZeRO-3 has split, in an evaluation or a training before, is empty in itself.
-    own = {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in model.named_parameters()}
+    own = {name: tuple(whole_shape(value)) for name, value in model.named_parameters()}
     others = [f"{name} is {found[name]}, not {own[name]}" for name in own if found.get(name, own[name]) != own[name]]
     if others and not is_split:
         raise CheckpointError(

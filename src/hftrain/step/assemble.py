@@ -18,7 +18,6 @@ from hftrain.core.log import get_logger
 from hftrain.core.types import Owns
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.precision.base import Precision
-from hftrain.step.in_backward import is_in_backward
 from hftrain.step.stepper import Stepper
 from hftrain.strategies.base import Strategy
 
@@ -60,7 +59,7 @@ def assemble_stepper(
     args = SimpleNamespace(max_grad_norm=max_grad_norm) if args is None else args
     max_grad_norm = args.max_grad_norm
     _check_owns(strategy, scales=precision.policy.loss_scaling)
-    if is_in_backward(optimizer, strategy=strategy):
+    if isinstance(optimizer, UpdatesInBackward) and strategy.world_size == 1:
         return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0)
     left = list(untrained)
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns

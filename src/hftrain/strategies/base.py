@@ -14,6 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.parameters import whole_shape
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.strategies.board import Board
@@ -22,6 +23,9 @@ from hftrain.strategies.whole import check_whole
 
 if TYPE_CHECKING:
     from hftrain.strategies.watch import RankWatch
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+Placed = tuple[nn.Module, Optimizer | None]
 
 
 class Strategy:
@@ -160,12 +164,7 @@ class Strategy:
         """Let go of what `launch` took; safe to call twice. Collective."""
         self._device = None
 
-    def setup(
-        self,
-        model: nn.Module,
-        make_optimizer: Callable[[nn.Module], Optimizer] | None,
-        policy: PrecisionPolicy,
-    ) -> tuple[nn.Module, Optimizer | None]:
+    def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
         """Place and wrap a model, and make its optimizer when its parameters are final. Collective; mutates the model.
 
         Args:
@@ -252,9 +251,7 @@ class Strategy:
 
     def count_trainable(self, model: nn.Module) -> int:
         """Return how many numbers of a model training may change, in all processes together."""
-        # ZeRO-3 leaves an empty parameter, and notes its size.
-        sizes = (getattr(p, "ds_numel", p.numel()) for p in self.unwrap(model).parameters() if p.requires_grad)
-        return sum(sizes)
+        return sum(whole_shape(p).numel() for p in self.unwrap(model).parameters() if p.requires_grad)
 
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         """Return what this process writes of the model's state; None where states are saved whole."""

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
-from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import PrecisionPolicy
-from hftrain.strategies.base import Strategy
+from hftrain.strategies.base import MakeOptimizer, Placed, Strategy
 from hftrain.strategies.environment import find_device_type, launched_world_size
 
 _COUNT = "num_items_in_batch"
@@ -106,12 +105,7 @@ class DataParallelStrategy(Strategy):
     def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
         return None if device_type == "cuda" else "DataParallel copies the model to several CUDA devices"
 
-    def setup(
-        self,
-        model: nn.Module,
-        make_optimizer: Callable[[nn.Module], Optimizer] | None,
-        policy: PrecisionPolicy,
-    ) -> tuple[nn.Module, Optimizer | None]:
+    def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
         """Place a model on the first device, wrap it, and make its optimizer. Mutates the model."""
         model, optimizer = super().setup(model, make_optimizer, policy)
         return (model if make_optimizer is None else self.wrap(model)), optimizer

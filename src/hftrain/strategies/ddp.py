@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from hftrain.core.types import PrecisionPolicy
+from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.distributed import DistributedStrategy
 from hftrain.strategies.unfreezing import follow_parameters
 from hftrain.strategies.whole import check_trainable
@@ -83,12 +82,7 @@ class DDPStrategy(DistributedStrategy):
             self._wrappers.clear()
         super().close()
 
-    def setup(
-        self,
-        model: nn.Module,
-        make_optimizer: Callable[[nn.Module], Optimizer] | None,
-        policy: PrecisionPolicy,
-    ) -> tuple[nn.Module, Optimizer | None]:
+    def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
         """Place a model, wrap it, and make its optimizer. Collective; mutates the model.
 
         Every process leaves with rank 0's parameters, and only then is the optimizer made.

@@ -24,61 +24,39 @@ strategies: Registry[Strategy] = Registry(
     },
 )
 
-strategies.register("single", "hftrain.strategies.single:SingleDeviceStrategy", summary="one process, one device")
-strategies.register("mps", "hftrain.strategies.single:MPSStrategy", summary="one process, an Apple GPU")
-strategies.register("ddp", "hftrain.strategies.ddp:DDPStrategy", summary="a copy of the model per process")
-strategies.register(
-    "ddp_find_unused",
-    "hftrain.strategies.ddp:DDPStrategy",
-    summary="like ddp, for models that leave parameters unused in some steps",
-    find_unused_parameters=True,
+_SINGLE, _DDP = "single:SingleDeviceStrategy", "ddp:DDPStrategy"
+_FSDP, _DEEPSPEED, _XLA = "fsdp.strategy:FSDPStrategy", "deepspeed.strategy:DeepSpeedStrategy", "xla:XLAStrategy"
+_UNUSED = "like ddp, for models that leave parameters unused in some steps"
+_COPIES = "one process, several GPUs, the model copied to each for every batch"
+_OFFLOAD = {"offload": True}
+# Name, home in this package, summary, options.
+_BUILT_IN: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("single", _SINGLE, "one process, one device", {}),
+    ("mps", "single:MPSStrategy", "one process, an Apple GPU", {}),
+    ("ddp", _DDP, "a copy of the model per process", {}),
+    ("ddp_find_unused", _DDP, _UNUSED, {"find_unused_parameters": True}),
+    ("data_parallel", "data_parallel:DataParallelStrategy", _COPIES, {}),
+    ("fsdp", _FSDP, "a part of the model per process", {}),
+    ("fsdp_offload", _FSDP, "like fsdp, the parts in host memory", _OFFLOAD),
+    ("fsdp_hybrid", _FSDP, "like fsdp within a machine, copies between machines", {"sharding": "hybrid_shard"}),
+    ("fsdp1", "fsdp.wrapper:FSDP1Strategy", "like fsdp, with torch's older wrapper", {}),
+    ("deepspeed", _DEEPSPEED, "DeepSpeed, as its config says", {}),
+    ("deepspeed_stage_1", _DEEPSPEED, "DeepSpeed, the optimizer's state split", {"stage": 1}),
+    ("deepspeed_stage_2", _DEEPSPEED, "like deepspeed_stage_1, gradients split too", {"stage": 2}),
+    (
+        "deepspeed_stage_2_offload",
+        _DEEPSPEED,
+        "like deepspeed_stage_2, the state in host memory",
+        {"stage": 2} | _OFFLOAD,
+    ),
+    ("deepspeed_stage_3", _DEEPSPEED, "like deepspeed_stage_2, parameters split too", {"stage": 3}),
+    ("deepspeed_stage_3_offload", _DEEPSPEED, "like deepspeed_stage_3, all in host memory", {"stage": 3} | _OFFLOAD),
+    ("xla", _XLA, "XLA devices (TPUs), driven by one process", {}),
+    ("xla_fsdp", _XLA, "like xla_fsdp_v2; torch_xla's own wrapper on one device", {"shards": True, "wraps": True}),
+    ("xla_fsdp_v2", _XLA, "like xla, the model split over the devices", {"shards": True}),
 )
-strategies.register(
-    "data_parallel",
-    "hftrain.strategies.data_parallel:DataParallelStrategy",
-    summary="one process, several GPUs, the model copied to each for every batch",
-)
-strategies.register("fsdp", "hftrain.strategies.fsdp.strategy:FSDPStrategy", summary="a part of the model per process")
-strategies.register(
-    "fsdp_offload",
-    "hftrain.strategies.fsdp.strategy:FSDPStrategy",
-    summary="like fsdp, the parts in host memory",
-    offload=True,
-)
-strategies.register(
-    "fsdp_hybrid",
-    "hftrain.strategies.fsdp.strategy:FSDPStrategy",
-    summary="like fsdp within a machine, copies between machines",
-    sharding="hybrid_shard",
-)
-strategies.register(
-    "fsdp1", "hftrain.strategies.fsdp.wrapper:FSDP1Strategy", summary="like fsdp, with torch's older wrapper"
-)
-strategies.register(
-    "deepspeed", "hftrain.strategies.deepspeed.strategy:DeepSpeedStrategy", summary="DeepSpeed, as its config says"
-)
-for _name, _summary, _preset in (
-    ("deepspeed_stage_1", "DeepSpeed, the optimizer's state split", {"stage": 1}),
-    ("deepspeed_stage_2", "like deepspeed_stage_1, gradients split too", {"stage": 2}),
-    ("deepspeed_stage_2_offload", "like deepspeed_stage_2, the state in host memory", {"stage": 2, "offload": True}),
-    ("deepspeed_stage_3", "like deepspeed_stage_2, parameters split too", {"stage": 3}),
-    ("deepspeed_stage_3_offload", "like deepspeed_stage_3, all in host memory", {"stage": 3, "offload": True}),
-):
-    strategies.register(_name, "hftrain.strategies.deepspeed.strategy:DeepSpeedStrategy", summary=_summary, **_preset)
-strategies.register("xla", "hftrain.strategies.xla:XLAStrategy", summary="XLA devices (TPUs), driven by one process")
-strategies.register(
-    "xla_fsdp",
-    "hftrain.strategies.xla:XLAStrategy",
-    summary="like xla_fsdp_v2; torch_xla's own wrapper on one device",
-    shards=True,
-    wraps=True,
-)
-strategies.register(
-    "xla_fsdp_v2",
-    "hftrain.strategies.xla:XLAStrategy",
-    summary="like xla, the model split over the devices",
-    shards=True,
-)
+for _name, _home, _summary, _preset in _BUILT_IN:
+    strategies.register(_name, f"hftrain.strategies.{_home}", summary=_summary, **_preset)
 
 
 def create_strategy(name: str = "auto", **options: Any) -> Strategy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hftrain.core.errors import ConfigError
+from hftrain.core.parameters import is_partitioned
 
 
 def check_whole(model: nn.Module, *, name: str, world_size: int) -> None:
@@ -20,7 +21,7 @@ def check_whole(model: nn.Module, *, name: str, world_size: int) -> None:
     """
     # In a group of one, FSDP's parts are the whole; ZeRO-3 leaves empty parameters there too.
     by_fsdp = world_size > 1 and any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules())
-    by_zero = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    by_zero = is_partitioned(model)
     if by_fsdp or by_zero:
         raise ConfigError(
             f"strategy={name!r} was given a {type(model).__name__}.",

@@ -19,7 +19,7 @@ from hftrain.core.optional import require
 from hftrain.core.seed import add_generator
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import PrecisionPolicy
-from hftrain.strategies.base import Strategy
+from hftrain.strategies.base import MakeOptimizer, Placed, Strategy
 from hftrain.strategies.environment import launched_world_size
 from hftrain.strategies.fsdp.units import check_choice, find_units
 from hftrain.strategies.xla_wrapper import WrappedModel
@@ -166,12 +166,7 @@ class XLAStrategy(Strategy):
         self._step_end = self._forward_start = self._forget_generator = None
         super().close()
 
-    def setup(
-        self,
-        model: nn.Module,
-        make_optimizer: Callable[[nn.Module], Optimizer] | None,
-        policy: PrecisionPolicy,
-    ) -> tuple[nn.Module, Optimizer | None]:
+    def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
         """Place a model, split it on wish, and make its optimizer, whose `step` ends XLA's. Mutates the model."""
         if make_optimizer is not None and self._is_wrapped(model):
             raise StrategyError(

@@ -15,7 +15,7 @@ from hftrain.optim.groups import decay_parameter_names
 from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
 from hftrain.optim.schedules import build_schedule
 from hftrain.rules.optimizer import check_made, check_step, read_optimizers
-from hftrain.step.in_backward import check_in_backward
+from hftrain.step.legality import check_in_backward
 from hftrain.task.module import TaskModule
 from hftrain.trainer.data_methods import DataMethods
 

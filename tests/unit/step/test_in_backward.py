@@ -15,7 +15,7 @@ from hftrain.core.types import Owns
 from hftrain.optim.in_backward import LayerWise
 from hftrain.precision.registry import precisions
 from hftrain.step.assemble import assemble_stepper
-from hftrain.step.in_backward import check_in_backward
+from hftrain.step.legality import check_in_backward
 from hftrain.strategies.registry import create_strategy
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import ConfigError
+from hftrain.core.parameters import whole_shape
 from hftrain.strategies.deepspeed.config import find, refused
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
@@ -133,7 +134,7 @@ def check_buffers(config: Mapping[str, Any], model: nn.Module, *, world_size: in
     offload = find(config, "zero_optimization.offload_param")
     if not offload or offload.get("device") != "nvme":
         return
-    sizes = {name: getattr(each, "ds_numel", each.numel()) for name, each in model.named_parameters()}
+    sizes = {name: whole_shape(each).numel() for name, each in model.named_parameters()}
     largest = max(sizes, key=sizes.__getitem__, default="")
     needed, present = -(-sizes.get(largest, 0) // world_size), int(float(offload.get("buffer_size", _BUFFER_SIZE)))
     if needed > present:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import warn_once
 from hftrain.core.optional import require
+from hftrain.core.parameters import is_partitioned
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
+from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.deepspeed.checks import check_for_training, check_keys, check_offload
 from hftrain.strategies.deepspeed.config import (
     HALVES,
@@ -34,7 +36,7 @@ from hftrain.strategies.deepspeed.config import (
 )
 from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_processes
 from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
-from hftrain.strategies.deepspeed.zero3 import is_partitioned, load_whole, rows_of, settled, split_for_nvme, whole_of
+from hftrain.strategies.deepspeed.zero3 import load_whole, rows_of, settled, split_for_nvme, whole_of
 from hftrain.strategies.lockstep import SplittingStrategy
 from hftrain.strategies.unfreezing import FixedParameters
 from hftrain.strategies.whole import check_trainable
@@ -210,12 +212,7 @@ class DeepSpeedStrategy(SplittingStrategy):
         context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=self._for_inference())
         return context
 
-    def setup(
-        self,
-        model: nn.Module,
-        make_optimizer: Callable[[nn.Module], Optimizer] | None,
-        policy: PrecisionPolicy,
-    ) -> tuple[nn.Module, Optimizer | None]:
+    def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
         """Give a model to a new engine, with the optimizer or the one of the config. Collective; mutates the model.
 
         Returns:

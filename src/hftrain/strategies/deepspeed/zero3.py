@@ -9,13 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.core.parameters import is_partitioned, is_split_by_zero, whole_shape
 from hftrain.core.types import Shard
 from hftrain.strategies.deepspeed.config import HALVES, find
-
-
-def is_partitioned(model: nn.Module) -> bool:
-    """Tell whether a model's parameters are split."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def split_for_nvme(model: nn.Module, config: dict[str, Any]) -> None:
@@ -53,7 +49,7 @@ def rows_of(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Shard]
 
     found = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        with deepspeed.zero.GatheredParameters([tensor] if hasattr(tensor, "ds_id") else []):
+        with deepspeed.zero.GatheredParameters([tensor] if is_split_by_zero(tensor) else []):
             whole = tensor.detach()
             if not whole.dim():
                 if rank == 0:
@@ -79,7 +75,7 @@ def whole_of(model: nn.Module, *, is_main: bool) -> dict[str, Any]:
         if not isinstance(tensor, torch.Tensor):  # a module's extra state
             found.update({name: tensor} if is_main else {})
             continue
-        with deepspeed.zero.GatheredParameters([tensor] if hasattr(tensor, "ds_id") else []):
+        with deepspeed.zero.GatheredParameters([tensor] if is_split_by_zero(tensor) else []):
             if is_main:
                 if id(tensor) not in kept:
                     kept[id(tensor)] = tensor.detach().cpu().clone()
@@ -98,12 +94,12 @@ def load_whole(model: nn.Module, state: Mapping[str, Any], *, is_main: bool) -> 
     own = model.state_dict(keep_vars=True)
     for name, value in state.items():
         target = own[name]
-        if hasattr(value, "ds_id") or target is value:
+        if is_split_by_zero(value) or target is value:
             continue
-        shape = tuple(getattr(target, "ds_shape", target.shape))
+        shape = tuple(whole_shape(target))
         if shape != tuple(value.shape):
             raise RuntimeError(f"size mismatch for {name}: {tuple(value.shape)} in the checkpoint, {shape} here")
-        is_split = hasattr(target, "ds_id")
+        is_split = is_split_by_zero(target)
         with torch.no_grad(), deepspeed.zero.GatheredParameters([target] if is_split else [], modifier_rank=0):
             if is_main or not is_split:
                 target.copy_(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, pairwise
 from typing import Any
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import get_logger
 from hftrain.core.types import PrecisionPolicy, Shard
+from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.fsdp.changes import SplitParameters, split_again
 from hftrain.strategies.fsdp.states import gather, pieces, split_like
 from hftrain.strategies.fsdp.units import check_choice, find_units, recompute_activations
@@ -143,12 +144,7 @@ class FSDPStrategy(SplittingStrategy):
         if reason:
             raise ConfigError(f"strategy={self.name!r} was to train {type(model).__name__}.", reason, remedy)
 
-    def setup(
-        self,
-        model: nn.Module,
-        make_optimizer: Callable[[nn.Module], Optimizer] | None,
-        policy: PrecisionPolicy,
-    ) -> tuple[nn.Module, Optimizer | None]:
+    def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
         """Split a model in place, and make its optimizer from the parts. Collective; mutates the model.
 
         A model that is split already only gets its optimizer.

@@ -1,0 +1,24 @@
+"""Parameters that ZeRO-3 has split: they are empty, and note what they are when they are whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """Return the shape of a parameter when it is whole."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def is_split_by_zero(parameter: Any) -> bool:
+    """Tell whether ZeRO-3 has split a parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """Tell whether ZeRO-3 has split a model's parameters."""
+    return any(map(is_split_by_zero, model.parameters()))
