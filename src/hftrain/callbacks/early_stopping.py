@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hftrain.callbacks.base import CallbackResult, ExportableState, Metrics, TrainerCallback
-from hftrain.core.errors import ConfigError, explain
+from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
@@ -57,7 +57,14 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def check_settings(self, args: Any) -> None:
         """Raise `ConfigError` unless there are a metric, a direction and evaluations."""
         if args.metric_for_best_model is None or args.greater_is_better is None or args.eval_strategy == "no":
-            raise ConfigError(_missing_settings(args))
+            raise ConfigError(
+                "EarlyStoppingCallback was added.",
+                "It needs a metric to follow, its direction, and evaluations while training.",
+                "Set metric_for_best_model, greater_is_better and eval_strategy='steps' or 'epoch'.",
+                metric_for_best_model=args.metric_for_best_model,
+                greater_is_better=args.greater_is_better,
+                eval_strategy=args.eval_strategy,
+            )
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Metrics = None, **kwargs: Any
@@ -96,7 +103,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def _read_metric(self, args: Any, metrics: Mapping[str, Any]) -> float | None:
         """Return the metric, or None if this was an evaluation of another set (``eval_<set>_...``)."""
         if args.metric_for_best_model is None:
-            raise ConfigError(_missing_settings(args))
+            self.check_settings(args)
         name = str(args.metric_for_best_model)
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name in metrics:
@@ -118,14 +125,3 @@ def _is_better(value: float, best: float | None, threshold: float, greater_is_be
     if best is None or math.isnan(best):
         return True
     return (value - best if greater_is_better else best - value) > threshold
-
-
-def _missing_settings(args: Any) -> str:
-    return explain(
-        "EarlyStoppingCallback was added.",
-        "It needs a metric to follow, its direction, and evaluations while training.",
-        "Set metric_for_best_model, greater_is_better and eval_strategy='steps' or 'epoch'.",
-        metric_for_best_model=args.metric_for_best_model,
-        greater_is_better=args.greater_is_better,
-        eval_strategy=args.eval_strategy,
-    )

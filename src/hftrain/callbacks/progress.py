@@ -67,12 +67,10 @@ class ProgressCallback(TrainerCallback):
         self._prediction.advance_to(self._prediction.n + 1)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Close the evaluation's bar."""
+        """Close the bar of the evaluation or prediction."""
         self._close_prediction()
 
-    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Close the prediction's bar."""
-        self._close_prediction()
+    on_predict = on_evaluate
 
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any

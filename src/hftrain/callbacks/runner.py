@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.callbacks.checks import check_callback
-from hftrain.core.errors import CheckpointError, TaskError, explain, suggest
+from hftrain.core.errors import CheckpointError, TaskError, suggest
 from hftrain.core.events import EVENTS
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
@@ -221,20 +222,23 @@ class CallbackHandler:
         for name, saved in states.items():
             if name == type(self.control).__name__:
                 if is_full:
-                    self._restore_control(saved)
+                    with _fitting(name, saved):
+                        self.control.update(saved["args"])
                 continue
             found = saved if isinstance(saved, list) else [saved]
             if len(found) > len(places.get(name, ())):
                 missing.append(name)
             for index, state in zip(places.get(name, ()), found, strict=False):
                 # What a tracker's callback holds is open to the outside: it stays, and is told which run to continue.
-                _check_attributes(self.callbacks[index], state)
-                is_rebuilt = getattr(self.callbacks[index], "is_rebuilt", True)
-                restored = _rebuild(type(self.callbacks[index]), state) if is_rebuilt else None
+                callback = self.callbacks[index]
+                is_rebuilt = getattr(callback, "is_rebuilt", True)
+                with _fitting(name, state):
+                    _check_attributes(callback, state)
+                    restored = type(callback).from_state(state) if is_rebuilt else None
                 if is_full and is_rebuilt:
                     self.callbacks[index] = restored
                 else:
-                    vars(self.callbacks[index]).update(state.get("attributes", {}))
+                    vars(callback).update(state.get("attributes", {}))
         if missing:
             warnings.warn(
                 f"The checkpoint holds the state of callbacks that this run lacks; it is left out: {missing}.",
@@ -300,12 +304,6 @@ class CallbackHandler:
                 )
         self.control.update(dict(flags))
 
-    def _restore_control(self, saved: Any) -> None:
-        try:
-            self.control.update(saved["args"])
-        except (AttributeError, KeyError, TypeError) as error:
-            raise CheckpointError(_misfit(type(self.control).__name__, error, saved)) from error
-
 
 def _answer(event: str, control: TrainerControl) -> None:
     for flag in _ANSWERED.get(event, ()):
@@ -341,11 +339,18 @@ def _is_exportable(callback: Any) -> bool:
     return callable(getattr(callback, "state", None)) and callable(getattr(callback, "from_state", None))
 
 
-def _rebuild(kind: Any, state: Any) -> Any:
+@contextmanager
+def _fitting(name: str, saved: Any) -> Iterator[None]:
+    """Raise `CheckpointError` for what a class makes of a saved state that is not its own."""
     try:
-        return kind.from_state(state)
+        yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(_misfit(kind.__name__, error, state)) from error
+        raise CheckpointError(
+            f"The saved state of {name} was to be restored.",
+            f"It does not fit the class ({type(error).__name__}: {error}).",
+            "Use the version that wrote the checkpoint, or restore_callback_states_from_checkpoint=False.",
+            saved=saved,
+        ) from error
 
 
 def _check_attributes(callback: Any, saved: Any) -> None:
@@ -360,14 +365,4 @@ def _check_attributes(callback: Any, saved: Any) -> None:
             for name, value in found.items()
         )
         if not is_fit:
-            error = TypeError(f"its {part} are not those of the class")
-            raise CheckpointError(_misfit(type(callback).__name__, error, saved))
-
-
-def _misfit(name: str, error: Exception, saved: Any) -> str:
-    return explain(
-        f"The saved state of {name} was to be restored.",
-        f"It does not fit the class ({type(error).__name__}: {error}).",
-        "Use the version that wrote the checkpoint, or restore_callback_states_from_checkpoint=False.",
-        saved=saved,
-    )
+            raise TypeError(f"its {part} are not those of the class")

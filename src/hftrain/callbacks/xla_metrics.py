@@ -21,15 +21,9 @@ class XLAMetricsCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Print the metrics so far."""
-        _print_metrics(state)
+        import torch_xla.debug.metrics
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Print the metrics so far."""
-        _print_metrics(state)
+        if state.is_world_process_zero:
+            print(torch_xla.debug.metrics.metrics_report(), flush=True)
 
-
-def _print_metrics(state: TrainerState) -> None:
-    import torch_xla.debug.metrics
-
-    if state.is_world_process_zero:
-        print(torch_xla.debug.metrics.metrics_report(), flush=True)
+    on_evaluate = on_epoch_end

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +150,7 @@ class HfArgumentParser(argparse.ArgumentParser):
 
         Source: the documented `HfArgumentParser.parse_json_file`.
         """
-        text = Path(json_file).read_text(encoding="utf-8")
-        try:
-            content = json.loads(text)
-        except ValueError as error:
-            content = error
-        return self.parse_dict(_as_mapping(content, json_file, "JSON object"), allow_extra_keys)
+        return self.parse_dict(_read_mapping(json_file, json.loads, "JSON object"), allow_extra_keys)
 
     def parse_yaml_file(self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
         """Build the dataclasses from a YAML file; see `parse_dict`.
@@ -169,12 +164,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         require("PyYAML", feature="parse_yaml_file()")
         import yaml
 
-        text = Path(yaml_file).read_text(encoding="utf-8")
-        try:
-            content = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            content = error
-        return self.parse_dict(_as_mapping(content, yaml_file, "YAML mapping"), allow_extra_keys)
+        return self.parse_dict(_read_mapping(yaml_file, yaml.safe_load, "YAML mapping"), allow_extra_keys)
 
     def _build(self, values: dict[str, Any]) -> tuple[Any, ...]:
         """Build the dataclasses; takes what they need out of `values`."""
@@ -219,7 +209,12 @@ def _read_words(file: Path) -> list[str]:
     return [word["plain"] if word["quote"] is None else word["quoted"] for word in found]
 
 
-def _as_mapping(content: Any, file: str | os.PathLike[str], kind: str) -> dict[str, Any]:
+def _read_mapping(file: str | os.PathLike[str], load: Callable[[str], Any], kind: str) -> dict[str, Any]:
+    text = Path(file).read_text(encoding="utf-8")
+    try:
+        content = load(text)
+    except Exception as error:
+        content = error
     if not isinstance(content, dict):
         reason = f"It holds no {kind}: {content}."
         raise ConfigError(f"{os.fspath(file)!r} was given.", reason, "Write one value per field's name.")

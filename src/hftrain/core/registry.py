@@ -70,7 +70,14 @@ class Registry(Generic[T]):
 
     def usable_names(self) -> list[str]:
         """List all known names but those whose entry point cannot be imported, which a warning names."""
-        return [name for name in self.names() if self._is_usable(name)]
+        found = []
+        for name in self.names():
+            try:
+                self.resolve(name)
+                found.append(name)
+            except MissingDependencyError as error:
+                warn_once(f"{error} It is skipped.")
+        return found
 
     def summary(self, name: str) -> str:
         """Return the one line that describes a name."""
@@ -128,11 +135,3 @@ class Registry(Generic[T]):
                 # Not its value, which may end in extras.
                 target = f"{point.module}:{point.attr}"
                 self._entries[point.name] = _Entry(target=target, summary=f"from {target}", point=origin)
-
-    def _is_usable(self, name: str) -> bool:
-        try:
-            self.resolve(name)
-        except MissingDependencyError as error:
-            warn_once(f"{error} It is skipped.")
-            return False
-        return True

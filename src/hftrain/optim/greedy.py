@@ -67,7 +67,10 @@ class GreedyLR(ReduceLROnPlateau):
 
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]
         """Compare a value with the best so far, and change the rate if it is time."""
-        value = self._smoothed(float(metrics))
+        value = float(metrics)
+        if self.smooth:
+            self._window = [*self._window, value][-self.window_size :]
+            value = sum(self._window) / len(self._window)
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         if self.cooldown_counter or self.warmup_counter:
             waiting = "cooldown_counter" if self.cooldown_counter else "warmup_counter"
@@ -76,12 +79,6 @@ class GreedyLR(ReduceLROnPlateau):
         else:
             self._count(value)
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
-
-    def _smoothed(self, value: float) -> float:
-        if not self.smooth:
-            return value
-        self._window = [*self._window, value][-self.window_size :]
-        return sum(self._window) / len(self._window)
 
     def _count(self, value: float) -> None:
         is_better = bool(self._is_better(value, self.best))  # type: ignore[no-untyped-call]
@@ -94,14 +91,12 @@ class GreedyLR(ReduceLROnPlateau):
             self.reset_start = self.reset_start_original
         elif self.num_bad_epochs > self.patience:
             self._move(self.factor, self.min_lrs, max)
-            if all(lr <= low for lr, low in zip(self._rates(), self.min_lrs, strict=True)):
+            rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+            if all(rate <= low for rate, low in zip(rates, self.min_lrs, strict=True)):
                 self.reset_start -= 1
                 if self.reset_start <= 0:
                     self._start_again()
             self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
-
-    def _rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _move(self, factor: float, bounds: list[float], bounded: Callable[[float, float], float]) -> None:
         """Multiply the rates as far as the bounds; a bound on the other side of a rate leaves it where it is."""

@@ -115,13 +115,8 @@ class Output:
 
     def publish_together(self, folder: str | None = None) -> None:
         """Do what `publish` does, and raise on all processes if it fails. Collective."""
-        cause: CheckpointError | None = None
-        try:
-            self.publish(folder)
-        except CheckpointError as error:
-            cause = error
-        if not self._strategy.all_true(cause is None):
-            raise cause or CheckpointError("The main process could not upload its files; see its error.")
+        complaint = "The main process could not upload its files; see its error."
+        self._agreed(lambda: self.publish(folder), complaint=complaint)
 
     def publish_quietly(self) -> None:
         """Do what `publish` does, for files that are no loss, such as logs: a failure is warned of."""
@@ -179,16 +174,21 @@ class Output:
         """Fetch a checkpoint on the main process, then on the first of each machine; return where it is. Collective."""
         strategy = self._strategy
         for is_mine in (strategy.is_main and not main_has_it, strategy.is_local_main and not strategy.is_main):
-            cause: CheckpointError | None = None
-            if is_mine:
-                try:
-                    _fetch(text)
-                except CheckpointError as error:
-                    cause = error
-            if not strategy.all_true(cause is None):
-                raise cause or CheckpointError(f"Another process could not fetch {text}; see its error.")
+            complaint = f"Another process could not fetch {text}; see its error."
+            self._agreed(lambda: _fetch(text), is_mine=is_mine, complaint=complaint)
         url, _, name = text.rstrip("/").rpartition("/")
         return mirror_of(url) / name
+
+    def _agreed(self, call: Callable[[], object], *, is_mine: bool = True, complaint: str) -> None:
+        """Call something on some processes, and raise on all if it fails on one. Collective."""
+        cause: CheckpointError | None = None
+        try:
+            if is_mine:
+                call()
+        except CheckpointError as error:
+            cause = error
+        if not self._strategy.all_true(cause is None):
+            raise cause or CheckpointError(complaint)
 
 
 def _fetch(text: str) -> Path:

@@ -21,7 +21,10 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None
     Returns:
         The best of the trials that ran here.
     """
-    api = _wandb() if api is None else api
+    if api is None:
+        import wandb
+
+        api = wandb
     options = dict(config.options)
     for option in options:
         if option not in _OPTIONS:
@@ -65,9 +68,3 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None
             "The best trial of a sweep was asked for.", "No trial came to its end.", "Look at the sweep's log."
         ) from (failures[-1] if failures else None)
     return (max if direction == "maximize" else min)(found, key=lambda run: run.objective)
-
-
-def _wandb() -> Any:
-    import wandb
-
-    return wandb

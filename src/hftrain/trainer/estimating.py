@@ -136,15 +136,10 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a tensor."""
-    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
-
-
 def _size(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in map(_local, tensors)}
-    return sum(storages.values())
+    """Return the bytes of this process's parts of tensors; memory that several share counts once."""
+    parts: list[Any] = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
+    return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
 
 
 def _meter(device_type: str) -> Iterator[int]:
