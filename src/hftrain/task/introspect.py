@@ -1,4 +1,4 @@
-"""What a model's class and signature tell: its labels, whether it can give a loss, whether it takes an item count."""
+"""What a model tells of itself: its labels, its inputs, whether it gives a loss, and where its layers are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from hftrain.task.loss import IGNORED_LABEL
+
+_NO_ACCELERATOR = ("cpu", "disk", "meta")
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -113,3 +115,21 @@ def keys_to_ignore(model: nn.Module) -> list[str]:
     """Return the outputs that are no predictions: the config's `keys_to_ignore_at_inference`."""
     config: Any = getattr(base_model(model), "config", None)
     return list(getattr(config, "keys_to_ignore_at_inference", None) or [])
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Tell whether a model's layers were put on different accelerators, by a device map or by its own `parallelize`."""
+    device_map = getattr(model, "hf_device_map", None)
+    if device_map:
+        return len({str(device) for device in device_map.values()} - set(_NO_ACCELERATOR)) > 1
+    if getattr(model, "is_parallelizable", False) and getattr(model, "model_parallel", False):
+        return True
+    return len({parameter.device for parameter in model.parameters()}) > 1
+
+
+def tensor_parallel_size(model: nn.Module, deepspeed_config: Any = None) -> int:
+    """Return over how many processes each layer is split: as the model says, else as the DeepSpeed config does."""
+    size = getattr(model, "tp_size", None) or getattr(model, "_tp_size", None)
+    if size is None and deepspeed_config:
+        size = (deepspeed_config.get("tensor_parallel") or {}).get("autotp_size")
+    return int(size or 1)

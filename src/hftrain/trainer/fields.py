@@ -34,6 +34,7 @@ from hftrain.search.config import HPSearchBackend
 from hftrain.step.computing import Computing
 from hftrain.strategies.base import Strategy, has_engine
 from hftrain.task.compilation import Compiler
+from hftrain.task.introspect import is_spread, tensor_parallel_size
 from hftrain.task.loss import LabelSmoother
 from hftrain.task.model_task import CountItems, ModelTask
 from hftrain.task.modes import TrainingMode
@@ -43,7 +44,6 @@ from hftrain.trainer.casting import ModelCasting
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.memory import MemoryTracker
 from hftrain.trainer.numerics import prepare_model
-from hftrain.trainer.placement import is_spread, tensor_parallel_size
 from hftrain.trainer.searching import TrialRun
 from hftrain.trainer.weighing import LossShares
 

@@ -9,12 +9,11 @@ from torch import nn
 
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
+from hftrain.rules.model import check_copies, check_not_sharded
 from hftrain.strategies.base import Strategy
 from hftrain.task.liger import apply_liger_kernels
 from hftrain.task.noise import find_embeddings
 from hftrain.task.quantized import check_quantized, is_quantized
-from hftrain.trainer.placement import check_not_sharded
-from hftrain.trainer.replicas import check_copies
 
 
 def prepare_model(args: TrainingArguments, strategy: Strategy, model: nn.Module, *, noise_alpha: float | None) -> None:

@@ -15,7 +15,7 @@ from hftrain.adapter.deepspeed import settle_deepspeed
 from hftrain.adapter.loggers import tracker_callbacks, trackers_asked
 from hftrain.adapter.precision import precision_request
 from hftrain.adapter.sharing import non_blocking_copies, settle_sharing
-from hftrain.adapter.strategy import strategy_request
+from hftrain.adapter.strategy import forget_devices, note_devices, strategy_request
 from hftrain.arguments.settle import settle
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler, DefaultFlowCallback, TrainerCallback, progress_callback
@@ -62,7 +62,6 @@ from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.memory import MemoryTracker, measuring_init
 from hftrain.trainer.numerics import check_training
 from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse, without_trackers
-from hftrain.trainer.replicas import forget_devices, note_devices
 from hftrain.trainer.searching import SPACES, check_search, search
 from hftrain.trainer.set_up_methods import SetUpMethods
 

@@ -10,8 +10,8 @@ import pytest
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import ConfigError, Trainer
+from hftrain.task.introspect import is_spread
 from hftrain.task.quantized import check_quantized, has_adapters, is_quantized
-from hftrain.trainer.placement import is_spread
 
 
 def make_model(**flags: Any) -> Net:

@@ -1,8 +1,6 @@
-"""Several GPUs in one process: what the arguments then say, and which models cannot be copied for each batch."""
+"""Models that cannot be trained as asked, because of where their layers are or what their weights are."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import nn
 
@@ -10,30 +8,22 @@ from hftrain.arguments.enums import DebugOption
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
 from hftrain.strategies.base import Strategy
+from hftrain.task.introspect import is_spread
 from hftrain.task.quantized import is_quantized
-from hftrain.trainer.placement import is_spread
 
 
-def forget_devices(args: Any, model: Any) -> None:
-    """Let the arguments count the devices again; a model that is spread over them counts as on one. Mutates `args`."""
-    vars(args).pop("_n_gpu", None)
-    if model is not None and any(map(is_spread, (model, getattr(model, "model", model)))):
-        args._n_gpu = min(args.n_gpu, 1)
-
-
-def note_devices(args: Any, strategy: Strategy) -> None:
-    """Let the arguments say how many devices the strategy takes: batch sizes are per device. Mutates `args`."""
-    num = getattr(strategy, "num_devices", 1)
-    if max(args.n_gpu, 1) != num:
-        args._n_gpu = num
+def check_not_sharded(model: nn.Module) -> None:
+    """Refuse a model that was sharded when it was loaded: it exchanges its gradients by rules of its own."""
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        raise ConfigError(
+            f"Cannot train {type(model).__name__} as it was loaded with distributed_config=DistributedConfig(...):",
+            "the strategy would wrap and synchronise its shards a second time.",
+            "Load it without distributed_config, and let strategy='fsdp' shard it.",
+        )
 
 
 def check_copies(args: TrainingArguments, strategy: Strategy, model: nn.Module, *, compiles: bool) -> None:
-    """Raise where one process should copy a model to several GPUs that cannot be copied.
-
-    Raises:
-        ConfigError: It is spread over devices, quantized, compiled, or hooks on its modules would miss the copies.
-    """
+    """Raise where one process should copy a model to several GPUs that cannot be copied."""
     if strategy.name != "data_parallel":
         return
     reason = None
