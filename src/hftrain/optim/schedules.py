@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.registry import Registry
-from hftrain.optim import multipliers, settle
+from hftrain.optim import multipliers, schedule_options
 from hftrain.optim.greedy import GreedyLR
 from hftrain.optim.options import refuse_unknown
 
@@ -150,12 +150,12 @@ for _multiplier, _adapt in (
     (multipliers.linear, None),
     (multipliers.cosine, None),
     (multipliers.cosine_with_restarts, None),
-    (multipliers.polynomial, settle.end_rate),
+    (multipliers.polynomial, schedule_options.end_rate),
     (multipliers.constant, None),
     (multipliers.constant_with_warmup, None),
     (multipliers.inverse_sqrt, None),
-    (multipliers.cosine_with_min_lr, settle.min_rate),
-    (multipliers.cosine_warmup_with_min_lr, settle.min_rate),
-    (multipliers.warmup_stable_decay, settle.stages),
+    (multipliers.cosine_with_min_lr, schedule_options.min_rate),
+    (multipliers.cosine_warmup_with_min_lr, schedule_options.min_rate),
+    (multipliers.warmup_stable_decay, schedule_options.stages),
 ):
     schedules.register(_multiplier.__name__, by_multiplier, multiplier=_multiplier, adapt=_adapt)

@@ -42,7 +42,7 @@ class CompileConfig:
 
 
 class Compiler:
-    """Compile models for as long as a verb runs, and leave them as they were afterwards.
+    """Compile models while a call such as train() runs, and leave them as they were afterwards.
 
     Args:
         config: How; None compiles nothing, and nothing of torch's compiler is imported.

@@ -1,4 +1,4 @@
-"""How much memory the constructor and each verb took: the documented `skip_memory_metrics=False` report."""
+"""How much memory the constructor and each stage took: the documented `skip_memory_metrics=False` report."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from hftrain.run.plan import RunPlan, find_geometry, plan_run
 from hftrain.run.setup import loss_window, place_task, reset, start_state
 from hftrain.step.assemble import assemble_stepper
 from hftrain.task.modes import TrainingMode
-from hftrain.trainer.fitting import MicroBatches, found_size
+from hftrain.trainer.micro_batches import MicroBatches, found_size
 from hftrain.trainer.run_methods import RunMethods
 
 logger = get_logger(__name__)

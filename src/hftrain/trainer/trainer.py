@@ -57,9 +57,9 @@ from hftrain.task.module import TaskModule
 from hftrain.trainer.casting import ModelCasting
 from hftrain.trainer.debugging import debug_callbacks
 from hftrain.trainer.estimating import MemoryEstimate, estimate_memory
-from hftrain.trainer.fitting import SMALLER_BATCH, with_smaller_batches
 from hftrain.trainer.hub import TrainerHub
 from hftrain.trainer.memory import MemoryTracker, measuring_init
+from hftrain.trainer.micro_batches import SMALLER_BATCH, with_smaller_batches
 from hftrain.trainer.numerics import check_training
 from hftrain.trainer.rehearsal import existing_part, number_of_batches, rehearse, without_trackers
 from hftrain.trainer.searching import SPACES, check_search, search
