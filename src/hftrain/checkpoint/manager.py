@@ -10,17 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_name, checkpoint_step, list_checkpoints
-from hftrain.checkpoint.manifest import (
-    Manifest,
-    best_names,
-    commit_order,
-    read_manifest,
-    refuse_links,
-    surplus,
-    verify,
-    write_manifest,
-)
-from hftrain.checkpoint.remote import Parcels, RemoteCheckpoints
+from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_links, verify, write_manifest
+from hftrain.checkpoint.parcels import Parcels
+from hftrain.checkpoint.remote import RemoteCheckpoints
+from hftrain.checkpoint.rotation import best_names, commit_order, surplus
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.storage import files
@@ -203,9 +196,11 @@ class CheckpointManager:
         return [path.name for path in list_checkpoints(self.config.output_dir)]
 
     def open(self, path: str | Path) -> Manifest | None:
-        """Verify a checkpoint that was named explicitly, and return its manifest.
+        """Verify a checkpoint that was named explicitly.
 
-        None, with a warning, if it looks like one of the Hugging Face Trainer, which cannot be verified.
+        Returns:
+            Its manifest; None, with a warning, if it looks like one of the Hugging Face Trainer, which cannot be
+            verified.
 
         Raises:
             CheckpointError: It is damaged, or no checkpoint.
@@ -230,6 +225,9 @@ class CheckpointManager:
 
         The newest, the best and the one committed last always stay, and so does every folder without a manifest that
         can be read.
+
+        Args:
+            best: The checkpoint with the best metric so far.
         """
         limit = self.config.save_total_limit
         if limit is None and self.config.keep_best is not None:
@@ -255,9 +253,12 @@ class CheckpointManager:
         return best_names(manifests, number=config.keep_best, is_greater_better=config.is_greater_better)
 
     def prune(self, needed_bytes: int, *, best: Path | None = None) -> bool:
-        """Delete this run's oldest checkpoints, at least one, until there is room, and return whether any was deleted.
+        """Delete this run's oldest checkpoints, at least one, until there is room; for the committer alone.
 
-        For the committer alone. The newest, the best and those that `keep_best` keeps stay.
+        The newest, the best and those that `keep_best` keeps stay.
+
+        Returns:
+            Whether anything was deleted, there being room now or not.
         """
         known = self.own_checkpoints()
         protected = self._protected(known, best)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import stat
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from hftrain.checkpoint.layout import MANIFEST, checkpoint_step, is_part
 from hftrain.core.errors import CheckpointError
 from hftrain.core.optional import installed_versions
 from hftrain.storage.files import read_json, sha256, walk_files, write_text
-
-T = TypeVar("T")
 
 FORMAT_VERSION = 1
 _PACKAGES = ("hftrain", "torch", "safetensors", "numpy", "accelerate", "transformers")
@@ -61,7 +58,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint without looking at its files.
 
     Raises:
-        CheckpointError: It is absent, damaged, or of an unknown format.
+        CheckpointError: It is absent, damaged, or of a format this version does not know.
     """
     if (folder / MANIFEST).is_symlink():
         raise _refused(folder / MANIFEST, "It is a link")
@@ -132,41 +129,15 @@ def check_geometry(manifest: Manifest, **current: Any) -> None:
 
 
 def inner_path(folder: Path, name: str) -> Path:
-    """Return the path of a file that a manifest names, refusing one outside the folder."""
+    """Return the path of a file that a manifest names.
+
+    Raises:
+        CheckpointError: It lies outside the folder.
+    """
     parts = PurePosixPath(name).parts
     if not parts or name != "/".join(parts) or parts[0] == "/" or ".." in parts or "\\" in name or ":" in parts[0]:
         raise _refused(folder / MANIFEST, f"It names {name!r}, which is not a path inside the folder")
     return folder.joinpath(*parts)
-
-
-def commit_order(manifest: Manifest | None, *, step: int) -> tuple[float, int]:
-    """Return what sorts checkpoints as they were committed; those without a manifest that can be read come last.
-
-    Within a run that is the order of steps; after a run was begun again in its folder, or resumed from an older
-    checkpoint, higher steps may belong to the abandoned one.
-    """
-    saved_at_s = math.inf if manifest is None else manifest.facts.get("saved_at_s", 0.0)
-    return saved_at_s if isinstance(saved_at_s, (int, float)) else math.inf, step
-
-
-def surplus(known: Sequence[T], *, protected: Collection[T], limit: int) -> Sequence[T]:
-    """Return what to delete of `known`, the oldest first, so that `limit` stay, at least 1, and all `protected`."""
-    others = [each for each in known if each not in protected]
-    num_kept = len(known) - len(others)
-    return others[: max(0, len(known) - max(limit, num_kept))]
-
-
-def best_names(manifests: Mapping[str, Manifest], *, number: int | None, is_greater_better: bool) -> set[str]:
-    """Return the names of the checkpoints with the best metrics, None for none; of equal ones the earlier.
-
-    Those without the fact ``metric`` are not among the best.
-    """
-    scored = [
-        (-metric if is_greater_better else metric, manifest.step, name)
-        for name, manifest in manifests.items()
-        if isinstance(metric := manifest.facts.get("metric"), (int, float))
-    ]
-    return {name for _, _, name in sorted(scored)[: number or 0]}
 
 
 def _verify_file(folder: Path, name: str, record: Any) -> None:

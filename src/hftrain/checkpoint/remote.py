@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_name, checkpoint_step, list_checkpoints
-from hftrain.checkpoint.manifest import (
-    Manifest,
-    commit_order,
-    inner_path,
-    read_manifest,
-    surplus,
-    verify,
-    write_manifest,
-)
+from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_step, list_checkpoints
+from hftrain.checkpoint.manifest import Manifest, inner_path, read_manifest, verify
+from hftrain.checkpoint.rotation import commit_order, surplus
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.storage import files
@@ -24,7 +16,6 @@ from hftrain.storage.remote import RemoteFolder
 
 # Whose unfinished upload or deletion a folder without a manifest is; the run's name follows.
 _CLAIM = ".incomplete-"
-_PARCEL = ".parcel-"
 _MAX_MANIFEST_BYTES = 1 << 28
 
 logger = get_logger(__name__)
@@ -75,7 +66,11 @@ class RemoteCheckpoints:
             ) from error
 
     def names(self) -> list[str]:
-        """List the folders that are named like checkpoints, in the order of their commits; see `commit_order`."""
+        """List the folders that are named like checkpoints, in the order of their commits; see `commit_order`.
+
+        Raises:
+            UnreachableError: The store cannot be used.
+        """
         return list(self._manifests())
 
     def latest(self) -> Path | None:
@@ -111,11 +106,11 @@ class RemoteCheckpoints:
         """Delete a run's oldest checkpoints beyond the limit; what fails is left behind with a warning.
 
         Args:
-            run_id: Other runs' checkpoints stay.
-            limit: None, or a number below 1, keeps all.
-            protected: Names that stay whatever the limit.
+            run_id: The run's name; other runs' checkpoints stay.
+            limit: How many are kept; None, or a number below 1, keeps all.
+            protected: The names of those that stay whatever the limit.
             keeps_newest: Whether the newest is one of them.
-            choose: Names others that stay, of all of the run's.
+            choose: Names, of all of the run's, others that stay.
         """
         if limit is None or limit < 1:
             return
@@ -274,53 +269,6 @@ class RemoteCheckpoints:
             f"{str(error).rstrip('.')}.",
             "Check the network, the credentials and the room on the local disk, then try again.",
         )
-
-
-class Parcels:
-    """Bring the files of a staging folder to the main process, from machines that do not see its mirror.
-
-    Args:
-        url: The run's remote folder.
-        rank: This process.
-        is_sender: Whether this process is the first of a machine that does not see the main process's mirror.
-    """
-
-    def __init__(self, url: str, *, rank: int, is_sender: bool) -> None:
-        self.is_sender = is_sender
-        self._url, self._rank = url.rstrip("/"), rank
-
-    def clear(self) -> None:
-        """Delete what killed saves have left, before anything is sent."""
-        folder = RemoteFolder(self._url)
-        for name in folder.names():
-            if name.startswith(_PARCEL):
-                folder.delete_folder(name)
-
-    def send(self, staged: Path, *, step: int) -> None:
-        """Upload a staging folder with a manifest of its own, and delete it here."""
-        path = staged.parent / _PARCEL / checkpoint_name(step)
-        if path.exists():
-            files.discard(path)
-        path.parent.mkdir(exist_ok=True)
-        os.rename(staged, path)
-        write_manifest(path, {}, step=step)
-        RemoteCheckpoints(f"{self._url}/{_PARCEL}{self._rank}", mirror=path.parent).publish(
-            path, run_id=str(self._rank)
-        )
-        files.discard(path)
-
-    def collect(self, staged: Path, *, step: int) -> None:
-        """Move what was sent into a staging folder, verified."""
-        folder = RemoteFolder(self._url)
-        for name in [name for name in folder.names() if name.startswith(_PARCEL)]:
-            remote = RemoteCheckpoints(f"{self._url}/{name}", mirror=staged.parent / _PARCEL)
-            path = remote.fetch(checkpoint_name(step))
-            for file in [file for file in files.walk_files(path) if file != path / MANIFEST]:
-                target = staged / file.relative_to(path)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(file, target)
-            files.discard(path)
-            folder.delete_folder(name)
 
 
 def _holds(folder: Path, manifest: Manifest) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,14 @@ from torch import nn
 
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, misfit, restoring
 from hftrain.checkpoint.layout import OPTIMIZER, OPTIMIZER_SHARDS, SCALER, WEIGHT_SHARDS
-from hftrain.checkpoint.parts import load_optimizer, load_part, load_rng
+from hftrain.checkpoint.parts import load_optimizer, load_rng, load_scaler
+from hftrain.checkpoint.ranks import share_out
 from hftrain.core.log import get_logger
 from hftrain.precision.base import Precision
 from hftrain.storage.shards import save_shards
 from hftrain.strategies.base import Strategy
 
 Keep = Callable[[Any], Any]
-
-# Of a logging window's losses: what each process has of its own, and is averaged over processes when it is read.
-_MEANS = ("sum", "pending", "num_finite")
 
 logger = get_logger(__name__)
 
@@ -36,6 +34,7 @@ def shard_writers(
     """Return what writes this process's pieces of model and optimizer; nothing where they are saved whole.
 
     Args:
+        strategy: Knows how they are split.
         model: As the strategy wrapped it.
         optimizer: None to leave its state out.
         keep: Copies tensors to host memory, where they are written later.
@@ -65,39 +64,14 @@ def load_own(folder: Path, *, rank: int, world_size: int, num_saved: int) -> dic
     return share_out(states, rank=rank)
 
 
-def share_out(states: Sequence[dict[str, Any]], *, rank: int) -> dict[str, Any]:
-    """Return what one of the new processes goes on with, of what each of the old ones saved, by rank.
-
-    Random numbers are those of the process of the same number, or of the last. The open logging window is merged, so
-    that the next log has the same means.
-    """
-    own = dict(states[min(rank, len(states) - 1)])
-    # Where each process was in its own share of the data, which is another one now.
-    own.pop("data", None)
-    losses = [state["loss_window"] for state in states if "loss_window" in state]
-    if losses:
-        own["loss_window"] = {**losses[0], **{name: _mean([window[name] for window in losses]) for name in _MEANS}}
-    logs = [state["log_window"] for state in states if "log_window" in state]
-    if logs:
-        total = {part: _sum([window.get(part, {}) for window in logs]) for part in ("sums", "counts")}
-        own["log_window"] = total if rank == 0 else {}
-    return own
-
-
-def _mean(values: Sequence[Any]) -> Any:
-    if values[0] is None:
-        return None
-    if isinstance(values[0], list):
-        return [_mean(each) for each in zip(*values, strict=True)]
-    return sum(torch.as_tensor(value) for value in values) / len(values)
-
-
-def _sum(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: sum(part.get(name, 0) for part in parts) for name in {key: None for part in parts for key in part}}
-
-
 def whole_state(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what the main process writes of an optimizer; `shard_writers` write the rest. Collective."""
+    """Return what the main process writes of an optimizer; `shard_writers` write the rest. Collective.
+
+    Args:
+        strategy: Knows what is split.
+        model: As the strategy wrapped it.
+        optimizer: Whose state.
+    """
     split = strategy.optimizer_shards(model, optimizer)
     return split[0] if split else strategy.optimizer_state(model, optimizer)
 
@@ -110,7 +84,14 @@ def restore_optimizer(
     *,
     check: Callable[[dict[str, Any]], None] = lambda state: None,
 ) -> None:
-    """Load an optimizer's state, after `check` has looked at it. Collective; mutates the optimizer.
+    """Load an optimizer's state. Collective; mutates the optimizer.
+
+    Args:
+        folder: The checkpoint.
+        strategy: Puts the state back.
+        model: As the strategy wrapped it.
+        optimizer: Whose state.
+        check: Looks at the state before it is put back.
 
     Raises:
         CheckpointError: The state is absent, damaged, or does not fit.
@@ -125,13 +106,17 @@ def restore_optimizer(
 def restore_scaler(folder: Path, precision: Precision) -> None:
     """Load the loss scale, if the precision has one; mutates it."""
     if precision.state_dict():
-        state = load_part(folder, SCALER)
+        state = load_scaler(folder)
         check_state(folder / SCALER, state, precision, own=precision.state_dict())
         with restoring(folder / SCALER):
             precision.load_state_dict(state)
 
 
 def check_engine(state: dict[str, Any], path: Path, *, is_deepspeed: bool) -> None:
-    """Refuse an optimizer's state that DeepSpeed split where another strategy would have to put it together."""
+    """Refuse an optimizer's state that DeepSpeed split where another strategy would have to put it together.
+
+    Raises:
+        CheckpointError: So it is.
+    """
     if "deepspeed" in state and not is_deepspeed:
         raise misfit(path, "DeepSpeed split it in a way of its own, and the run does not use DeepSpeed")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.checkpoint.layout import checkpoint_step
-from hftrain.checkpoint.remote import Parcels, RemoteCheckpoints
+from hftrain.checkpoint.parcels import Parcels
+from hftrain.checkpoint.remote import RemoteCheckpoints
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.log import get_logger
 from hftrain.storage.files import check_writable, write_text

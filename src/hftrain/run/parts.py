@@ -14,8 +14,8 @@ from torch import nn
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.checkpoint.manager import CheckpointManager
+from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.remote import Parcels
 from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.loops.contract import Loop

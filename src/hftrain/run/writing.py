@@ -17,8 +17,8 @@ from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.background import BackgroundWrite
 from hftrain.checkpoint.consensus import Consensus
 from hftrain.checkpoint.manager import CheckpointManager, Group, NoSpaceError, Writer
+from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.remote import Parcels
 from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.states import Keep, shard_writers
 from hftrain.core.log import get_logger

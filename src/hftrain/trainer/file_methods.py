@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.remote import Parcels
+from hftrain.checkpoint.parcels import Parcels
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.speed import speed_metrics
 from hftrain.optim.weight_modes import evaluation_weights

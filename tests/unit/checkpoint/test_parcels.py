@@ -6,7 +6,7 @@ import pytest
 from support.remote import URL, listing, write
 
 from hftrain import CheckpointError
-from hftrain.checkpoint.remote import Parcels
+from hftrain.checkpoint.parcels import Parcels
 from hftrain.storage import files
 
 pytestmark = pytest.mark.usefixtures("store")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hftrain.checkpoint.states import share_out
+from hftrain.checkpoint.ranks import share_out
 
 
 def test_windows_are_merged_and_random_numbers_shared_out() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hftrain.checkpoint.manifest import Manifest, commit_order, surplus
+from hftrain.checkpoint.manifest import Manifest
+from hftrain.checkpoint.rotation import commit_order, surplus
 
 
 def test_checkpoints_are_ordered_by_commit_and_those_without_manifest_last():

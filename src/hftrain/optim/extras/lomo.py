@@ -70,7 +70,8 @@ class InBackward(UpdatesInBackward):
         if hasattr(this, "step_num"):
             this.step_num += 1
             # AdaLomo undoes the scale of a loss that nobody has scaled here.
-            torch._foreach_mul_(left, float(this.loss_scale or 1.0))
+            for gradient in left:
+                gradient.mul_(float(this.loss_scale or 1.0))
         this.grad_func(0)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,109 @@
+"""How far the parts of the package know each other, and how much of it there is: limits that may fall, never rise."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from support.source import ROOT, Module, functions, modules
+
+# What has no public way. Of the last two transformers' clients read and write too.
+FOREIGN = {
+    "torch": {
+        *("_C", "_HYBRID_SHARD_ZERO2", "_buffers", "_call_impl", "_comm_hooks", "_compiled_call_impl"),
+        *("_fsdp_param_group", "_get_fsdp_state", "_get_lr_called_within_step", "_iterator", "_milestones"),
+        *("_orig_mod", "_parameters", "_register_comm_hook", "_schedulers", "_training_state"),
+    },
+    "torch_xla": {"_sharded_param"},
+    "accelerate": {"_set_sync_gradients", "_shared_state"},
+    "deepspeed": {
+        *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
+        "_swappable_optimizer_subgroup",
+    },
+    "transformers": {"_VALID_DICT_FIELDS", "_n_gpu"},
+}
+# Public, though they look private: of named tuples, of `os` and of `sys`.
+PUBLIC = frozenset({"_replace", "_fields", "_exit", "_getframe", "_current_frames"})
+MAX_LINES = 41_200
+MAX_TEST_LINES = 59_600
+MAX_MEDIAN_FILE = 102
+
+
+def circles() -> list[set[str]]:
+    """Return the sets of modules that reach each other by imports, those for type checkers and in functions too."""
+    known = {module.name for module in modules()}
+    edges = {module.name: set(_imported(module, known)) - {module.name} for module in modules()}
+    reached = {name: _reach(name, edges) for name in edges}
+    found = ({name} | {other for other in reached[name] if name in reached[other]} for name in reached)
+    return [circle for circle in found if len(circle) > 1]
+
+
+def _imported(module: Module, known: set[str]) -> Iterator[str]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            inner = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in known else node.module for name in inner)
+
+
+def _reach(name: str, edges: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    waiting = [name]
+    while waiting:
+        for target in edges.get(waiting.pop(), set()) - seen:
+            seen.add(target)
+            waiting.append(target)
+    return seen
+
+
+def takes_trainer(module: Module) -> Iterator[str]:
+    """Yield the functions that are given a Trainer."""
+    for function in functions(module.tree):
+        arguments = function.args
+        for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+            if each.annotation is not None and ast.unparse(each.annotation).strip("'\"") == "Trainer":
+                yield f"{module.at(function)} {function.name}"
+
+
+def private_reaches(module: Module) -> Iterator[tuple[str, str]]:
+    """Yield the underscored attributes that a file reads or writes of objects not its own, and where it does."""
+    own = {f.name for f in functions(module.tree)}
+    own |= {node.attr for node in ast.walk(module.tree) if isinstance(node, ast.Attribute) and _is_self(node.value)}
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Attribute) or _is_self(node.value) or node.attr in own | PUBLIC:
+            continue
+        if node.attr.startswith("_") and not node.attr.startswith("__"):
+            yield node.attr, f"{module.at(node)}: {ast.unparse(node)}"
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles() == []
+
+
+def test_nobody_is_given_a_trainer() -> None:
+    # The commands stand above the Trainer and use it.
+    assert [found for module in modules() if module.room != "cli" for found in takes_trainer(module)] == []
+
+
+def test_private_attributes_stay_with_their_objects() -> None:
+    reaches = [found for module in modules() for found in private_reaches(module)]
+    listed = set().union(*FOREIGN.values())
+    assert [place for name, place in reaches if name not in listed] == []
+    assert sorted(listed - {name for name, _ in reaches}) == [], "gone: take them off the list"
+    assert len(FOREIGN["torch"]) <= 20
+
+
+def test_package_grows_no_longer() -> None:
+    lengths = sorted(len(module.path.read_text("utf-8").splitlines()) for module in modules())
+    assert sum(lengths) <= MAX_LINES
+    assert lengths[len(lengths) // 2] <= MAX_MEDIAN_FILE
+
+
+def test_tests_grow_no_longer() -> None:
+    files = (ROOT / "tests").rglob("*.py")
+    assert sum(len(path.read_text("utf-8").splitlines()) for path in files) <= MAX_TEST_LINES
