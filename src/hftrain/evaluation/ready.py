@@ -93,13 +93,14 @@ def ready(
         task.eval()
         for metric in task.metrics("eval").values():
             metric.reset()
-        before = computing.input_dtype, computing.autocast
+        before = computing.past, computing.input_dtype, computing.autocast
+        computing.past = None
         if dtype is not None:
             computing.input_dtype, computing.autocast = dtype, nullcontext
         try:
             yield
         finally:
-            computing.input_dtype, computing.autocast = before
+            computing.past, computing.input_dtype, computing.autocast = before
             strategy.after_evaluation(wrapped)
             task.model = wrapped
             for module, was_training in modes:

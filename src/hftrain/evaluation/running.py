@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,36 +24,11 @@ from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationHooks:
-    """The Trainer's methods and functions that an evaluation calls.
-
-    Args:
-        step: (model, batch) -> what the documented `prediction_step` returned, with the numbers that the task logs.
-        steps_talk: Whether steps may talk to other processes, each of which must then take as many.
-        look_at: Shown each batch, by which `choose_kind` finds out what a plain model's loss is a mean over.
-        trace: The documented `torch_jit_model_eval`; None without `jit_mode_eval`.
-        compute_metrics: None where no predictions are kept.
-        finish_outputs: See `EvaluateHooks`.
-    """
-
-    step: Callable[[nn.Module, Any], StepOutput]
-    steps_talk: bool
-    look_at: Callable[[Any], None]
-    choose_kind: Callable[[], str]
-    read_metrics: Callable[[], Mapping[str, Any]]
-    trace: Callable[[nn.Module, Any], nn.Module] | None
-    compute_metrics: Callable[..., Mapping[str, Any]] | None
-    preprocess_logits: Callable[[Any, Any], Any] | None
-    finish_outputs: Callable[[Any], Any] | None
-
-
 def run_evaluation(
     loader: Any,
-    hooks: EvaluationHooks,
+    hooks: EvaluateHooks,
     *,
     args: Any,
-    task: TaskModule,
     model: nn.Module,
     strategy: Strategy,
     events: CallbackHandler,
@@ -66,7 +40,7 @@ def run_evaluation(
     """Run a model that is ready over a loader; collective.
 
     Args:
-        model: The task's, bare.
+        model: Bare.
         loops: The Trainer's own, by stage.
         loss_only: Keep no predictions.
         spill_dir: See `EvaluateConfig`.
@@ -85,19 +59,17 @@ def run_evaluation(
         spill_dir=spill_dir,
         returns_predictions=not is_replaced,
     )
-    jit = None if hooks.trace is None else JitModel(hooks.trace, task.model)
-    loop_hooks = _loop_hooks(hooks, task, strategy, jit, is_prediction=is_prediction)
     used = used_in_evaluation(
         args,
         strategy,
         dataset=getattr(loader, "dataset", None),
-        takes_turns=hooks.steps_talk,
+        takes_turns=hooks.repeat_batch is not None,
         is_per_batch=config.computes_per_batch and hooks.compute_metrics is not None,
     )
     check_features(loop, used)
-    loop.attach(EvaluateParts(config=config, hooks=loop_hooks, group=strategy, events=events))
+    loop.attach(EvaluateParts(config=config, hooks=hooks, group=strategy, events=events))
     try:
-        output = loop.run(
+        return loop.run(
             loader,
             is_interleaved=takes_turns(loader),
             order=reading_order(loader),
@@ -105,34 +77,47 @@ def run_evaluation(
         )
     finally:
         loop.detach()
-    if jit is None or jit.compilation_s is None:
-        return output
-    return output._replace(metrics={**output.metrics, "jit_compilation_time": jit.compilation_s})
 
 
-def _loop_hooks(
-    hooks: EvaluationHooks, task: TaskModule, strategy: Strategy, jit: JitModel | None, *, is_prediction: bool
+def evaluation_hooks(
+    task: TaskModule,
+    strategy: Strategy,
+    *,
+    step: Callable[[nn.Module, Any], StepOutput],
+    steps_talk: bool,
+    look_at: Callable[[Any], None],
+    choose_kind: Callable[[], str],
+    read_metrics: Callable[[], Mapping[str, Any]],
+    jit: JitModel | None,
+    is_prediction: bool,
+    **others: Callable[..., Any] | None,
 ) -> EvaluateHooks:
+    """Return what the loop calls, made of the Trainer's methods.
+
+    Args:
+        step: (model, batch) -> what the documented `prediction_step` returned, with the numbers that the task logs.
+        steps_talk: See `may_talk`.
+        look_at: Shown each batch, by which `choose_kind` finds out what a plain model's loss is a mean over.
+        others: Handed on.
+    """
     plain = task if isinstance(task, ModelTask) else None
 
     def evaluate_batch(batch: Any) -> StepOutput:
         if jit is not None:
             task.model = jit.for_batch(batch)
-        hooks.look_at(batch)
-        return hooks.step(task.model, batch)
+        look_at(batch)
+        return step(task.model, batch)
 
     return EvaluateHooks(
         evaluate_batch=evaluate_batch,
         count_items=task.count_items if plain is None else plain.weights,
         kinds=("",) if plain is None else plain.kinds,
-        choose_kind=None if plain is None else hooks.choose_kind,
-        compute_metrics=hooks.compute_metrics,
+        choose_kind=None if plain is None else choose_kind,
         needs_labels=not is_prediction,
-        preprocess_logits=hooks.preprocess_logits,
-        repeat_batch=(lambda batch: hooks.step(task.model, batch)) if hooks.steps_talk else None,
+        repeat_batch=(lambda batch: step(task.model, batch)) if steps_talk else None,
         finish=strategy.finish_forwards,
-        read_metrics=None if is_prediction and plain is None else hooks.read_metrics,
-        finish_outputs=hooks.finish_outputs,
+        read_metrics=None if is_prediction and plain is None else read_metrics,
+        **others,
     )
 
 

@@ -20,8 +20,9 @@ from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
 from hftrain.evaluation.generating import generates
 from hftrain.evaluation.ready import ready
 from hftrain.evaluation.recurrence import read_memory
-from hftrain.evaluation.running import EvaluationHooks, may_talk, run_evaluation
-from hftrain.evaluation.tracing import trace_model
+from hftrain.evaluation.running import evaluation_hooks, may_talk, run_evaluation
+from hftrain.evaluation.tracing import JitModel, trace_model
+from hftrain.loops.evaluate import EvaluateHooks
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.rules.evaluation import check_evaluating
 from hftrain.rules.mistakes import explain_mistake
@@ -178,11 +179,11 @@ class EvaluationMethods(StepMethods):
         )
         self.callback_handler.refresh(eval_dataloader=dataloader)
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        jit = JitModel(self.torch_jit_model_eval, self.task.model) if self.args.jit_mode_eval else None
         output = run_evaluation(
             dataloader,
-            self._evaluation_hooks(loss_only, ignore_keys),
+            self._evaluation_hooks(loss_only, ignore_keys, jit),
             args=self.args,
-            task=self.task,
             model=self.model,
             strategy=self.strategy,
             events=self.callback_handler,
@@ -191,9 +192,12 @@ class EvaluationMethods(StepMethods):
             spill_dir=self.spill_dir,
             is_prediction=self._stage == "predict",
         )
-        return output._replace(metrics=to_plain(with_prefix(output.metrics, metric_key_prefix)))
+        metrics = to_plain(with_prefix(output.metrics, metric_key_prefix))
+        if jit is not None and jit.compilation_s is not None:
+            metrics[f"{metric_key_prefix}_jit_compilation_time"] = jit.compilation_s
+        return output._replace(metrics=metrics)
 
-    def _evaluation_hooks(self, loss_only: bool, ignore_keys: list[str] | None) -> EvaluationHooks:
+    def _evaluation_hooks(self, loss_only: bool, ignore_keys: list[str] | None, jit: JitModel | None) -> EvaluateHooks:
         def step(model: nn.Module, batch: Any) -> StepOutput:
             loss, outputs, labels = self.prediction_step(model, batch, loss_only, ignore_keys)
             return StepOutput(loss=loss, outputs=outputs, labels=labels, logs=self._eval_logs)
@@ -207,13 +211,16 @@ class EvaluationMethods(StepMethods):
             is_per_batch=self.args.batch_eval_metrics and compute_metrics is not None,
             is_overridden=self._is_overridden,
         )
-        return EvaluationHooks(
+        return evaluation_hooks(
+            self.task,
+            self.strategy,
             step=step,
             steps_talk=steps_talk,
             look_at=self._shares.search.look_at,
             choose_kind=self._shares.search.agree,
             read_metrics=self._read_metrics,
-            trace=self.torch_jit_model_eval if self.args.jit_mode_eval else None,
+            jit=jit,
+            is_prediction=self._stage == "predict",
             compute_metrics=compute_metrics,
             preprocess_logits=self.preprocess_logits_for_metrics,
             finish_outputs=self._find_filler(),
@@ -349,7 +356,7 @@ class EvaluationMethods(StepMethods):
             is_training = self._run_parts is not None
             if not is_training:
                 self.model = self.task.model = self.precision.convert(self.model)
-            is_ready = ready(
+            with ready(
                 self.task,
                 self.model,
                 strategy=self.strategy,
@@ -357,14 +364,8 @@ class EvaluationMethods(StepMethods):
                 dtype=full_eval_dtype(self.args) if casts and self._computing.input_dtype is None else None,
                 place=None if is_training else self._place,
                 wrap=lambda model: self._wrap_model(model, training=False),
-            )
-            computing = self._computing
-            past, computing.past = computing.past, None
-            try:
-                with is_ready:
-                    yield
-            finally:
-                computing.past = past
+            ):
+                yield
 
     def _place(self) -> None:
         """Make a model that is not being trained ready to be called."""
