@@ -1,116 +1,46 @@
-"""What no checkpoint can hold is said before the work, and not after it."""
+"""What is told before a training, and what is left to those who make it themselves."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
-from torch.optim.lr_scheduler import StepLR
+from support.tiny import Net, Task, make_arguments, make_rows
 
-from hftrain import CheckpointError, ConfigError, Trainer, TrainerCallback
-
-
-class Steps(TrainerCallback):
-    def __init__(self) -> None:
-        self.num = 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.num += 1
+from hftrain import ConfigError, TaskError, Trainer
 
 
-class OddSchedule(StepLR):
-    """Keeps a function, which torch's state_dict of a schedule does not leave out."""
+class Reader(Net):
+    """Takes a text next to the numbers."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.shape = lambda step: step
-        super().__init__(optimizer, 2)
-
-
-class OddState(torch.optim.SGD):
-    """Makes a state in its first step that cannot be saved."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        self.state[self.param_groups[0]["params"][0]]["seen"] = range(3)
+    def forward(self, x: torch.Tensor, text: Any, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        return super().forward(x, labels)
 
 
-class OddData:
-    """A dataset with a state that cannot be saved."""
+class Own(Task):
+    """Makes its optimizer and its schedule."""
 
-    def __init__(self) -> None:
-        self.rows = make_rows()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
-
-    def state_dict(self) -> Any:
-        return {"rows": range(3)}
-
-    def load_state_dict(self, state: Any) -> None: ...
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
-def make(
-    folder: Path, callbacks: Any = (), *, optimizer: type, schedule: Any = None, data: Any = None, **options: Any
-) -> Any:
-    model = Net()
-    made = optimizer(model.parameters(), lr=options.pop("lr", 0.1))
-    args = make_arguments(folder, **{"save_strategy": "epoch", "max_steps": 3, **options})
-    optimizers = (made, schedule and schedule(made))
-    return Trainer(model, args, train_dataset=data or make_rows(), callbacks=list(callbacks), optimizers=optimizers)
+def test_text_in_a_list_of_samples_makes_no_column(tmp_path: Path) -> None:
+    rows = [{**row, "text": "a word"} for row in make_rows(8)]
+    with pytest.raises(TaskError, match=r"Reader\.forward needs text, and the columns that make a batch are labels, x"):
+        Trainer(Reader(), make_arguments(tmp_path), train_dataset=rows).train()
 
 
-SGD = torch.optim.SGD
-CASES: dict[str, tuple[dict[str, Any], int]] = {
-    "schedule": ({"optimizer": SGD, "schedule": OddSchedule}, 0),
-    "data": ({"optimizer": SGD, "data": OddData()}, 0),
-    "setting": ({"optimizer": SGD, "lr": numpy.float32(0.1)}, 0),
-    # Its state is there after the first step.
-    "optimizer": ({"optimizer": OddState}, 1),
-}
+def test_schedule_of_the_arguments_is_tried_only_where_it_is_made(tmp_path: Path) -> None:
+    # It lacks what it needs: min_lr.
+    arguments = make_arguments(tmp_path, lr_scheduler_type="cosine_with_min_lr", max_steps=2)
+    with pytest.raises(ConfigError, match="A cosine schedule with a minimum was asked for"):
+        Trainer(Task(), arguments, train_dataset=make_rows(8)).train()
+    assert Trainer(Own(), arguments, train_dataset=make_rows(8)).train().global_step == 2
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_state_that_cannot_be_saved_ends_the_run_before_the_work(tmp_path: Path, name: str) -> None:
-    (options, num_steps), steps = CASES[name], Steps()
-    with pytest.raises(ConfigError, match="in each checkpoint"):
-        make(tmp_path, [steps], **options).train()
-    assert steps.num == num_steps
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("setting", [{"save_strategy": "no"}, {"save_only_model": True}], ids=str)
-def test_state_that_is_not_saved_may_be_anything(tmp_path: Path, name: str, setting: dict[str, Any]) -> None:
-    options, _ = CASES[name]
-    assert make(tmp_path, **options, **setting).train().global_step == 3
-
-
-def test_model_state_is_looked_at_in_either_format(tmp_path: Path) -> None:
-    class Extra(Net):
-        def get_extra_state(self) -> Any:
-            return range(3)
-
-        def set_extra_state(self, state: Any) -> None: ...
-
-    for safe in (True, False):
-        args = make_arguments(tmp_path, save_strategy="epoch", save_safetensors=safe)
-        with pytest.raises(CheckpointError, match="extra_state"):
-            Trainer(Extra(), args, train_dataset=make_rows()).train()
-    assert not any(tmp_path.glob("checkpoint-*"))
-
-
-def test_model_of_a_type_that_the_format_lacks_is_refused_at_the_start(tmp_path: Path) -> None:
-    model, steps = Net(), Steps()
-    model.register_buffer("waves", torch.zeros(2, dtype=torch.complex128))
-    args = make_arguments(tmp_path, save_strategy="epoch")
-    with pytest.raises(CheckpointError, match=r"waves should be saved.*save_safetensors=False"):
-        Trainer(model, args, train_dataset=make_rows(), callbacks=[steps]).train()
-    assert steps.num == 0
-    args = make_arguments(tmp_path, save_strategy="epoch", save_safetensors=False, max_steps=1)
-    assert Trainer(model, args, train_dataset=make_rows()).train().global_step == 1
+def test_model_without_anything_to_train_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Net was to be trained\. None of its parameters requires a gradient"):
+        Trainer(Net().requires_grad_(False), make_arguments(tmp_path), train_dataset=make_rows(8)).train()
