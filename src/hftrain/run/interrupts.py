@@ -47,11 +47,11 @@ class Interrupts:
         self._marker = checkpoints.manager.config.output_dir / MARKER
         # Why there is no consensus, though it was asked for.
         self.silence = ""
-        self.consensus = self._make_consensus(parts.pending)
+        self.consensus = self._make_consensus(parts)
         self._open = ExitStack()
         self._is_stopped = False
 
-    def _make_consensus(self, pending: list[Callable[[], None]]) -> Consensus | None:
+    def _make_consensus(self, parts: RunParts) -> Consensus | None:
         policy = self._policy
         if not (policy.on_signal or policy.every_s is not None or policy.save_async):
             return None
@@ -66,11 +66,11 @@ class Interrupts:
             return None
         return Consensus(
             self.act,
-            pending,
+            parts.pending,
             group=self._strategy,
             board=board,
             progress=self._progress,
-            timeout_s=self._args.ddp_timeout,
+            timeout_s=parts.args.ddp_timeout,
             every_s=policy.every_s,
         )
 
