@@ -39,8 +39,7 @@ class OwnOptimizers:
     """Find, save and restore what user code keeps, for one run.
 
     Args:
-        strategy: The run's; what it splits cannot be saved here.
-        task: The run's, whose modules are looked through.
+        task: Its modules are looked through.
         holders: Returns what else is looked through, each by its name.
         known: Returns what the run saves anyway.
     """

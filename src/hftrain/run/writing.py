@@ -48,8 +48,6 @@ class Save:
     """One checkpoint to write.
 
     Args:
-        step: The optimizer updates done.
-        epoch: The documented epoch, fractional.
         num_bytes: About what it takes on disk.
         main, each, facts: See `CheckpointManager.save`.
     """
@@ -133,7 +131,7 @@ class CheckpointWrites:
         return tree if self._copies is None else self._copies.copy(tree)
 
     def checkpoint_bytes(self, *, is_first: bool = False) -> int:
-        """Return about how much a checkpoint takes; see `room.checkpoint_bytes`."""
+        """Return about how many bytes a checkpoint takes; see `disk_space.checkpoint_bytes`."""
         parts, ready = self._parts, self._ready
         state = ready.task, ready.wrapped, ready.optimizer
         return checkpoint_bytes(parts.args, parts.strategy, *state, is_first=is_first)
@@ -171,7 +169,6 @@ class CheckpointWrites:
         """Write a checkpoint, or let it be written in the background; collective.
 
         Args:
-            save: What to write.
             then: Called with the folder once it is committed, in the main thread and at the same step in all processes;
                 or with None if there was no room, and the run goes on.
 
