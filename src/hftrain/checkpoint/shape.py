@@ -36,6 +36,16 @@ class Grid:
     num_batches: int | None
     num_samples: int | None
 
+    @classmethod
+    def of(cls, geometry: Mapping[str, Any], num_batches: int | None) -> Grid:
+        """Return the grid of a run, or of an Engine's loader, by what its checkpoints say of its shape."""
+        return cls(
+            round_size=geometry.get("round_size"),
+            accumulation=geometry.get("accumulation", 1),
+            num_batches=num_batches,
+            num_samples=geometry.get("samples"),
+        )
+
     @property
     def steps_per_epoch(self) -> int:
         """Updates of a whole pass whose batches are counted."""

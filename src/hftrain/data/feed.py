@@ -11,10 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hftrain.core.log import get_logger
 from hftrain.data.dispatch import DispatchLoader
-from hftrain.data.offsets import with_offset
-from hftrain.data.samplers import SkippedBatches, give_generator, samplers_of
+from hftrain.data.positions import begin_at
+from hftrain.data.samplers import Later, give_generator, samplers_of
 from hftrain.data.seeding import derive_seed, new_generator, own_seed, seed_generator, with_own_numbers
-from hftrain.data.sharding import is_plain_loader, rebuild_loader
 from hftrain.data.sizes import has_length
 from hftrain.data.states import StatefulLoader
 from hftrain.data.streams import set_dataset_epoch
@@ -119,7 +118,7 @@ class TrainFeed:
 
         Args:
             epoch: Which pass, from 0.
-            offset: Samples, of all ranks together, to leave out before the first batch is cut; see `with_offset`.
+            offset: Samples, of all ranks together, to leave out before the first batch is cut; see `begin_at`.
             skip: Batches to leave out at the start. A stream or loader with a state goes on from it. For map-style
                 data only indices are drawn; other batches are read and dropped before this returns.
 
@@ -132,8 +131,7 @@ class TrainFeed:
             # Those of the run that was saved, if another run of the script draws others.
             self.own_seeds = [*state.get("own_seeds", []), *[None] * len(self.own_seeds)][: len(self.own_seeds)]
         is_placed = state is not None and self._restore(state, is_within=is_within)
-        loader = with_offset(self.loader, offset) if offset and not is_placed else self.loader
-        loader, to_drop = (loader, 0) if is_placed or skip == 0 else _skip_indices(loader, skip)
+        loader, to_drop = (self.loader, 0) if is_placed else begin_at(self.loader, offset=offset, skip=skip)
         own_seeds = {id(generator): own for generator, own in zip(self._generators, self.own_seeds, strict=False)}
         for generator in _generators_of(loader):
             own = own_seeds.get(id(generator))
@@ -148,7 +146,7 @@ class TrainFeed:
         else:
             iterator = iter(loader)
         for sampler in samplers_of(loader) if skip else ():
-            if isinstance(sampler, SkippedBatches):
+            if isinstance(sampler, Later):
                 # Now, while the caller has put back the random numbers that the epoch's order was drawn from.
                 sampler.start()
         if to_drop:
@@ -215,23 +213,6 @@ def _draws_here(loader: Any, reader: Any) -> bool:
         return False
     is_stream = isinstance(getattr(reader, "dataset", None), IterableDataset)
     return is_stream and _is_read_here(reader) and not has_state(reader) and not has_state(reader.dataset)
-
-
-def _skip_indices(loader: Any, skip: int) -> tuple[Any, int]:
-    """Return a loader that leaves batches out, and how many more have to be dropped by reading them."""
-    is_map_style = not isinstance(getattr(loader, "dataset", None), IterableDataset)
-    if isinstance(loader, StatefulLoader) and loader.skip(skip):
-        return loader, 0
-    if isinstance(loader, DispatchLoader) and is_map_style and is_plain_loader(loader.loader):
-        return loader.with_loader(_skip_indices(loader.loader, skip * loader.world_size)[0]), 0
-    if is_plain_loader(loader) and is_map_style:
-        # The one-off loader's workers must end with the epoch; those of the original wait for the next one.
-        if loader.batch_sampler is None:
-            batching: dict[str, Any] = {"sampler": SkippedBatches(loader.sampler, skip=skip), "batch_size": None}
-        else:
-            batching = {"batch_sampler": SkippedBatches(loader.batch_sampler, skip=skip)}
-        return rebuild_loader(loader, **batching, persistent_workers=False), 0
-    return loader, skip
 
 
 def _generators_of(loader: Any) -> list[torch.Generator]:

@@ -207,39 +207,35 @@ class EvenedSampler(Sampler[Any]):
         return -(-len(self.sampler) // self._unit) * self._unit
 
 
-class SkippedBatches(Sampler[Any]):
-    """Leave out the first batches of another batch sampler; only indices are drawn for them.
+class Later(Sampler[Any]):
+    """Leave out the first items of another sampler, of indices or of batches; they are drawn, and nothing is read.
 
-    Args:
-        batch_sampler: Yields batches of indices.
-        skip: How many to leave out.
+    Example:
+        >>> list(Later(range(5), 3))
+        [3, 4]
     """
 
-    def __init__(self, batch_sampler: Any, *, skip: int) -> None:
-        self.batch_sampler = batch_sampler
-        self._skip = self._left = skip
-        self._batches: Iterator[Any] = iter(())
+    def __init__(self, sampler: Any, skip: int) -> None:
+        self.sampler = sampler
+        self.skip = self._left = skip
+        self._items: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        self._batches, self._left = iter(self.batch_sampler), self._skip
+        self._items, self._left = iter(self.sampler), self.skip
         return self
 
     def __next__(self) -> Any:
         self.start()
-        return next(self._batches)
-
-    def skip(self, num_batches: int) -> None:
-        """Choose how many the next passes leave out."""
-        self._skip = num_batches
+        return next(self._items)
 
     def start(self) -> None:
-        """Draw the order, if the pass has begun and has not: samplers wait with it until the first batch."""
+        """Draw the order, if the pass has begun and has not: samplers wait with it until the first item."""
         for _ in range(self._left):
-            next(self._batches, None)
+            next(self._items, None)
         self._left = 0
 
     def __len__(self) -> int:
-        return max(0, len(self.batch_sampler) - self._skip)
+        return max(0, len(self.sampler) - self.skip)
 
 
 def samplers_of(loader: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from hftrain.core.log import warn_once
-from hftrain.data.samplers import SkippedBatches, samplers_of
+from hftrain.data.samplers import Later, samplers_of
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.sharding import RankLoader, is_plain_loader, on_reader, rebuild_loader
 from hftrain.data.streams import EpochStream, epoch_stream
@@ -77,10 +77,10 @@ class StatefulLoader(RankLoader):
     """
 
     def __init__(self, dataset: Any, *, collate_fn: Any, worker_init_fn: Any, **options: Any) -> None:
-        self._skipped: SkippedBatches | None = None
+        self._skipped: Later | None = None
         if not isinstance(dataset, IterableDataset):
             name = "batch_sampler" if options.get("batch_sampler") is not None else "sampler"
-            self._skipped = options[name] = SkippedBatches(options[name], skip=0)
+            self._skipped = options[name] = Later(options[name], 0)
         self._start = _WorkerStart(worker_init_fn)
         super().__init__(dataset, collate_fn=_Stamp(collate_fn), worker_init_fn=self._start, **options)
         self._num_batches = self._num_to_drop = 0
@@ -119,7 +119,7 @@ class StatefulLoader(RankLoader):
             self._states = [[] for _ in range(self.num_workers)]
             self._num_batches = self._num_to_drop = 0
         if self._skipped is not None:
-            self._skipped.skip(self._num_batches)
+            self._skipped.skip = self._num_batches
         batches = self._unpacked(super().__iter__())
         # The workers have their copies by now; those of the next epoch begin with the dataset as it is.
         self._start.entries, self._is_loaded = [], False

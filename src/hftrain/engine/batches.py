@@ -11,8 +11,8 @@ from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
 from hftrain.data.feed import TrainFeed
-from hftrain.data.offsets import has_own_shares, samples_per_round
 from hftrain.data.persistent import end_workers
+from hftrain.data.positions import has_own_shares, samples_per_round
 from hftrain.data.sharding import ShardPlan
 from hftrain.data.sizes import has_length
 from hftrain.data.states import resumable_loader
@@ -119,7 +119,7 @@ class ShardedBatches:
         changes = check_shape(saved, now, is_within_epoch=progress.is_within_epoch, step=step)
         if changes:
             logger.warning("The data goes on in another shape (%s); its position is kept.", ", ".join(changes))
-        self._progress = move(progress, _grid(saved), _grid(now))
+        self._progress = move(progress, *(Grid.of(shape, shape["num_batches"]) for shape in (saved, now)))
         self._epoch_rng = own["epoch_rng"]
         with preserved_rng():  # now, as the next iteration is no place to find out that they are none
             restore_rng(self._epoch_rng or capture_rng())
@@ -139,9 +139,3 @@ class ShardedBatches:
             "drop_last": getattr(self._loader, "drop_last", None),
             "own_shares": has_own_shares(self._loader),
         }
-
-
-def _grid(shape: dict[str, Any]) -> Grid:
-    return Grid(
-        round_size=shape["round_size"], accumulation=1, num_batches=shape["num_batches"], num_samples=shape["samples"]
-    )

@@ -21,7 +21,7 @@ from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.types import Owns, PrecisionPolicy
 from hftrain.data.grouping import LengthConfig
-from hftrain.data.offsets import has_own_shares, samples_per_round, with_offset
+from hftrain.data.positions import has_own_shares, num_batches_from, samples_per_round
 from hftrain.data.sizes import has_length
 from hftrain.run.output import Output
 from hftrain.strategies.base import Strategy
@@ -88,12 +88,7 @@ def plan_run(
         ConfigError: See `_check_rounds`.
     """
     _check_rounds(strategy, args.gradient_accumulation_steps, length)
-    grid = Grid(
-        round_size=geometry["round_size"],
-        accumulation=geometry["accumulation"],
-        num_batches=length.num_batches,
-        num_samples=geometry["samples"],
-    )
+    grid = Grid.of(geometry, length.num_batches)
     whole = RunPlan(
         length=length,
         grid=grid,
@@ -143,19 +138,10 @@ def _rest(whole: RunPlan, args: TrainingArguments, folder: Path, loader: Any, pr
         changes = check_shape(saved, {name: geometry[name] for name in free}, is_within_epoch=False, step=manifest.step)
     else:
         changes = check_shape(saved, geometry, is_within_epoch=is_within, step=manifest.step)
-    old_grid = Grid(
-        round_size=saved.get("round_size"),
-        accumulation=saved["accumulation"],
-        num_batches=plan.get("num_batches"),
-        num_samples=saved.get("samples"),
-    )
-    moved = move(progress, old_grid, grid)
+    moved = move(progress, Grid.of(saved, plan.get("num_batches")), grid)
     progress.load_state_dict(moved.state_dict())
     offset = progress.offset_in_epoch
-    first = length.num_batches
-    if offset and not args.ignore_data_skip:
-        shifted = with_offset(loader, offset)
-        first = len(shifted) if has_length(shifted) else None
+    first = num_batches_from(loader, offset) if offset and not args.ignore_data_skip else length.num_batches
     asked = max_steps = length.max_steps
     if length.is_by_epochs and first is not None:
         is_as_planned = not changes and plan.get("asked") == asked

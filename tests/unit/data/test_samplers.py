@@ -17,8 +17,8 @@ from hftrain.data.samplers import (
     ContiguousShard,
     EpochShuffleSampler,
     GlobalShuffleSampler,
+    Later,
     RankBatches,
-    SkippedBatches,
     give_generator,
     is_rank_aware,
     samplers_of,
@@ -78,8 +78,8 @@ def test_rank_batches_are_those_of_accelerate(world_size, drop_last, options):
 
 
 @pytest.mark.parametrize("skip", [0, 2, 3, 9])
-def test_skipped_batches_leave_out_the_first(skip):
-    batches = SkippedBatches([[0], [1], [2]], skip=skip)
+def test_later_leaves_out_the_first(skip):
+    batches = Later([[0], [1], [2]], skip)
     assert list(batches) == [[0], [1], [2]][skip:]
     assert len(batches) == len(list(batches))
 

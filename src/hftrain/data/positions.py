@@ -1,7 +1,8 @@
-"""Positions counted in samples: how many make a micro-step, and loaders that begin in the middle of an epoch.
+"""Places within an epoch, in samples where those can be counted, and loaders that begin there.
 
 A run that goes on with another batch size, or other ranks, may stand where no batch of the new size begins. The rest of
-that epoch is then cut into batches from exactly that sample on.
+that epoch is then cut into batches from exactly that sample on. Batches are the unit of loaders that one cannot see
+into, and of the place within the rest.
 """
 
 from __future__ import annotations
@@ -11,39 +12,18 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from hftrain.core.errors import CheckpointError
 from hftrain.data.dispatch import DispatchLoader
-from hftrain.data.samplers import EvenedSampler, RankBatches, SkippedBatches, is_rank_aware
+from hftrain.data.samplers import EvenedSampler, Later, RankBatches, is_rank_aware
 from hftrain.data.seeding import SeededBatches
-from hftrain.data.sharding import is_plain_loader, rebuild_loader
+from hftrain.data.sharding import is_plain_loader, on_reader, rebuild_loader
+from hftrain.data.sizes import has_length
+from hftrain.data.states import StatefulLoader
 from hftrain.data.streams import BatchShardStream, EvenedStream
 from hftrain.data.wrappers import StreamWrapper
-
-
-class OffsetSampler(Sampler[Any]):
-    """Leave out the first samples of another sampler; only their indices are drawn.
-
-    Args:
-        sampler: The order.
-        offset: How many samples to leave out.
-
-    Example:
-        >>> list(OffsetSampler(range(5), offset=3))
-        [3, 4]
-    """
-
-    def __init__(self, sampler: Any, *, offset: int) -> None:
-        self.sampler = sampler
-        self._offset = offset
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self.sampler, self._offset, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self.sampler) - self._offset)
 
 
 class OffsetStream(StreamWrapper):
@@ -109,28 +89,47 @@ def has_own_shares(loader: Any) -> bool:
     return is_rank_aware(sampler) and not isinstance(sampler, DistributedSampler)
 
 
-def with_offset(loader: Any, offset: int) -> Any:
-    """Return a loader whose batches are cut from a sample of the epoch on.
+def begin_at(loader: Any, *, offset: int = 0, skip: int = 0) -> tuple[Any, int]:
+    """Let a loader begin within an epoch, by drawing indices only where it can be.
 
     Args:
         loader: This rank's loader.
-        offset: Samples, of all ranks together, that come before.
+        offset: Samples, of all ranks together, that come before the first batch is cut.
+        skip: Batches of this rank that come after them.
+
+    Returns:
+        The loader, and how many of its batches have to be read and dropped first.
 
     Raises:
-        CheckpointError: The loader does not say in which order all ranks read.
+        CheckpointError: There is an offset, and the loader does not say in which order all ranks read.
     """
+    if not (offset or skip):
+        return loader, 0
     if isinstance(loader, DispatchLoader):
-        return loader.with_loader(with_offset(loader.loader, offset))
-    if not is_plain_loader(loader):
+        inner, to_drop = begin_at(loader.loader, offset=offset, skip=skip * loader.world_size)
+        return on_reader(loader, lambda _: inner), to_drop // loader.world_size
+    if isinstance(loader, StatefulLoader) and not offset and loader.skip(skip):
+        return loader, 0
+    if offset and not is_plain_loader(loader):
         raise _cannot_begin(f"a {type(loader).__name__}, which iterates in its own way", offset)
-    # The one-off loader's workers must end with the epoch.
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if not offset and (is_stream or not is_plain_loader(loader)):
+        return loader, skip
+    # The one-off loader's workers must end with the epoch; those of the original wait for the next one.
     options: dict[str, Any] = {"persistent_workers": False}
-    if isinstance(loader.dataset, IterableDataset):
+    if is_stream:
         options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        return rebuild_loader(loader, dataset=_shifted(loader.dataset, offset), **options)
-    if loader.batch_sampler is None:
-        return rebuild_loader(loader, sampler=_shifted(loader.sampler, offset), batch_size=None, **options)
-    return rebuild_loader(loader, batch_sampler=_shifted(loader.batch_sampler, offset), **options)
+        return rebuild_loader(loader, dataset=_shifted(loader.dataset, offset), **options), skip
+    order = _shifted(_batches_of(loader), offset) if offset else _batches_of(loader)
+    order = Later(order, skip) if skip else order
+    options |= {"sampler": order, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": order}
+    return rebuild_loader(loader, **options), 0
+
+
+def num_batches_from(loader: Any, offset: int) -> int | None:
+    """Return the batches of an epoch after `offset` samples of all ranks; None where the loader cannot tell."""
+    later = begin_at(loader, offset=offset)[0]
+    return len(later) if has_length(later) else None
 
 
 def _batches_of(loader: Any) -> Any:
@@ -145,13 +144,12 @@ def _shifted(part: Any, offset: int) -> Any:
         return changed
     if is_rank_aware(part) or isinstance(part, BatchSampler):
         raise _cannot_begin(f"a {type(part).__name__}, which makes batches or shares of its own", offset)
-    kind = OffsetStream if isinstance(part, IterableDataset) else OffsetSampler
-    return kind(part, offset=offset)
+    return OffsetStream(part, offset=offset) if isinstance(part, IterableDataset) else Later(part, offset)
 
 
 def _is_wrapper(part: Any) -> bool:
     """Recognise what hftrain itself puts around batches or streams; accelerate's parts by name, to import nothing."""
-    known = (RankBatches, SeededBatches, SkippedBatches, EvenedSampler, EvenedStream, BatchShardStream)
+    known = (RankBatches, SeededBatches, Later, EvenedSampler, EvenedStream, BatchShardStream)
     return isinstance(part, known) or type(part).__name__ in ("BatchSamplerShard", "IterableDatasetShard")
 
 

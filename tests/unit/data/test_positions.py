@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from hftrain.core.errors import CheckpointError
 from hftrain.data.feed import TrainFeed
-from hftrain.data.offsets import OffsetStream, has_own_shares, samples_per_round, with_offset
+from hftrain.data.positions import OffsetStream, begin_at, has_own_shares, num_batches_from, samples_per_round
 
 
 class Count(IterableDataset[int]):
@@ -46,7 +46,7 @@ def test_ranks_cut_the_rest_of_the_same_order(world_size: int, workers: int) -> 
         for rank in range(world_size)
     ]
     for offset in range(11):
-        shifted = [with_offset(loader, offset) for loader in loaders]
+        shifted = [begin_at(loader, offset=offset)[0] for loader in loaders]
         rounds = [list(loader) for loader in shifted] if workers == 0 or offset == 3 else None
         assert len({len(loader) for loader in shifted}) == 1
         if rounds is not None:
@@ -70,7 +70,7 @@ def test_a_stream_leaves_out_its_first_samples(options: dict[str, Any]) -> None:
     assert list(feed.open(2, offset=1, skip=1)) == [[3, 4], [5, 6]]
     assert stream.epochs[-1] == 2
     assert stream.generator.initial_seed() == 9
-    assert len(with_offset(feed.loader, 3)) == 2
+    assert num_batches_from(feed.loader, 3) == 2
 
 
 def test_a_stream_without_epochs_is_left_alone() -> None:
@@ -82,7 +82,8 @@ def test_a_stream_without_epochs_is_left_alone() -> None:
 @pytest.mark.parametrize("even_batches", [True, False])
 def test_ranks_share_the_rest_of_a_stream(even_batches: bool) -> None:
     rounds = [
-        list(with_offset(build(Count(11), rank=rank, world_size=2, even_batches=even_batches), 3)) for rank in (0, 1)
+        list(begin_at(build(Count(11), rank=rank, world_size=2, even_batches=even_batches), offset=3)[0])
+        for rank in (0, 1)
     ]
     assert [rounds[0][0], rounds[1][0], rounds[0][1], rounds[1][1]] == [[3, 4], [5, 6], [7, 8], [9, 10]]
 
@@ -106,14 +107,14 @@ def test_batches_of_an_own_kind_are_unknown() -> None:
     loader: Any = DataLoader(list(range(8)), batch_sampler=Own(SequentialSampler(range(8)), 2, False))
     assert samples_per_round(loader, world_size=1) is None
     with pytest.raises(CheckpointError, match="Own, which makes batches"):
-        with_offset(loader, 1)
+        begin_at(loader, offset=1)
 
 
 def test_what_cannot_begin_at_a_sample_is_refused() -> None:
     with pytest.raises(CheckpointError, match="list, which iterates in its own way"):
-        with_offset([[1, 2]], 1)
+        begin_at([[1, 2]], offset=1)
     with pytest.raises(CheckpointError, match="DistributedSampler, which makes batches or shares of its own"):
-        with_offset(shared_by_torch(), 1)
+        begin_at(shared_by_torch(), offset=1)
 
 
 def shared_by_torch() -> Any:
