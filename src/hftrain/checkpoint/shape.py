@@ -93,13 +93,7 @@ def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_with
 
 
 def move(progress: Progress, saved: Grid, current: Grid) -> Progress:
-    """Return the same position in another grid.
-
-    Args:
-        progress: The position in the old one.
-        saved: The old one; `num_batches` is that of the pass the position is in.
-        current: The new one.
-    """
+    """Return the same position in another grid; `saved.num_batches` is that of the pass the position is in."""
     used = progress.micro_steps_in_epoch
     is_over = saved.num_batches is not None and used >= saved.num_batches
     if not (used or progress.offset_in_epoch):
@@ -117,10 +111,9 @@ def move(progress: Progress, saved: Grid, current: Grid) -> Progress:
 
 
 def steps_left(progress: Progress, grid: Grid, *, num_batches_first: int, num_steps: int) -> int:
-    """Return how many updates a run needs to its planned end.
+    """Return how many updates a run needs from its position in `grid` to its planned end.
 
     Args:
-        progress: Where it is, in `grid`.
         grid: How passes are cut; their batches are counted.
         num_batches_first: Micro-steps of the pass the position is in.
         num_steps: The updates that the whole run would have in this grid.

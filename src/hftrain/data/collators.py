@@ -94,14 +94,7 @@ class DataCollatorWithPadding:
 
     def __call__(self, features: list[Any]) -> Any:
         """Pad the samples into a batch."""
-        batch = pad_features(
-            self.tokenizer,
-            features,
-            padding=self.padding,
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            return_tensors=self.return_tensors,
-        )
+        batch = pad_as_asked(self, features, return_tensors=self.return_tensors)
         for name in _LABELS:
             if name in batch:
                 batch["labels"] = batch.pop(name)
@@ -109,11 +102,7 @@ class DataCollatorWithPadding:
 
 
 def returned_as(return_tensors: str, batch: Any) -> Any:
-    """Return a batch of torch tensors as ``"pt"``, which it is, or as ``"np"``.
-
-    Raises:
-        ConfigError: `return_tensors` is neither.
-    """
+    """Return a batch of torch tensors as ``"pt"``, which it is, or as ``"np"``."""
     if return_tensors not in ("pt", "np"):
         raise ConfigError(
             f"return_tensors={return_tensors!r} was asked for.",
@@ -125,11 +114,7 @@ def returned_as(return_tensors: str, batch: Any) -> Any:
 
 
 def check_pads(tokenizer: Any) -> None:
-    """Raise unless a tokenizer can pad.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Raise unless a tokenizer can pad."""
     if not callable(getattr(tokenizer, "pad", None)):
         raise ConfigError(
             f"A {type(tokenizer).__name__} was to pad the batches.",
@@ -146,11 +131,7 @@ def makes_tensors(collator: Any) -> bool:
 
 
 def pad_features(tokenizer: Any, features: list[Any], **options: Any) -> Any:
-    """Return `tokenizer.pad(features, ...)` without the advice against it, meant for those who tokenize there too.
-
-    Raises:
-        TaskError: It fails, and there is text among the columns.
-    """
+    """Return `tokenizer.pad(features, ...)` without the advice against it, meant for those who tokenize there too."""
     known_warnings = getattr(tokenizer, "deprecation_warnings", None)
     if isinstance(known_warnings, dict):
         known_warnings.setdefault("Asking-to-pad-a-fast-tokenizer", True)
@@ -165,6 +146,18 @@ def pad_features(tokenizer: Any, features: list[Any], **options: Any) -> Any:
             "they hold text.",
             "Tokenize it first (dataset.map), remove the columns, or pass a data_collator that does either.",
         ) from error
+
+
+def pad_as_asked(collator: Any, features: list[Any], *, return_tensors: str = "pt") -> Any:
+    """Pad samples by a collator's own `tokenizer`, `padding`, `max_length` and `pad_to_multiple_of`."""
+    names = ("padding", "max_length", "pad_to_multiple_of")
+    options = {name: getattr(collator, name) for name in names}
+    return pad_features(collator.tokenizer, features, return_tensors=return_tensors, **options)
+
+
+def as_list(values: Any) -> list[int]:
+    """Return token ids, or places, as a list of numbers."""
+    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 def _is_named(feature: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hftrain.core.errors import ConfigError, TaskError
-from hftrain.data.collators import check_pads, pad_features, returned_as
+from hftrain.data.collators import as_list, check_pads, pad_as_asked, pad_features, returned_as
 from hftrain.data.collators_text import IGNORED, DataCollatorForLanguageModeling
 
 # The most tokens of a sample that are predicted.
@@ -35,7 +35,7 @@ class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
         chosen = [self._choose(row) for row in rows]
         batch = pad_features(
             self.tokenizer,
-            [{"input_ids": _as_list(row["input_ids"])} for row in rows],
+            [{"input_ids": as_list(row["input_ids"])} for row in rows],
             return_tensors="pt",
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
@@ -53,8 +53,8 @@ class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
 
     def _choose(self, row: Mapping[str, Any]) -> list[int]:
         """Return the places of the tokens to predict."""
-        ids = _as_list(row["input_ids"])
-        inside = set(_as_list(row["chinese_ref"])) if "chinese_ref" in row else set()
+        ids = as_list(row["input_ids"])
+        inside = set(as_list(row["chinese_ref"])) if "chinese_ref" in row else set()
         words: list[list[int]] = []
         for place, token in enumerate(self.tokenizer.convert_ids_to_tokens(ids)):
             if token in ("[CLS]", "[SEP]"):
@@ -113,7 +113,7 @@ class DataCollatorForPermutationLanguageModeling:
         Raises:
             TaskError: The batch's length is odd, and has no two halves.
         """
-        ids = [_as_list(row["input_ids"] if isinstance(row, Mapping) else row) for row in features]
+        ids = [as_list(row["input_ids"] if isinstance(row, Mapping) else row) for row in features]
         ids_BL = pad_features(self.tokenizer, [{"input_ids": row} for row in ids], return_tensors="pt")["input_ids"]
         length = ids_BL.shape[1]
         if length % 2:
@@ -186,14 +186,7 @@ class DataCollatorForMultipleChoice:
             for row in features
             for choice in range(num_choices)
         ]
-        padded = pad_features(
-            self.tokenizer,
-            choices,
-            padding=self.padding,
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            return_tensors="pt",
-        )
+        padded = pad_as_asked(self, choices)
         batch = {key: value.view(len(features), num_choices, -1) for key, value in padded.items()}
         if name is not None:
             batch["labels"] = torch.tensor([row[name] for row in features], dtype=torch.int64)
@@ -208,7 +201,3 @@ def _hidden(is_chosen_L: torch.Tensor, is_special_L: torch.Tensor) -> torch.Tens
     # What is neither predicted nor special comes before everything.
     order_L = order_L.masked_fill(~is_chosen_L & ~is_special_L, -1)
     return ((order_L[:, None] <= order_L[None, :]) & is_chosen_L).float()
-
-
-def _as_list(values: Any) -> list[int]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)

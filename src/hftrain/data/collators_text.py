@@ -11,7 +11,7 @@ import torch
 
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
-from hftrain.data.collators import check_pads, pad_features, returned_as
+from hftrain.data.collators import as_list, check_pads, pad_as_asked, pad_features, returned_as
 from hftrain.data.seeding import derive_seed
 
 IGNORED = -100
@@ -58,7 +58,7 @@ class DataCollatorForSeq2Seq:
             TaskError: Labels differ in length, and `padding` is False.
         """
         inputs, labels = _split_labels(features)
-        batch = _pad_inputs(self, inputs)
+        batch = pad_as_asked(self, inputs)
         if labels is not None:
             batch["labels"] = self._pad_labels(labels)
             if hasattr(self.model, "prepare_decoder_input_ids_from_labels"):
@@ -116,7 +116,7 @@ class DataCollatorForTokenClassification:
             TaskError: A sample has more labels than tokens.
         """
         inputs, labels = _split_labels(features)
-        batch = _pad_inputs(self, inputs)
+        batch = pad_as_asked(self, inputs)
         if labels is not None:
             width = batch["input_ids"].shape[1]
             batch["labels"] = _pad_rows(labels, width, self.label_pad_token_id, _side(self.tokenizer))
@@ -209,7 +209,7 @@ class DataCollatorForLanguageModeling:
     def __call__(self, features: list[Any], return_tensors: str | None = None) -> Any:
         """Make a batch of mappings with `input_ids`, or of lists of token ids."""
         is_named = isinstance(features[0], Mapping)
-        rows = [dict(row) if is_named else {"input_ids": _as_list(row)} for row in features]
+        rows = [dict(row) if is_named else {"input_ids": as_list(row)} for row in features]
         offsets = [row.pop("offset_mapping", None) for row in rows]
         batch = pad_features(self.tokenizer, rows, return_tensors="pt", pad_to_multiple_of=self.pad_to_multiple_of)
         special = batch.pop("special_tokens_mask", None)
@@ -303,22 +303,7 @@ def _split_labels(features: list[Mapping[str, Any]]) -> tuple[list[dict[str, Any
     inputs = [{key: value for key, value in row.items() if key != name} for row in features]
     if name is None or all(row[name] is None for row in features):
         return inputs, None
-    return inputs, [_as_list(row[name]) for row in features]
-
-
-def _as_list(values: Any) -> list[int]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)
-
-
-def _pad_inputs(collator: Any, inputs: list[dict[str, Any]]) -> Any:
-    return pad_features(
-        collator.tokenizer,
-        inputs,
-        padding=collator.padding,
-        max_length=collator.max_length,
-        pad_to_multiple_of=collator.pad_to_multiple_of,
-        return_tensors="pt",
-    )
+    return inputs, [as_list(row[name]) for row in features]
 
 
 def _pad_rows(rows: list[list[int]], width: int, value: int, side: str) -> torch.Tensor:

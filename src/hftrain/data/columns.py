@@ -11,21 +11,17 @@ import torch
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
+from hftrain.data.wrappers import tell_epoch
 
 _logger = get_logger(__name__)
 
 
 def signature_columns(model: Any, *, label_names: Iterable[str]) -> list[str] | None:
-    """Name the columns that a model's forward can take.
+    """Name the columns that a model's forward can take; adapters and compiled models are looked through.
 
-    Args:
-        model: The model; adapters (`get_base_model()`) and compiled models are looked through.
-        label_names: The arguments that hold labels.
-
-    Returns:
-        The parameters of `forward`, then the label names and ``"label"``, ``"label_ids"``, which collators rename.
-        None stands for all columns: forward's signature names none or cannot be read, or it takes ``**kwargs`` and
-        the model is not of the transformers kind (it has no `config`), so any column may be meant for it.
+    These are the parameters of `forward`, then the label names and ``"label"``, ``"label_ids"``, which collators
+    rename. None stands for all columns: forward's signature names none or cannot be read, or it takes ``**kwargs`` and
+    the model is not of the transformers kind (it has no `config`), so any column may be meant for it.
 
     Example:
         >>> signature_columns(torch.nn.Linear(1, 1), label_names=["labels"])
@@ -48,9 +44,8 @@ def signature_columns(model: Any, *, label_names: Iterable[str]) -> list[str] | 
 def removable_columns(dataset: Any) -> list[str] | None:
     """List the columns of a `datasets` dataset that can be removed before it is read.
 
-    Returns:
-        The column names; None for other datasets, for a stream that does not know its columns yet, and where a custom
-        transform makes the model's columns out of the stored ones. `ColumnPruner` serves those.
+    None for other datasets, for a stream that does not know its columns yet, and where a custom transform makes the
+    model's columns out of the stored ones. `ColumnPruner` serves those.
     """
     names = getattr(dataset, "column_names", None)
     format_ = getattr(dataset, "format", None)
@@ -73,16 +68,7 @@ def known_columns(dataset: Any) -> list[str] | None:
 
 
 def prune_columns(dataset: Any, *, keep: Iterable[str], model_name: str, description: str) -> Any:
-    """Remove the columns of a `datasets` dataset that are not in `keep`.
-
-    Args:
-        dataset: Any dataset; without `removable_columns` it comes back as it is.
-        keep: What `signature_columns` gave.
-        model_name: The model, for messages.
-        description: The set's role, for messages (``"training"``).
-
-    Returns:
-        A dataset with the remaining columns; the given one is not changed.
+    """Return a `datasets` dataset without the columns that are not in `keep`; others come back as they are.
 
     Raises:
         ConfigError: No column would remain.
@@ -101,9 +87,9 @@ def prune_columns(dataset: Any, *, keep: Iterable[str], model_name: str, descrip
 
 
 class _Before:
-    """What comes before a collator."""
+    """What comes before a collator; `description` is the set's role, for messages (``"training"``)."""
 
-    def __init__(self, collator: Callable[[list[Any]], Any], description: str) -> None:
+    def __init__(self, collator: Callable[[list[Any]], Any], *, description: str) -> None:
         self.collator = collator
         self._description = description
         # Shared memory, because each worker has its own copy of this object.
@@ -111,8 +97,7 @@ class _Before:
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to a collator that wants it."""
-        if callable(getattr(self.collator, "set_epoch", None)):
-            self.collator.set_epoch(epoch)  # type: ignore[attr-defined]
+        tell_epoch(self.collator, epoch)
 
     def _tell(self, message: str) -> None:
         """Log a message, once for all workers."""
@@ -124,35 +109,20 @@ class _Before:
 class ColumnPruner(_Before):
     """Drop the keys that a model cannot take before a collator sees them; can be pickled if the collator can.
 
-    Args:
-        collator: Makes a batch of a list of samples.
-        keep: What `signature_columns` gave.
-        model_name: The model, for messages.
-        description: The set's role, for messages (``"training"``).
-
     Example:
         >>> ColumnPruner(list, keep=["x"], model_name="Net", description="training")([{"x": 1, "text": "a"}])
         [{'x': 1}]
     """
 
     def __init__(
-        self,
-        collator: Callable[[list[Any]], Any],
-        *,
-        keep: Iterable[str],
-        model_name: str,
-        description: str,
+        self, collator: Callable[[list[Any]], Any], *, keep: Iterable[str], model_name: str, description: str
     ) -> None:
-        super().__init__(collator, description)
+        super().__init__(collator, description=description)
         self._keep = frozenset(keep)
         self._model_name = model_name
 
     def __call__(self, features: list[Any]) -> Any:
-        """Collate the features without the dropped keys; features that are no mappings are left as they are.
-
-        Raises:
-            ConfigError: A feature would be empty.
-        """
+        """Collate the features without the dropped keys; features that are no mappings are left as they are."""
         keep = self._keep
         return self.collator(
             # The first test is the usual case, and cheap: this runs for every sample.
@@ -180,24 +150,13 @@ class TextRemover(_Before):
 
     For data whose useful columns nobody knows, such as what a task reads.
 
-    Args:
-        collator: Makes tensors of a list of samples.
-        description: The set's role, for messages (``"training"``).
-
     Example:
         >>> TextRemover(list, description="training")([{"x": 1, "text": "a"}])
         [{'x': 1}]
     """
 
-    def __init__(self, collator: Callable[[list[Any]], Any], *, description: str) -> None:
-        super().__init__(collator, description)
-
     def __call__(self, features: list[Any]) -> Any:
-        """Collate the features without text; the first one tells which columns that is.
-
-        Raises:
-            ConfigError: Nothing else is there.
-        """
+        """Collate the features without text; the first one tells which columns that is."""
         first = features[0]
         # The second test is the usual case, and cheap.
         if not isinstance(first, (dict, Mapping)) or _PLAIN.issuperset(map(type, first.values())):

@@ -24,13 +24,8 @@ class DispatchLoader:
     """Give rank r the batches r, r + W, ... of a loader that the main process alone iterates.
 
     Taking a batch is collective: a round of batches, one for each rank, is sent as it is read. Batches may hold
-    anything that can be pickled, and differ in shape. Whatever else is asked of this object, the loader answers.
-
-    Args:
-        loader: Yields the batches of all ranks in turn; iterated on the main process only.
-        rank: This rank.
-        world_size: The number of ranks, W.
-        drops_rest: Leave out a last round that has no batch for every rank.
+    anything that can be pickled, and differ in shape. `drops_rest` leaves out a last round that has no batch for every
+    rank. Whatever else is asked of this object, the loader answers.
     """
 
     def __init__(self, loader: Any, *, rank: int, world_size: int, drops_rest: bool) -> None:

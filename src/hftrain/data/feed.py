@@ -17,7 +17,7 @@ from hftrain.data.seeding import derive_seed, new_generator, own_seed, seed_gene
 from hftrain.data.sizes import has_length
 from hftrain.data.states import StatefulLoader
 from hftrain.data.streams import set_dataset_epoch
-from hftrain.data.wrappers import has_state
+from hftrain.data.wrappers import has_state, tell_epoch
 
 _logger = get_logger(__name__)
 
@@ -30,10 +30,6 @@ class TrainFeed:
 
     Works with hftrain's loaders and with whatever iterable of batches a user's override returns. A torch loader or
     sampler that would draw from the global generator gets a generator of its own; mutates them.
-
-    Args:
-        loader: The loader of this rank.
-        seed: The data seed.
 
     Attributes:
         own_seeds: For each generator in a torch loader what the user seeded it with, or None, for which the data seed
@@ -87,11 +83,7 @@ class TrainFeed:
         return state
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on, at the next `open`, with what `state_dict` returned; None leaves everything to skipping.
-
-        Raises:
-            ValueError: It is something else.
-        """
+        """Go on, at the next `open`, with what `state_dict` returned; None leaves all to skipping, others raise."""
         found = {} if state is None else state
         is_fit = isinstance(found, dict) and not any(isinstance(found.get(name), torch.Tensor) for name in _SHAPE)
         own_seeds = found.get("own_seeds", []) if is_fit else None
@@ -119,11 +111,8 @@ class TrainFeed:
         Args:
             epoch: Which pass, from 0.
             offset: Samples, of all ranks together, to leave out before the first batch is cut; see `begin_at`.
-            skip: Batches to leave out at the start. A stream or loader with a state goes on from it. For map-style
-                data only indices are drawn; other batches are read and dropped before this returns.
-
-        Returns:
-            The iterator over the batches that remain, possibly none.
+            skip: Batches to leave out after them. A stream or loader with a state goes on from it. For map-style data
+                only indices are drawn; other batches are read and dropped before this returns.
         """
         state, self._state = self._state, None
         is_within = skip > 0 or offset > 0
@@ -222,10 +211,6 @@ def _generators_of(loader: Any) -> list[torch.Generator]:
 
 
 def _start_epoch(loader: Any, *, epoch: int, seed: int) -> None:
-    for part in (loader, *samplers_of(loader)):
-        if callable(getattr(part, "set_epoch", None)):
-            part.set_epoch(epoch)
-    collate = getattr(loader, "collate_fn", None)
-    if callable(getattr(collate, "set_epoch", None)):
-        collate.set_epoch(epoch)  # type: ignore[union-attr]
+    for part in (loader, *samplers_of(loader), getattr(loader, "collate_fn", None)):
+        tell_epoch(part, epoch)
     set_dataset_epoch(getattr(loader, "dataset", None), epoch=epoch, seed=seed)

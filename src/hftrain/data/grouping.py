@@ -30,7 +30,6 @@ class LengthConfig:
         input_name: The part of a sample whose length counts.
         column: A column of a `datasets.Dataset` that holds the lengths, if it is there.
         batch_size: Samples that should be alike: those of one optimizer update, all ranks together.
-        seed: The data seed.
         shuffles_batches: Shuffle the batches too (`sortish_sampler`), and evaluate from long to short.
     """
 
@@ -45,13 +44,8 @@ class LengthShuffledSampler(Sampler[int]):
     """Shuffle so that neighbours have similar lengths; the longest sample comes first, to fail early if it must.
 
     The order of epoch e is a function of `seed + e` alone. A random order is cut into groups of up to 50 batches, and
-    each group is sorted from long to short.
-
-    Args:
-        lengths: The length of each sample.
-        batch_size: Samples that should be alike.
-        seed: The data seed.
-        shuffles_batches: Shuffle the full batches once more, so that no run of ever shorter ones is left.
+    each group is sorted from long to short. `shuffles_batches` shuffles the full batches once more, so that no run of
+    ever shorter ones is left.
 
     Example:
         >>> sampler = LengthShuffledSampler([1, 9, 2, 8], batch_size=2, seed=0)
@@ -72,16 +66,13 @@ class LengthShuffledSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = self._group(generator)
+        order = grouped_order(self.lengths, self.batch_size, generator=generator)
         if self._shuffles_batches:
             order = self._shuffle_batches(order, generator)
         return iter(order.tolist())
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    def _group(self, generator: torch.Generator) -> Lengths:
-        return grouped_order(self.lengths, self.batch_size, generator=generator)
 
     def _shuffle_batches(self, order: Lengths, generator: torch.Generator) -> Lengths:
         """Put full batches in random order, the one with the longest sample first; a short one stays last."""
@@ -98,11 +89,7 @@ def grouped_order(
 ) -> Lengths:
     """Return a random order, cut into groups that are each sorted from long to short; the longest sample comes first.
 
-    Args:
-        lengths: The length of each sample.
-        batch_size: Samples that should be alike.
-        num_batches: How many of these make a group; None takes up to 50.
-        generator: What the random order is drawn from; None for torch's own.
+    A group is `num_batches` batches, up to 50 if that is None.
     """
     lengths = numpy.asarray(lengths, dtype=numpy.int64)
     num = len(lengths)
@@ -121,12 +108,8 @@ class LengthSortedSampler(Sampler[int]):
     """Read from long to short; where there are several ranks, each gets long and short ones alike.
 
     Args:
-        lengths: The length of each sample.
         world_size: The number of ranks, which read contiguous shares.
         unit: Samples that stay together; those that fill no unit, the shortest, are left out.
-
-    Attributes:
-        order: The samples' indices as they are read.
 
     Example:
         >>> LengthSortedSampler([1, 3, 2], world_size=1).order.tolist()
@@ -150,11 +133,7 @@ class LengthSortedSampler(Sampler[int]):
 
 
 def check_lengths(dataset: Any, config: LengthConfig) -> None:
-    """Look at one sample to see whether a dataset's samples have lengths.
-
-    Raises:
-        ConfigError: It is a stream, or its samples have no such input.
-    """
+    """Look at one sample to refuse a stream, or samples without such an input."""
     if isinstance(dataset, IterableDataset):
         raise _no_lengths(dataset, "A stream is read in its own order.", "Use a dataset with __len__ and __getitem__.")
     if _has_column(dataset, config.column) or not len(dataset):
@@ -168,9 +147,6 @@ def sample_lengths(dataset: Any, config: LengthConfig) -> Lengths:
 
     Columns of a `datasets.Dataset` are read as columns; of other data each sample is read once, and what that draws
     at random is drawn again later.
-
-    Raises:
-        ConfigError: There is no such input, or the column holds no lengths.
     """
     check_lengths(dataset, config)
     if _has_column(dataset, config.column):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -23,27 +24,22 @@ class LoaderCache:
 
     def __init__(self, *, limit: int) -> None:
         self.limit = limit
-        self._kept: list[tuple[tuple[Any, ...], Any]] = []
+        self._kept: OrderedDict[tuple[int, ...], tuple[tuple[Any, ...], Any]] = OrderedDict()
 
     def get(self, parts: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Return the loader that was made of these very objects, or make it.
-
-        Args:
-            parts: What the loader depends on; compared by identity, so they are kept alive.
-            make: Makes the loader.
-        """
-        found = next((entry for entry in self._kept if _are_same(entry[0], parts)), None)
-        others = [entry for entry in self._kept if entry is not found]
-        if found is None:
+        """Return the loader that was made of these very objects, which are kept alive, or make it."""
+        key = tuple(map(id, parts))
+        if key not in self._kept:
             # Forgotten first, so that its workers end before others start.
-            self._kept = others = others[max(len(others) - self.limit + 1, 0) :]
-            found = (parts, make())
-        self._kept = [*others, found]
-        return found[1]
+            while len(self._kept) >= max(self.limit, 1):
+                self._kept.popitem(last=False)
+            self._kept[key] = parts, make()
+        self._kept.move_to_end(key)
+        return self._kept[key][1]
 
     def clear(self) -> None:
         """Forget all loaders."""
-        self._kept = []
+        self._kept.clear()
 
 
 def end_workers(loader: Any) -> None:
@@ -51,7 +47,3 @@ def end_workers(loader: Any) -> None:
     loader = getattr(loader, "loader", loader)
     if getattr(loader, "_iterator", None) is not None:
         loader._iterator = None
-
-
-def _are_same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
-    return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))

@@ -27,12 +27,7 @@ from hftrain.data.wrappers import StreamWrapper
 
 
 class OffsetStream(StreamWrapper):
-    """Leave out the first samples of a stream, which are read and dropped.
-
-    Args:
-        dataset: The stream.
-        offset: How many samples to leave out.
-    """
+    """Leave out the first samples of a stream, which are read and dropped."""
 
     def __init__(self, dataset: Any, *, offset: int) -> None:
         super().__init__(dataset)
@@ -53,9 +48,8 @@ class OffsetStream(StreamWrapper):
 def samples_per_round(loader: Any, *, world_size: int) -> int | None:
     """Return how many samples all ranks read together for one micro-step.
 
-    Returns:
-        The number; None where batches may differ in size, or come from several workers that read a part of a stream
-        each, so that their samples have no order that does not depend on the batch size.
+    None where batches may differ in size, or come from several workers that read a part of a stream each, so that
+    their samples have no order that does not depend on the batch size.
 
     Example:
         >>> from torch.utils.data import DataLoader

@@ -20,10 +20,6 @@ class EpochShuffleSampler(Sampler[int]):
     The order of epoch e is `torch.randperm(n)` drawn from a generator seeded with `seed + e`: the order in which the
     Hugging Face Trainer reads the same dataset with the same data seed.
 
-    Args:
-        data_source: The dataset; only its length is used, read again at each epoch.
-        seed: The data seed.
-
     Example:
         >>> sampler = EpochShuffleSampler(range(5), seed=0)
         >>> sorted(sampler) == [0, 1, 2, 3, 4] and list(sampler) == list(sampler)
@@ -62,13 +58,8 @@ class ContiguousShard(Sampler[Any]):
     one after the other, restore the order. A share may be empty.
 
     Args:
-        sampler: What to share out: indices, or whole batches of them. It needs a length.
-        rank: This rank.
-        world_size: The number of ranks.
+        sampler: Indices, or whole batches of them. It needs a length.
         unit: How many samples stay together; those that fill no unit are left out.
-
-    Raises:
-        ConfigError: The sampler has no length.
 
     Example:
         >>> [list(ContiguousShard(range(5), rank=rank, world_size=2)) for rank in (0, 1)]
@@ -189,12 +180,7 @@ def even_out(items: Iterable[Any], unit: int) -> Iterator[Any]:
 
 
 class EvenedSampler(Sampler[Any]):
-    """Fill another sampler (of indices, or of batches) up to a multiple of `unit`; see `even_out`.
-
-    Args:
-        sampler: What to fill up.
-        unit: How many make a full round of all ranks.
-    """
+    """Fill another sampler, of indices or of batches, up to a multiple of `unit`; see `even_out`."""
 
     def __init__(self, sampler: Any, *, unit: int) -> None:
         self.sampler = sampler
@@ -222,11 +208,11 @@ class Later(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self._items, self._left = iter(self.sampler), self.skip
-        return self
+        return self._rest()
 
-    def __next__(self) -> Any:
+    def _rest(self) -> Iterator[Any]:
         self.start()
-        return next(self._items)
+        yield from self._items
 
     def start(self) -> None:
         """Draw the order, if the pass has begun and has not: samplers wait with it until the first item."""

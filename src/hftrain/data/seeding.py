@@ -40,12 +40,8 @@ def start_worker(worker_id: int, *, rank: int, seed: int | None = None) -> None:
     """Seed a new worker process, and put it into a process group of its own; a `worker_init_fn` once `rank` is bound.
 
     Launchers and terminals send a signal to the whole group of the process that trains. That one may go on to the next
-    step and save, for which it needs its workers.
-
-    Args:
-        worker_id: The worker's number.
-        rank: The process it works for: the loaders of all ranks draw the same base seed.
-        seed: The seed to start from; None for torch's base seed, which the loader's generator draws for each epoch.
+    step and save, for which it needs its workers. Without a seed it starts from torch's base seed, which the loader's
+    generator draws for each epoch, the same on all ranks.
     """
     seed_process(derive_seed(torch.initial_seed() if seed is None else seed, rank, worker_id))
     if get_worker_info() is not None and hasattr(os, "setpgid"):
@@ -58,10 +54,6 @@ def with_own_numbers(open_batches: Callable[[], Iterator[Any]], *, seed: int) ->
     What a stream remembers (a shuffled buffer, say) then depends on the seed alone, and comes out the same when the
     stream is read again up to some batch. NumPy's generator is exchanged, as copying its state takes long; for both
     that forgets the second one of a pair of normal numbers.
-
-    Args:
-        open_batches: Begins to read.
-        seed: What the numbers start from.
     """
     numbers: tuple[Any, ...] = (
         random.Random(seed).getstate(),
@@ -113,15 +105,10 @@ def seed_generator(generator: torch.Generator, seed: int, *, own: int | None) ->
 
 
 class SeededBatches(Sampler[list[Any]]):
-    """Send a seed along with each batch of indices.
+    """Send a seed along with each batch of indices; each rank draws other numbers.
 
     Workers fetch ahead, and after a resume another worker makes a batch than before. With a seed that depends on the
     batch's place only, what a dataset or collator draws at random in a worker is the same in every run.
-
-    Args:
-        batch_sampler: Yields lists of indices.
-        seed: The run's data seed.
-        rank: This process; each rank draws other numbers.
     """
 
     def __init__(self, batch_sampler: Any, *, seed: int, rank: int) -> None:

@@ -14,15 +14,9 @@ from hftrain.core.errors import ConfigError
 
 
 def check_sendable(parts: Mapping[str, Any], *, num_workers: int, method: str | None = None) -> None:
-    """Raise unless worker processes, as Python starts them here, can be given all parts; what tensors hold is not read.
+    """Raise unless worker processes can be given all parts, which have the names that users know; `method` starts them.
 
-    Args:
-        parts: Datasets and collators, by the names they have for the user.
-        num_workers: Without any, nothing is sent.
-        method: How they start; None for Python's own choice.
-
-    Raises:
-        ConfigError: A part cannot be pickled; the error names it.
+    What tensors hold is not read.
     """
     method = method or multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if num_workers == 0 or method == "fork":

@@ -26,17 +26,9 @@ def has_length(obj: Any) -> bool:
 
 
 def num_examples(loader: Any, *, batch_size: int = 1) -> int:
-    """Count the samples behind a loader, all ranks together where its dataset can tell.
+    """Count the samples behind a loader, all ranks together if its dataset can tell; `TypeError` without any length.
 
-    Args:
-        loader: Any iterable of batches.
-        batch_size: Samples per batch to assume where neither the dataset nor the loader tells.
-
-    Returns:
-        The dataset's length; without one, the observed sizes of a list of batches, or batches times batch size.
-
-    Raises:
-        TypeError: Neither the dataset nor the loader has a length.
+    Without a dataset's length: the sizes of a list of batches, or batches times the loader's (else the given) size.
 
     Source:
         The documented `Trainer.num_examples`.

@@ -15,19 +15,13 @@ from hftrain.data.samplers import Later, samplers_of
 from hftrain.data.seeding import SeededBatches
 from hftrain.data.sharding import RankLoader, is_plain_loader, on_reader, rebuild_loader
 from hftrain.data.streams import EpochStream, epoch_stream
-from hftrain.data.wrappers import has_state
+from hftrain.data.wrappers import has_state, tell_epoch
 
 
 def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
-    """Let a plain loader be resumed exactly: with seeds for its workers, and with the states of its dataset.
+    """Let a rank's loader be resumed exactly: with seeds for its workers, and with the states of its dataset.
 
-    Args:
-        loader: A loader of this rank, such as one that a user's override returned.
-        seed: The data seed.
-        rank: This rank.
-
-    Returns:
-        A loader of the same batches; the one given if it iterates in its own way, or lacks nothing.
+    One that iterates in its own way, or lacks nothing, comes back as it is.
     """
     return on_reader(loader, partial(_resumable, seed=seed, rank=rank))
 
@@ -71,9 +65,7 @@ class StatefulLoader(RankLoader):
     dataset goes on with the very next batch. Of a stream each worker has a part of its own, and goes on at the start
     of the round (one batch from each worker) that was begun: fewer batches than there are workers are read again.
 
-    Args:
-        dataset: Map-style, or a stream with an `EpochStream` inside.
-        collate_fn, worker_init_fn, **options: Those of `torch.utils.data.DataLoader`, with workers.
+    A stream has an `EpochStream` inside, and there are workers.
     """
 
     def __init__(self, dataset: Any, *, collate_fn: Any, worker_init_fn: Any, **options: Any) -> None:
@@ -159,8 +151,7 @@ class _Stamp:
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to a collator that wants it."""
-        if callable(getattr(self.collate, "set_epoch", None)):
-            self.collate.set_epoch(epoch)  # type: ignore[attr-defined]
+        tell_epoch(self.collate, epoch)
 
     def __call__(self, samples: Any) -> Stamped:
         batch = self.collate(samples)

@@ -13,20 +13,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hftrain.core.errors import TaskError
 from hftrain.data.samplers import even_out
 from hftrain.data.seeding import derive_seed, seed_process
-from hftrain.data.wrappers import StreamWrapper, has_state
+from hftrain.data.wrappers import StreamWrapper, has_state, tell_epoch
 
 
 def set_dataset_epoch(dataset: Any, *, epoch: int, seed: int) -> None:
-    """Tell a dataset its epoch: reseed a stream's `generator`, call `set_epoch`; mutates the dataset.
-
-    Source:
-        The documented rules for randomized `IterableDataset` objects.
-    """
+    """Tell a dataset its epoch: reseed a stream's `generator`, call `set_epoch`, as documented; mutates the dataset."""
     generator = getattr(dataset, "generator", None)
     if isinstance(dataset, IterableDataset) and isinstance(generator, torch.Generator):
         generator.manual_seed(seed + epoch)
-    if callable(getattr(dataset, "set_epoch", None)):
-        dataset.set_epoch(epoch)
+    tell_epoch(dataset, epoch)
 
 
 class EpochStream(StreamWrapper):
@@ -35,12 +30,8 @@ class EpochStream(StreamWrapper):
     Workers hold copies of the dataset, which `set_epoch` in the main process never reaches once they live. Here the
     epoch is in shared memory, and each copy applies it as it starts to iterate.
 
-    A stream with a state begins each epoch in the state that a new worker's copy has, in workers that persist too.
-
-    Args:
-        dataset: The stream.
-        seed: The data seed; a `generator` of the stream is seeded with `seed + epoch`.
-        rank: This rank, for the random numbers of its workers.
+    A stream with a state begins each epoch in the state that a new worker's copy has, in workers that persist too. A
+    `generator` of the stream is seeded with `seed + epoch`; the workers of each rank draw other numbers.
     """
 
     def __init__(self, dataset: Any, *, seed: int, rank: int) -> None:
@@ -113,21 +104,12 @@ class EpochStream(StreamWrapper):
         self._is_loaded, self._is_over = True, bool(state["is_over"])
         self.dataset.load_state_dict(state["stream"])
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
 
 class BatchShardStream(StreamWrapper):
     """Give rank r the batches r, r + W, r + 2W, ... of a stream, without padding or repetition.
 
-    Every rank reads the whole stream, which must be in the same order on all. A rank may get one batch less.
-
-    Args:
-        dataset: The stream.
-        batch_size: Samples per batch of one rank.
-        rank: This rank.
-        world_size: The number of ranks, W.
-        drops_rest: Leave out a last round that has not a full batch for every rank.
+    Every rank reads the whole stream, which must be in the same order on all. A rank may get one batch less, unless
+    `drops_rest` leaves out a last round that has not a full batch for every rank.
 
     Example:
         >>> from torch.utils.data import IterableDataset
@@ -164,10 +146,6 @@ class EvenedStream(StreamWrapper):
     """Fill a stream up to a multiple of `unit`, in each worker that reads it; see `even_out`.
 
     A stream with a state is read again for that, as from its start; others are remembered.
-
-    Args:
-        dataset: The stream.
-        unit: How many make a full round of all ranks.
     """
 
     def __init__(self, dataset: Any, *, unit: int) -> None:

@@ -8,19 +8,14 @@ from torch.utils.data import IterableDataset
 
 
 class StreamWrapper(IterableDataset[Any]):
-    """A stream made of another one, whose epoch and state are the other's.
-
-    Args:
-        dataset: The other stream.
-    """
+    """A stream made of another one, whose epoch and state are the other's."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to a stream that wants it."""
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(epoch)
+        tell_epoch(self.dataset, epoch)
 
     def state_dict(self) -> Any:
         """Return the state of the stream."""
@@ -29,6 +24,15 @@ class StreamWrapper(IterableDataset[Any]):
     def load_state_dict(self, state: Any) -> None:
         """Put the state of the stream back, for the iteration that follows."""
         self.dataset.load_state_dict(state)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def tell_epoch(part: Any, epoch: int) -> None:
+    """Call `set_epoch` of whatever takes part in loading and has it."""
+    if callable(getattr(part, "set_epoch", None)):
+        part.set_epoch(epoch)
 
 
 def has_state(data: Any) -> bool:
