@@ -65,20 +65,9 @@ class Adafactor(Optimizer):
         if warmup_init and not relative_step:
             reason = "it is how relative_step=True begins."
             raise ConfigError("Cannot use Adafactor's warmup_init=True:", reason, "Leave it out.")
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "eps": eps,
-                "clip_threshold": clip_threshold,
-                "decay_rate": decay_rate,
-                "beta1": beta1,
-                "weight_decay": weight_decay,
-                "scale_parameter": scale_parameter,
-                "relative_step": relative_step,
-                "warmup_init": warmup_init,
-            },
-        )
+        defaults: dict[str, Any] = {"lr": lr, "eps": eps, "beta1": beta1, "weight_decay": weight_decay}
+        defaults |= {"clip_threshold": clip_threshold, "decay_rate": decay_rate, "scale_parameter": scale_parameter}
+        super().__init__(params, {**defaults, "relative_step": relative_step, "warmup_init": warmup_init})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

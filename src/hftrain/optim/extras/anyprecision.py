@@ -89,15 +89,10 @@ class AnyPrecisionAdamW(Optimizer):
 
 def adamw_anyprecision(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
     """Handle `AnyPrecisionAdamW`; dtypes are written by name."""
-    hints = {
-        "use_kahan_summation": bool,
-        "momentum_dtype": str,
-        "variance_dtype": str,
-        "compensation_buffer_dtype": str,
-    }
-    options = read_options(config, hints)
+    dtypes = dict.fromkeys(("momentum_dtype", "variance_dtype", "compensation_buffer_dtype"), str)
+    options = read_options(config, {"use_kahan_summation": bool, **dtypes})
     for key, value in options.items():
-        if key.endswith("_dtype"):
+        if key in dtypes:
             if value.removeprefix("torch.") not in _DTYPES:
                 raise ConfigError(
                     f"optim={config.name!r} was asked for with optim_args {key}={value}.",

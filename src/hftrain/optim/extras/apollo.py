@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from hftrain.optim.low_rank import low_rank_class
@@ -26,15 +28,7 @@ _CHOICES = {
 def adamw(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
     """Handle APOLLO's AdamW. Source: Zhu et al., 2024, arXiv 2412.05270."""
     cls = load("apollo_torch:APOLLOAdamW", "apollo-torch", config, extra="apollo")
-    made, given = low_rank_class(
-        cls,
-        config,
-        model,
-        low_rank=_LOW_RANK,
-        choices=_CHOICES,
-        is_layerwise=is_layerwise,
-        betas=config.betas,
-        eps=config.eps,
-    )
+    settings: dict[str, Any] = {"low_rank": _LOW_RANK, "choices": _CHOICES, "betas": config.betas, "eps": config.eps}
+    made, given = low_rank_class(cls, config, model, is_layerwise=is_layerwise, **settings)
     made.make_projector = cls._initialize_projector  # type: ignore[attr-defined]
     return made, given

@@ -34,11 +34,8 @@ def ademamix(config: OptimizerConfig, model: nn.Module | None, *, bits: int, is_
     numbers = dict.fromkeys(("beta1", "beta2", "beta3", "alpha", "eps"), float)
     counts = dict.fromkeys(("t_alpha", "t_beta3", "min_8bit_size"), int)
     options = read_options(config, {**numbers, **counts})
-    betas = (
-        options.pop("beta1", config.betas[0]),
-        options.pop("beta2", config.betas[1]),
-        options.pop("beta3", 0.9999),
-    )
+    defaults = {"beta1": config.betas[0], "beta2": config.betas[1], "beta3": 0.9999}
+    betas = tuple(options.pop(name, default) for name, default in defaults.items())
     settings = {"betas": betas, "alpha": 5.0, "eps": config.eps, "is_paged": is_paged, **options}
     return _paired("AdEMAMix", config, model, bits=bits, **settings)
 
