@@ -81,21 +81,6 @@ def test_a_used_schedule_of_the_users_is_named(tmp_path: Path, caplog: pytest.Lo
     assert "stepped before" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "keywords"),
-    [
-        ({"label_smoothing_factor": 0.1}, {}),
-        ({"label_names": ["y"]}, {}),
-        ({}, {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: labels}),
-    ],
-)
-def test_a_loss_setting_that_a_task_would_not_read_is_refused(
-    tmp_path: Path, options: dict[str, Any], keywords: dict[str, Any]
-) -> None:
-    with pytest.raises(ConfigError, match="A task computes its own loss"):
-        Trainer(Task(), make_arguments(tmp_path, **options), **keywords)
-
-
 class Targets(nn.Module):
     """Calls its labels by another name."""
 

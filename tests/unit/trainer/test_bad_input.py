@@ -32,6 +32,8 @@ def nothing_launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReq
 
 ROWS = make_rows(4)
 SETS = {"train": make_rows(), "test": ROWS}
+SGD = torch.optim.SGD(Net().parameters(), lr=0.1)
+BEST: dict[str, Any] = {"eval_strategy": "epoch", "eval_dataset": ROWS}
 
 
 @pytest.mark.parametrize(
@@ -44,12 +46,28 @@ SETS = {"train": make_rows(), "test": ROWS}
         ({"precision": "bf16", "fp16": True}, "precision='bf16'.*fp16=True"),
         ({"precision": "tf32"}, "TF32"),
         ({"neftune_noise_alpha": 5.0}, "get_input_embeddings"),
-        ({"eval_strategy": "epoch"}, "no eval_dataset"),
-        ({"data_collator": 3}, "data_collator"),
-        ({"optimizers": (None, object()), "model_init": Net}, "optimizers.*model_init"),
+        ({"eval_strategy": "epoch"}, "eval_strategy='epoch' was asked for. There is no eval_dataset"),
+        ({"eval_strategy": "steps"}, "eval_strategy='steps' was asked for. There is no eval_dataset"),
+        ({"eval_strategy": "epoch", "eval_dataset": {}}, "There is no eval_dataset"),
+        (
+            {"eval_strategy": "epoch", "eval_dataset": []},
+            r"was asked for\. eval_dataset is empty",
+        ),
+        ({"eval_strategy": "epoch", "eval_dataset": {"a": ROWS, "b": []}}, r"was asked for\. b is empty"),
+        ({"data_collator": 3}, "Cannot use a int as data_collator: it is not callable"),
+        (
+            {"optimizers": (None, object()), "model_init": Net},
+            r"optimizers=\(\.\.\.\) was given together with model_init",
+        ),
+        ({"optimizers": (SGD, None), "model_init": Net}, r"optimizers=\(\.\.\.\) was given together with model_init"),
+        (
+            {"optimizers": (SGD, None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
+            "together with optimizer_cls_and_kwargs",
+        ),
         ({"optimizers": (None,)}, "not a pair of an optimizer and a schedule"),
         ({"model_init": lambda trial, other: Net()}, "takes more than the trial"),
         ({"model_init": lambda: None}, "It returned None"),
+        ({"model_init": 3}, r"model_init was given\. It cannot be called"),
         ({"tokenizer": object(), "processing_class": object()}, "processing_class and tokenizer"),
         ({"optim": "adamw_tosh"}, "adamw_torch"),
         ({"optim": "adalomo"}, "CUDA devices only"),
@@ -60,9 +78,18 @@ SETS = {"train": make_rows(), "test": ROWS}
             {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "steps"},
             "load_best_model_at_end",
         ),
+        ({**BEST, "metric_for_best_model": "f1"}, r"metric_for_best_model='f1'.*loss alone"),
+        ({**BEST, "metric_for_best_model": "los"}, "metric_for_best_model='los' was asked for.*mean 'eval_loss'"),
         (
-            {"eval_strategy": "epoch", "metric_for_best_model": "f1", "eval_dataset": ROWS},
-            r"metric_for_best_model='f1'.*loss alone",
+            {**BEST, "metric_for_best_model": "loss", "eval_dataset": {"a": ROWS, "b": ROWS}},
+            "Did you mean 'eval_._loss' or 'eval_._loss'",
+        ),
+        ({**BEST, "metric_for_best_model": "eval_c_loss", "eval_dataset": {"a": ROWS}}, "'eval_a_loss'"),
+        ({"model": Task(), "label_smoothing_factor": 0.1}, "label_smoothing_factor was given together with Task"),
+        ({"model": Task(), "label_names": ["y"]}, "label_names was given together with Task"),
+        (
+            {"model": Task(), "label_names": ["y"], "compute_loss_func": len},
+            "compute_loss_func, label_names was given together with Task.* A task computes its own loss",
         ),
         ({"train_dataset": None}, "no train_dataset"),
         ({"train_dataset": []}, "train_dataset is empty"),
@@ -173,13 +200,16 @@ class Outside(TaskModule):
     [
         ({"model": Outside()}, r"outside its model \(temperature\)"),
         ({"model": TaskModule()}, "no child called 'model'"),
+        ({"model": Net}, r"The class Net was given as model.*Pass Net\(\.\.\.\)"),
+        ({"model": "bert-base"}, "A str was given as model"),
+        ({"model": lambda: Net()}, "A function was given as model"),
         (
             {"train_dataset": [{"text": "a", "label": 1}] * 4},
             r"\(text, label\) include none that Net\.\w+ takes \(x\)",
         ),
     ],
 )
-def test_task_that_breaks_its_contract_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+def test_model_or_task_that_cannot_be_used_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         train(tmp_path, **given)
 
