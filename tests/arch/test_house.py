@@ -20,7 +20,7 @@ FOREIGN = {
         *("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"),
         "_swappable_optimizer_subgroup",
     },
-    "transformers": {"_VALID_DICT_FIELDS", "_n_gpu"},
+    "transformers": {"_VALID_DICT_FIELDS"},
 }
 # Public, though they look private: of named tuples, of `os` and of `sys`.
 PUBLIC = frozenset({"_replace", "_fields", "_exit", "_getframe", "_current_frames"})

@@ -96,14 +96,14 @@ def forget_devices(args: Any, model: Any) -> None:
     """Let the arguments count the devices again; a model that is spread over them counts as on one. Mutates `args`."""
     vars(args).pop("_n_gpu", None)
     if model is not None and any(map(is_spread, (model, getattr(model, "model", model)))):
-        args._n_gpu = min(args.n_gpu, 1)
+        vars(args)["_n_gpu"] = min(args.n_gpu, 1)
 
 
 def note_devices(args: Any, strategy: Strategy) -> None:
     """Let the arguments say how many devices the strategy takes: batch sizes are per device. Mutates `args`."""
     num = getattr(strategy, "num_devices", 1)
     if max(args.n_gpu, 1) != num:
-        args._n_gpu = num
+        vars(args)["_n_gpu"] = num
 
 
 def _check_sagemaker(args: Any) -> None:
