@@ -97,10 +97,7 @@ class Consensus:
     # -- for the main thread and signal handlers -----------------------------------------------------------------
 
     def ask(self, what: str) -> bool:
-        """Ask for something, from any thread or a signal handler; return whether somebody will see to it.
-
-        `SAVE` and `STOPS` are asked of all processes by any one. Anything else should be asked by all.
-        """
+        """Ask for something, from any thread or a signal handler; return whether somebody will see to it."""
         self._asked.add(what)
         if self.world_size == 1:
             self._raise_flag()
@@ -150,11 +147,7 @@ class Consensus:
             self._watcher.start()
 
     def close(self, *, is_failed: bool = False) -> None:
-        """End the thread. `barrier` and `all_true` still serve a save that is not over.
-
-        Args:
-            is_failed: Whether the training ends by an error.
-        """
+        """End the thread. `barrier` and `all_true` still serve a save that is not over."""
         self._is_closing = True
         self._bell.put(None)
         if self._watcher.is_alive():

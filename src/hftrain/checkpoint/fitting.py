@@ -69,13 +69,7 @@ def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def check_optimizer(path: Path, optimizer: torch.optim.Optimizer, *, before: list[dict[str, Any]]) -> None:
-    """Refuse what an optimizer has been loaded with if its next step would fail.
-
-    Args:
-        path: The file.
-        optimizer: The optimizer, loaded.
-        before: Its `group_settings` before it was loaded.
-    """
+    """Refuse what an optimizer was loaded with if its next step would fail; `before` are its settings before that."""
     for number, (settings, group) in enumerate(zip(before, optimizer.param_groups, strict=True)):
         for name, value in settings.items():
             is_fit = name in group and is_alike(group[name], value)

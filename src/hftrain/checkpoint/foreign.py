@@ -35,11 +35,7 @@ def is_foreign(folder: Path) -> bool:
 
 
 def check_foreign(folder: Path) -> None:
-    """Refuse a checkpoint of transformers' Trainer that lacks what a resume needs.
-
-    Raises:
-        CheckpointError: A file is absent, or the state of the run makes no sense.
-    """
+    """Refuse a checkpoint of transformers' Trainer that lacks what a resume needs, or whose state makes no sense."""
     _read_state(folder)
     if _has_our_arguments(folder):
         raise _unusable(folder, f"hftrain has written it, with a {MANIFEST} that is gone: nothing proves it whole")
@@ -54,11 +50,7 @@ def check_foreign(folder: Path) -> None:
 
 
 def check_whole(folder: Path) -> None:
-    """Prove a checkpoint by its manifest; of one of transformers' Trainer, only that nothing is missing.
-
-    Raises:
-        CheckpointError: It is damaged or incomplete.
-    """
+    """Prove a checkpoint by its manifest; of one of transformers' Trainer, only that nothing is missing."""
     if is_foreign(folder):
         check_foreign(folder)
     else:
@@ -106,11 +98,7 @@ def read_foreign(folder: Path, current: Mapping[str, Any], grid: Grid) -> Manife
 
 
 def check_foreign_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Refuse the state of another optimizer, or of other parameters; the checkpoint does not name its class.
-
-    Raises:
-        CheckpointError: Options or shapes differ.
-    """
+    """Refuse the state of another optimizer, or of other parameters; the checkpoint does not name its class."""
     groups, own = state.get("param_groups", []), optimizer.param_groups
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
         raise _unusable(folder / OPTIMIZER, "Its groups of parameters are not those of this run's optimizer")

@@ -196,11 +196,9 @@ class CheckpointManager:
         return [path.name for path in list_checkpoints(self.config.output_dir)]
 
     def open(self, path: str | Path) -> Manifest | None:
-        """Verify a checkpoint that was named explicitly.
+        """Verify a checkpoint that was named explicitly, and return its manifest.
 
-        Returns:
-            Its manifest; None, with a warning, if it looks like one of the Hugging Face Trainer, which cannot be
-            verified.
+        None, with a warning, if it looks like one of the Hugging Face Trainer, which cannot be verified.
 
         Raises:
             CheckpointError: It is damaged, or no checkpoint.
@@ -225,9 +223,6 @@ class CheckpointManager:
 
         The newest, the best and the one committed last always stay, and so does every folder without a manifest that
         can be read.
-
-        Args:
-            best: The checkpoint with the best metric so far.
         """
         limit = self.config.save_total_limit
         if limit is None and self.config.keep_best is not None:
@@ -253,12 +248,9 @@ class CheckpointManager:
         return best_names(manifests, number=config.keep_best, is_greater_better=config.is_greater_better)
 
     def prune(self, needed_bytes: int, *, best: Path | None = None) -> bool:
-        """Delete this run's oldest checkpoints, at least one, until there is room; for the committer alone.
+        """Delete this run's oldest checkpoints, at least one, until there is room, and return whether any was deleted.
 
-        The newest, the best and those that `keep_best` keeps stay.
-
-        Returns:
-            Whether anything was deleted, there being room now or not.
+        For the committer alone. The newest, the best and those that `keep_best` keeps stay.
         """
         known = self.own_checkpoints()
         protected = self._protected(known, best)

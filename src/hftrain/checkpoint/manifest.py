@@ -129,11 +129,7 @@ def check_geometry(manifest: Manifest, **current: Any) -> None:
 
 
 def inner_path(folder: Path, name: str) -> Path:
-    """Return the path of a file that a manifest names.
-
-    Raises:
-        CheckpointError: It lies outside the folder.
-    """
+    """Return the path of a file that a manifest names, refusing one outside the folder."""
     parts = PurePosixPath(name).parts
     if not parts or name != "/".join(parts) or parts[0] == "/" or ".." in parts or "\\" in name or ":" in parts[0]:
         raise _refused(folder / MANIFEST, f"It names {name!r}, which is not a path inside the folder")

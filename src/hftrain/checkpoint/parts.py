@@ -12,7 +12,6 @@ from hftrain.checkpoint.layout import (
     MANIFEST,
     OPTIMIZER,
     OPTIMIZER_SHARDS,
-    SCALER,
     SCHEDULER,
     TRAINER_STATE,
     rng_name,
@@ -25,18 +24,19 @@ from hftrain.storage.shards import load_shards
 from hftrain.storage.tensors import load_containers, save_containers
 
 
-def save_optimizer(state: dict[str, Any], folder: Path) -> None:
-    """Write the optimizer's state dict."""
-    save_containers(state, folder / OPTIMIZER)
+def load_part(folder: Path, name: str, *, with_numpy: bool = False) -> dict[str, Any]:
+    """Read a file that holds a dictionary onto the CPU; raises `CheckpointError` if it is absent or damaged."""
+    check_complete(folder, name)
+    path = folder / name
+    content = load_containers(path, with_numpy=with_numpy)
+    if not isinstance(content, dict):
+        raise _unusable(path, f"It holds a {type(content).__name__} instead of a dictionary")
+    return content
 
 
 def load_optimizer(folder: Path) -> dict[str, Any]:
-    """Read the optimizer's state dict onto the CPU, in whichever form it is.
-
-    Raises:
-        CheckpointError: A file is absent or damaged.
-    """
-    state = _load(folder, OPTIMIZER)
+    """Read the optimizer's state dict, whole or in shards; raises `CheckpointError` if it is absent or damaged."""
+    state = load_part(folder, OPTIMIZER)
     with restoring(folder / OPTIMIZER):
         for name, tensor in load_shards(folder, stem=OPTIMIZER_SHARDS).items():
             index, _, key = name.partition(".")
@@ -44,24 +44,9 @@ def load_optimizer(folder: Path) -> dict[str, Any]:
     return state
 
 
-def save_scheduler(state: dict[str, Any], folder: Path) -> None:
-    """Write the learning rate schedule's state dict."""
-    save_containers(state, folder / SCHEDULER)
-
-
 def load_scheduler(folder: Path) -> dict[str, Any]:
     """Read the learning rate schedule's state dict; raises `CheckpointError` if it is absent or damaged."""
-    return _load(folder, SCHEDULER)
-
-
-def save_scaler(state: dict[str, Any], folder: Path) -> None:
-    """Write the gradient scaler's state dict."""
-    save_containers(state, folder / SCALER)
-
-
-def load_scaler(folder: Path) -> dict[str, Any]:
-    """Read the gradient scaler's state dict; raises `CheckpointError` if it is absent or damaged."""
-    return _load(folder, SCALER)
+    return load_part(folder, SCHEDULER)
 
 
 def save_rng(state: dict[str, Any], folder: Path, *, rank: int, world_size: int) -> None:
@@ -71,15 +56,11 @@ def save_rng(state: dict[str, Any], folder: Path, *, rank: int, world_size: int)
 
 def load_rng(folder: Path, *, rank: int, world_size: int) -> dict[str, Any]:
     """Read one process's random number generators; raises `CheckpointError` if they are absent or damaged."""
-    return _load(folder, rng_name(rank=rank, world_size=world_size), with_numpy=True)
+    return load_part(folder, rng_name(rank=rank, world_size=world_size), with_numpy=True)
 
 
 def save_trainer_state(state: TrainerState, folder: Path) -> None:
-    """Write the documented, human-readable state.
-
-    Raises:
-        CheckpointError: A callback's state is no plain data.
-    """
+    """Write the documented, human-readable state; raises `CheckpointError` if a callback's is not plain data."""
     try:
         text = state.to_json()
     except (TypeError, ValueError) as error:
@@ -120,7 +101,7 @@ def save_arguments(arguments: dict[str, Any], folder: Path) -> None:
 
 def load_arguments(folder: Path) -> dict[str, Any]:
     """Read the training arguments as a dictionary; raises `CheckpointError` if they are absent or damaged."""
-    return _load(folder, ARGUMENTS)
+    return load_part(folder, ARGUMENTS)
 
 
 def check_complete(folder: Path, name: str) -> None:
@@ -132,15 +113,6 @@ def check_complete(folder: Path, name: str) -> None:
             "Name an older checkpoint that is complete, start a new run from its weights, or save without "
             "save_only_model.",
         )
-
-
-def _load(folder: Path, name: str, *, with_numpy: bool = False) -> dict[str, Any]:
-    check_complete(folder, name)
-    path = folder / name
-    content = load_containers(path, with_numpy=with_numpy)
-    if not isinstance(content, dict):
-        raise _unusable(path, f"It holds a {type(content).__name__} instead of a dictionary")
-    return content
 
 
 def _unusable(path: Path, reason: str) -> CheckpointError:

@@ -9,14 +9,10 @@ import torch
 
 
 def share_out(states: Sequence[dict[str, Any]], *, rank: int) -> dict[str, Any]:
-    """Return what one of the new processes goes on with.
+    """Return what one of the new processes goes on with, of what each of the old ones saved, by rank.
 
     Random numbers are those of the process of the same number, or of the last. The open logging window is merged, so
     that the next log has the same means.
-
-    Args:
-        states: What each of the old processes saved, by rank.
-        rank: The new process.
     """
     own = dict(states[min(rank, len(states) - 1)])
     # Where each process was in its own share of the data, which is another one now.

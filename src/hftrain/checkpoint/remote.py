@@ -66,11 +66,7 @@ class RemoteCheckpoints:
             ) from error
 
     def names(self) -> list[str]:
-        """List the folders that are named like checkpoints, in the order of their commits; see `commit_order`.
-
-        Raises:
-            UnreachableError: The store cannot be used.
-        """
+        """List the folders that are named like checkpoints, in the order of their commits; see `commit_order`."""
         return list(self._manifests())
 
     def latest(self) -> Path | None:

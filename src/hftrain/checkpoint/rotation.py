@@ -22,25 +22,16 @@ def commit_order(manifest: Manifest | None, *, step: int) -> tuple[float, int]:
 
 
 def surplus(known: Sequence[T], *, protected: Collection[T], limit: int) -> Sequence[T]:
-    """Return what to delete so that no more than `limit` stay, the oldest first, and of the protected none.
-
-    Args:
-        known: Oldest first.
-        protected: What stays, whatever the limit.
-        limit: At least 1.
-    """
+    """Return what to delete of `known`, the oldest first, so that `limit` stay, at least 1, and all `protected`."""
     others = [each for each in known if each not in protected]
     num_kept = len(known) - len(others)
     return others[: max(0, len(known) - max(limit, num_kept))]
 
 
 def best_names(manifests: Mapping[str, Manifest], *, number: int | None, is_greater_better: bool) -> set[str]:
-    """Return the checkpoints with the best metrics; of equal ones the earlier.
+    """Return the names of the checkpoints with the best metrics, None for none; of equal ones the earlier.
 
-    Args:
-        manifests: By the checkpoint's name. Those without the fact ``metric`` are not among the best.
-        number: How many; None for none.
-        is_greater_better: Which way is better.
+    Those without the fact ``metric`` are not among the best.
     """
     scored = [
         (-metric if is_greater_better else metric, manifest.step, name)

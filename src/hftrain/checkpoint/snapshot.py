@@ -36,8 +36,6 @@ class HostCopies:
     def reserve(self, capture: Callable[[Callable[[Any], Any]], Any]) -> None:
         """Take the memory of the first copies in a thread, so that those need not wait for it; at most once.
 
-        Nothing happens where there are copies already.
-
         Args:
             capture: Calls what it is given with each nested structure that will be copied.
         """

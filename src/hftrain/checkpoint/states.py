@@ -11,7 +11,7 @@ from torch import nn
 
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, misfit, restoring
 from hftrain.checkpoint.layout import OPTIMIZER, OPTIMIZER_SHARDS, SCALER, WEIGHT_SHARDS
-from hftrain.checkpoint.parts import load_optimizer, load_rng, load_scaler
+from hftrain.checkpoint.parts import load_optimizer, load_part, load_rng
 from hftrain.checkpoint.ranks import share_out
 from hftrain.core.log import get_logger
 from hftrain.precision.base import Precision
@@ -34,7 +34,6 @@ def shard_writers(
     """Return what writes this process's pieces of model and optimizer; nothing where they are saved whole.
 
     Args:
-        strategy: Knows how they are split.
         model: As the strategy wrapped it.
         optimizer: None to leave its state out.
         keep: Copies tensors to host memory, where they are written later.
@@ -65,13 +64,7 @@ def load_own(folder: Path, *, rank: int, world_size: int, num_saved: int) -> dic
 
 
 def whole_state(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what the main process writes of an optimizer; `shard_writers` write the rest. Collective.
-
-    Args:
-        strategy: Knows what is split.
-        model: As the strategy wrapped it.
-        optimizer: Whose state.
-    """
+    """Return what the main process writes of an optimizer; `shard_writers` write the rest. Collective."""
     split = strategy.optimizer_shards(model, optimizer)
     return split[0] if split else strategy.optimizer_state(model, optimizer)
 
@@ -84,14 +77,7 @@ def restore_optimizer(
     *,
     check: Callable[[dict[str, Any]], None] = lambda state: None,
 ) -> None:
-    """Load an optimizer's state. Collective; mutates the optimizer.
-
-    Args:
-        folder: The checkpoint.
-        strategy: Puts the state back.
-        model: As the strategy wrapped it.
-        optimizer: Whose state.
-        check: Looks at the state before it is put back.
+    """Load an optimizer's state, after `check` has looked at it. Collective; mutates the optimizer.
 
     Raises:
         CheckpointError: The state is absent, damaged, or does not fit.
@@ -106,17 +92,13 @@ def restore_optimizer(
 def restore_scaler(folder: Path, precision: Precision) -> None:
     """Load the loss scale, if the precision has one; mutates it."""
     if precision.state_dict():
-        state = load_scaler(folder)
+        state = load_part(folder, SCALER)
         check_state(folder / SCALER, state, precision, own=precision.state_dict())
         with restoring(folder / SCALER):
             precision.load_state_dict(state)
 
 
 def check_engine(state: dict[str, Any], path: Path, *, is_deepspeed: bool) -> None:
-    """Refuse an optimizer's state that DeepSpeed split where another strategy would have to put it together.
-
-    Raises:
-        CheckpointError: So it is.
-    """
+    """Refuse an optimizer's state that DeepSpeed split where another strategy would have to put it together."""
     if "deepspeed" in state and not is_deepspeed:
         raise misfit(path, "DeepSpeed split it in a way of its own, and the run does not use DeepSpeed")

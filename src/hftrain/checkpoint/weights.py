@@ -39,13 +39,12 @@ logger = get_logger(__name__)
 def save_weights(
     model: torch.nn.Module, folder: Path, *, state_dict: Mapping[str, Any] | None = None, safe: bool = True
 ) -> None:
-    """Write a model's weights, and its configuration if the model saves itself (`save_pretrained`).
+    """Write a model's weights in place of those in a folder, and its configuration if it saves itself.
 
     Args:
         model: The model without wrappers.
-        folder: An existing folder; weights that it holds are replaced, whatever their form.
-        state_dict: The weights to write instead of the model's own, such as gathered shards; without any, only the
-            model's configuration is written, if it has one.
+        folder: An existing folder.
+        state_dict: The weights to write instead of the model's own; an empty one writes the configuration alone.
         safe: Write safetensors, else torch's zip format.
 
     Raises:
@@ -171,15 +170,7 @@ def save_task_state(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 
 def load_task_state(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Read what `save_task_state` wrote.
-
-    Args:
-        folder: The checkpoint.
-        names: The names that the task has, and so expects.
-
-    Raises:
-        CheckpointError: The file is damaged, or holds other names.
-    """
+    """Read what `save_task_state` wrote; raises `CheckpointError` if it is damaged, or holds other names."""
     path = folder / TASK_STATE
     tensors = load_tensors(path) if names or path.exists() else {}
     if tensors.keys() != set(names):

@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hftrain.checkpoint import states
 from hftrain.checkpoint.fitting import check_state, restoring
-from hftrain.checkpoint.layout import OPTIMIZER, rng_name
+from hftrain.checkpoint.layout import OPTIMIZER, SCALER, rng_name
 from hftrain.checkpoint.manager import CheckpointConfig, CheckpointManager, Writer
 from hftrain.checkpoint.manifest import check_geometry, read_manifest
-from hftrain.checkpoint.parts import save_optimizer, save_rng, save_scaler
+from hftrain.checkpoint.parts import save_rng
 from hftrain.checkpoint.shape import check_shape
 from hftrain.checkpoint.weights import load_weights, save_weights
 from hftrain.core.errors import CheckpointError, ConfigError
@@ -33,6 +33,7 @@ from hftrain.precision.registry import precisions
 from hftrain.step.assemble import assemble_stepper
 from hftrain.step.legality import check_legal
 from hftrain.step.stepper import Stepper
+from hftrain.storage.tensors import save_containers
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
 
@@ -290,10 +291,10 @@ class Engine:
         own = map_tensors(own, torch.Tensor.cpu)
         main: list[Writer] = [
             lambda folder: save_weights(bare, folder, state_dict=weights),
-            lambda folder: save_optimizer(optimizer_state, folder),
+            lambda folder: save_containers(optimizer_state, folder / OPTIMIZER),
         ]
         if scaler:
-            main.append(lambda folder: save_scaler(scaler, folder))
+            main.append(lambda folder: save_containers(scaler, folder / SCALER))
         each = [
             *states.shard_writers(strategy, model, optimizer),
             lambda folder: save_rng(own, folder, rank=strategy.rank, world_size=strategy.world_size),

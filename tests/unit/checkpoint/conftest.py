@@ -13,6 +13,7 @@ from hftrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.seed import capture_rng
 from hftrain.core.state import TrainerState
+from hftrain.storage.tensors import save_containers
 
 
 class Solo:
@@ -56,9 +57,9 @@ def save_at() -> Callable[[CheckpointManager, int], Path]:
         main = [
             lambda folder: save_weights(model, folder),
             lambda folder: save_task_state({"scale": torch.ones(1)}, folder),
-            lambda folder: parts.save_optimizer(optimizer, folder),
-            lambda folder: parts.save_scheduler({"last_epoch": step}, folder),
-            lambda folder: parts.save_scaler({"scale": 2.0}, folder),
+            lambda folder: save_containers(optimizer, folder / "optimizer.pt"),
+            lambda folder: save_containers({"last_epoch": step}, folder / "scheduler.pt"),
+            lambda folder: save_containers({"scale": 2.0}, folder / "scaler.pt"),
             lambda folder: parts.save_trainer_state(TrainerState(global_step=step), folder),
             lambda folder: parts.save_arguments({"learning_rate": 0.1}, folder),
         ]

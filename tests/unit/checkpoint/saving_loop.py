@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from hftrain.checkpoint import parts
 from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.manager import CheckpointConfig, CheckpointManager
 from hftrain.checkpoint.weights import save_weights
+from hftrain.storage.tensors import save_containers
 
 
 class Solo:
@@ -42,7 +42,7 @@ def save_until_killed(output_dir: Path) -> None:
                 step,
                 main=[
                     lambda folder: save_weights(model, folder),
-                    lambda folder: parts.save_optimizer(optimizer, folder),
+                    lambda folder: save_containers(optimizer, folder / "optimizer.pt"),
                 ],
                 facts={"step": step},
             )

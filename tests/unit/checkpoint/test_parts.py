@@ -14,11 +14,12 @@ from hftrain.checkpoint import parts
 from hftrain.core.errors import CheckpointError
 from hftrain.core.seed import capture_rng, restore_rng
 from hftrain.core.state import TrainerState
+from hftrain.storage.tensors import save_containers
 
 LOADERS = {
     "optimizer.pt": parts.load_optimizer,
     "scheduler.pt": parts.load_scheduler,
-    "scaler.pt": parts.load_scaler,
+    "scaler.pt": lambda folder: parts.load_part(folder, "scaler.pt"),
     "trainer_state.json": parts.load_trainer_state,
     "training_args.bin": parts.load_arguments,
     "rng_state.pth": lambda folder: parts.load_rng(folder, rank=0, world_size=1),
@@ -41,8 +42,8 @@ def test_optimizer_and_schedule_continue_bit_for_bit(tmp_path, kind):
 
     model, optimizer, schedule = build()
     train(model, optimizer, schedule)
-    parts.save_optimizer(optimizer.state_dict(), tmp_path)
-    parts.save_scheduler(schedule.state_dict(), tmp_path)
+    save_containers(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    save_containers(schedule.state_dict(), tmp_path / "scheduler.pt")
     again, optimizer_again, schedule_again = build()
     again.load_state_dict(model.state_dict())
     optimizer_again.load_state_dict(parts.load_optimizer(tmp_path))
@@ -56,8 +57,8 @@ def test_optimizer_and_schedule_continue_bit_for_bit(tmp_path, kind):
 
 def test_scaler_and_arguments_round_trip(tmp_path):
     scaler = torch.amp.GradScaler("cpu")
-    parts.save_scaler(scaler.state_dict(), tmp_path)
-    assert parts.load_scaler(tmp_path) == scaler.state_dict()
+    save_containers(scaler.state_dict(), tmp_path / "scaler.pt")
+    assert parts.load_part(tmp_path, "scaler.pt") == scaler.state_dict()
     arguments = {"lr": 0.1, "label_names": ["a"], "fsdp_config": {"x": None}}
     parts.save_arguments(arguments, tmp_path)
     assert parts.load_arguments(tmp_path) == arguments
