@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hftrain.core.errors import TaskError
+from hftrain.core.speed import speed_metrics
 from hftrain.trainer.reports import (
     metrics_format,
     metrics_table,
-    speed_metrics,
     store_metrics,
     to_plain,
     with_prefix,
