@@ -8,7 +8,7 @@ import pytest
 from support.source import Function, Module, functions, modules
 
 MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 50
 # The classes that `Trainer` is a chain of.
 FACADE = ("trainer.py", "fields.py", *(f"{part}_methods.py" for part in ("data", "evaluation", "file", "step")))
 
@@ -47,6 +47,8 @@ def test_functions_are_short() -> None:
         f"{module.at(function)} {function.name}: {lines_without_docstring(function)} lines"
         for module in modules()
         for function in functions(module.tree)
+        # Half of the Trainer's constructor is its documented signature.
+        if (module.path.name, function.name) != ("trainer.py", "__init__")
         if lines_without_docstring(function) > MAX_FUNCTION_LINES
     ] == []
 

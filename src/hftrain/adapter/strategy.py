@@ -52,14 +52,7 @@ def strategy_request(
     engines = _engines_of(strategy if is_object else name)
     if name == "fsdp" and not is_object and fsdp.asks_for_wrapper(args):
         name, engines = "fsdp1", _engines_of("fsdp1")
-    wanted: dict[str, Any] = {
-        "backend": args.ddp_backend,
-        "bucket_cap_mb": args.ddp_bucket_cap_mb,
-        "broadcast_buffers": args.ddp_broadcast_buffers,
-        "find_unused_parameters": args.ddp_find_unused_parameters,
-        "static_graph": args.ddp_static_graph,
-        "timeout_s": None if args.ddp_timeout == _DEFAULT_TIMEOUT_S else args.ddp_timeout,
-    }
+    wanted = _process_options(args)
     if "fsdp" in engines:
         if not is_object:
             fsdp.check_engine(args, name)
@@ -90,6 +83,18 @@ def strategy_request(
     if is_checkpointing:
         defaults["broadcast_buffers"] = False
     return name, {option: value for option, value in {**defaults, **wanted}.items() if accepts(option)}
+
+
+def _process_options(args: Any) -> dict[str, Any]:
+    """Return what the arguments say of processes and their exchange; None where they leave it open."""
+    return {
+        "backend": args.ddp_backend,
+        "bucket_cap_mb": args.ddp_bucket_cap_mb,
+        "broadcast_buffers": args.ddp_broadcast_buffers,
+        "find_unused_parameters": args.ddp_find_unused_parameters,
+        "static_graph": args.ddp_static_graph,
+        "timeout_s": None if args.ddp_timeout == _DEFAULT_TIMEOUT_S else args.ddp_timeout,
+    }
 
 
 def forget_devices(args: Any, model: Any) -> None:

@@ -11,6 +11,7 @@ from hftrain.adapter.configs import optimizer_config, schedule_config
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
+from hftrain.core.types import Owns
 from hftrain.optim.groups import decay_parameter_names
 from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
 from hftrain.optim.schedules import build_schedule
@@ -75,13 +76,18 @@ class OptimizerMethods(DataMethods):
         return self.optimizer
 
     def _forget_schedule(self) -> None:
-        """Forget a schedule that an earlier train() used up; the optimizer goes on unless the task makes both."""
+        """Forget what an earlier train() used up: a schedule, and an optimizer that the task or an engine had made."""
         if self._optimizer_is_the_tasks:
             self.optimizer = self.lr_scheduler = None
         elif self._schedule_is_own:
             self.lr_scheduler = None
         elif getattr(self.lr_scheduler, "last_epoch", 0) > 0:
             logger.warning("The given schedule has been stepped before; it goes on from where it is.")
+        strategy = self.strategy
+        if Owns.STEP in strategy.owns and strategy.unwrap(self.model_wrapped) is not self.model_wrapped:
+            # An earlier run's went into an engine that is gone.
+            logger.warning("strategy=%r starts this run with a new optimizer and a new schedule.", strategy.name)
+            self.optimizer = self.lr_scheduler = None
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Make the schedule unless there is one, and return it. Source: the documented `create_scheduler`."""

@@ -13,10 +13,8 @@ from torch import nn
 from hftrain.adapter.plan import TrainPlan
 from hftrain.checkpoint.fitting import restoring
 from hftrain.core.errors import ConfigError
-from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.seed import set_seed
-from hftrain.core.types import Owns
 from hftrain.loops.window import LogWindow
 from hftrain.rules.evaluation import check_cadences
 from hftrain.rules.optimizer import check_optimizer
@@ -30,8 +28,6 @@ from hftrain.step.assemble import assemble_stepper
 from hftrain.task.modes import TrainingMode
 from hftrain.trainer.micro_batches import MicroBatches, found_size
 from hftrain.trainer.run_methods import RunMethods
-
-logger = get_logger(__name__)
 
 
 class SetUpMethods(RunMethods):
@@ -182,10 +178,6 @@ class SetUpMethods(RunMethods):
         noise = None if self.neftune_noise_alpha is None else (self._activate_neftune, self._deactivate_neftune)
         changes.apply(model, noise_hooks=noise)
         self._forget_schedule()
-        if Owns.STEP in strategy.owns and strategy.unwrap(self.model_wrapped) is not self.model_wrapped:
-            # An earlier run's went into an engine that is gone.
-            logger.warning("strategy=%r starts this run with a new optimizer and a new schedule.", strategy.name)
-            self.optimizer = self.lr_scheduler = None
         strategy.plan(num_steps=max_steps, num_warmup_steps=self.args.get_warmup_steps(max_steps))
         outside = OutsideWeights(strategy)
         wrapped, optimizer, untrained = self._wrap_to_train(max_steps, outside)

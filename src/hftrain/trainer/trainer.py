@@ -344,33 +344,15 @@ class Trainer(SetUpMethods):
         if trial is not None and self._trial_run is None:
             with self._trying(trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
-        self._check_data()
         found = existing_part(self.output_dir)
-        if saves_at_all(self.args, self.save_policy):
-            self._output.check_writable()
-        self._check_optimizer()
-        check_training(self.args, self.strategy, self.model, compiles=self.compiler.config is not None)
-        self.strategy.check_model(self.model)
-        self._check_ahead()
-        resume = find_resume(self.args, self.strategy, self._output, self._make_manager, resume_from_checkpoint)
-        self._check_loop(resume)
-        check_fits(self.model, resume, is_split=self.get_tp_size() > 1, is_overridden=self._is_overridden)
+        resume = self._check_training(resume_from_checkpoint)
 
         def run(resume: Path | None) -> TrainOutput:
             parts = self.optimizer, self.lr_scheduler
 
             def attempt() -> TrainOutput:
                 self.optimizer, self.lr_scheduler = parts
-                self.is_in_train = True
-                self._run_parts = self._make_run_parts(ignore_keys_for_eval)
-                try:
-                    with open_run(self._run_parts, self._make_run_hooks(), resume) as self._session:
-                        return self._session.run()
-                finally:
-                    self._session = self._run_parts = self._computing.past = None
-                    self.is_in_train = False
-                    self._loaders.clear()
-                    self._eval_dataloaders.clear()
+                return self._train_once(resume, ignore_keys_for_eval)
 
             is_retried = self.args.auto_find_batch_size == SMALLER_BATCH
             return with_smaller_batches(self.args, self.strategy, resume, attempt) if is_retried else attempt()
@@ -383,6 +365,33 @@ class Trainer(SetUpMethods):
                     run, self._copies, *parts, num_batches=num_batches, size=size, resume=resume, found=found
                 )
             return run(resume)
+
+    def _check_training(self, resume: str | bool | None) -> Path | None:
+        """Refuse a training that cannot work, before anything is launched; return the checkpoint to go on from."""
+        self._check_data()
+        if saves_at_all(self.args, self.save_policy):
+            self._output.check_writable()
+        self._check_optimizer()
+        check_training(self.args, self.strategy, self.model, compiles=self.compiler.config is not None)
+        self.strategy.check_model(self.model)
+        self._check_ahead()
+        folder = find_resume(self.args, self.strategy, self._output, self._make_manager, resume)
+        self._check_loop(folder)
+        check_fits(self.model, folder, is_split=self.get_tp_size() > 1, is_overridden=self._is_overridden)
+        return folder
+
+    def _train_once(self, resume: Path | None, ignore_keys: list[str] | None) -> TrainOutput:
+        """Build a run, run it and close it."""
+        self.is_in_train = True
+        self._run_parts = self._make_run_parts(ignore_keys)
+        try:
+            with open_run(self._run_parts, self._make_run_hooks(), resume) as self._session:
+                return self._session.run()
+        finally:
+            self._session = self._run_parts = self._computing.past = None
+            self.is_in_train = False
+            self._loaders.clear()
+            self._eval_dataloaders.clear()
 
     def estimate_memory(self) -> MemoryEstimate:
         """Return the most memory that a training step of this process holds on its device; collective.
