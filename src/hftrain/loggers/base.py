@@ -138,7 +138,7 @@ class RunLogger(Logger):
         """End the run, unless it was the user's before; safe to call again."""
         if self._run is not None and self._is_own:
             getattr(self._run, self.end)()
-        self._run = None
+            self._run = None
 
 
 def regroup(metrics: Mapping[str, Any]) -> dict[str, Any]:

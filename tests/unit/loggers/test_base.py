@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy
 import pytest
 import torch
 
 from hftrain.core.errors import ConfigError
 from hftrain.loggers.base import Logger, RunFacts, artifacts_asked, flatten, is_set, numbers_of, regroup
+from hftrain.loggers.dvclive import DVCLiveLogger
+from hftrain.loggers.tensorboard import TensorBoardLogger
 
 
 def test_regroup_names_the_stage() -> None:
@@ -75,3 +79,13 @@ def test_logger_that_overrides_nothing_does_nothing() -> None:
     logger.finish_training()
     logger.close()
     assert (logger.missing_packages(), logger.why_off(), logger.joins_all()) == ([], None, True)
+
+
+@pytest.mark.parametrize(("kind", "argument"), [(TensorBoardLogger, "tb_writer"), (DVCLiveLogger, "live")])
+def test_users_own_run_is_kept_for_a_second_training(kind: type[Logger], argument: str) -> None:
+    own = Mock()
+    logger = kind(**{argument: own})
+    logger.close()
+    assert not own.method_calls
+    logger.log({"train/loss": 1.0}, 3)
+    assert own.method_calls
