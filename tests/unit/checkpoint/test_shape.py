@@ -29,6 +29,7 @@ def grid(round: int | None, accumulation: int = 1, num_samples: int | None = 22)
         ((1, 6, 0), grid(4), grid(3), (1, 8, 0)),
         ((1, 2, 0), Grid(round_size=8, accumulation=1, num_batches=2, num_samples=22), grid(2), (1, 11, 0)),
         ((1, 6, 0), grid(4), grid(4), (1, 6, 0)),
+        ((1, 2, 0), Grid(round_size=11, accumulation=1, num_batches=None, num_samples=22), grid(4), (1, 6, 0)),
         # Without a length.
         ((0, 5, 0), grid(2, num_samples=None), grid(4, num_samples=None), (0, 2, 2)),
         ((0, 11, 0), grid(2), grid(4, num_samples=None), (1, 0, 0)),

@@ -258,6 +258,20 @@ def test_loaders_that_iterate_in_their_own_way_are_read_and_dropped():
     assert [int(batch) for batch in data.open(0, skip=2)] == [20, 30]
 
 
+def test_state_of_a_loader_counts_only_where_it_is_the_one_that_is_read():
+    class Telling(DataLoader):
+        def state_dict(self):
+            return {"place": 0}
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    data = TrainFeed(Telling(range(8), batch_size=2), seed=0)
+    for skip, tells in ((0, True), (1, False)):
+        next(data.open(0, skip=skip))
+        assert ("loader" in data.state_dict()) is tells
+
+
 def test_any_iterable_is_fed():
     batches = TrainFeed([1, 2, 3], seed=0)
     assert (batches.num_batches, list(batches.open(0)), list(batches.open(1, skip=2))) == (3, [1, 2, 3], [3])

@@ -11,6 +11,7 @@ from support.loading import build
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from hftrain.core.errors import ConfigError
+from hftrain.data.feed import TrainFeed
 from hftrain.data.loaders import LoaderConfig
 from hftrain.data.samplers import EpochShuffleSampler, GlobalShuffleSampler
 
@@ -102,14 +103,24 @@ def test_random_numbers_do_not_depend_on_the_number_of_workers(build):
     assert len({item[1:] for batch in one for item in batch}) == 6
 
 
-def test_evaluation_workers_draw_the_same_at_each_pass():
-    class RandomStream(Stream):
-        def __iter__(self):
-            return iter([random.random(), float(torch.rand(()))])
+class RandomStream(Stream):
+    def __iter__(self):
+        return iter([random.random(), float(torch.rand(()))])
 
-    for dataset in (RandomItems(), RandomStream()):
-        loader = evaluate(dataset, num_workers=1)
-        assert list(loader) == list(loader)
+
+@pytest.mark.parametrize("persist", [False, True])
+@pytest.mark.parametrize("dataset", [RandomItems(), RandomStream()], ids=["items", "stream"])
+def test_evaluation_workers_draw_the_same_at_each_pass(dataset, persist):
+    loader = evaluate(dataset, num_workers=1, persistent_workers=persist)
+    first, second = list(loader), list(loader)
+    del loader  # which ends workers that persist
+    assert first == second
+
+
+@pytest.mark.parametrize("dataset", [RandomItems(), RandomStream()], ids=["items", "stream"])
+def test_training_workers_draw_other_numbers_in_each_epoch(dataset):
+    feed = TrainFeed(train(dataset, num_workers=1, shuffle=False), seed=42)
+    assert list(feed.open(0)) != list(feed.open(1))
 
 
 @pytest.mark.parametrize("even_batches", [True, False])
@@ -190,6 +201,8 @@ def test_stream_tails():
     assert [list(train(Stream(5), rank=rank, world_size=2)) for rank in (0, 1)] == [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
     assert [list(evaluate(Stream(5), rank=rank, world_size=2)) for rank in (0, 1)] == [[[0, 1], [4]], [[2, 3]]]
     assert [list(evaluate(Stream(5), rank=r, world_size=2, drop_last=True)) for r in (0, 1)] == [[[0, 1]], [[2, 3]]]
+    uneven = {"world_size": 2, "drop_last": True, "even_batches": False}
+    assert [list(train(Stream(7), rank=rank, **uneven)) for rank in (0, 1)] == [[[0, 1], [4, 5]], [[2, 3]]]
 
 
 @pytest.mark.parametrize("build", [train, evaluate])

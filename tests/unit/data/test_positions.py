@@ -94,6 +94,7 @@ def test_samples_of_a_round_are_those_of_all_ranks() -> None:
     assert samples_per_round(build(rows, rank=1, world_size=2, num_workers=1), world_size=2) == 4
     assert samples_per_round(build(rows, batch_size=4, world_size=2, split_batches=True), world_size=2) == 4
     assert samples_per_round(build(Count(20), batch_size=3), world_size=1) == 3
+    assert samples_per_round(build(Count(20), num_workers=1), world_size=1) == 2
     assert samples_per_round(build(Count(20), num_workers=2), world_size=1) is None
     assert samples_per_round(DataLoader(rows, batch_size=None), world_size=1) is None
     assert samples_per_round([rows], world_size=1) is None

@@ -123,6 +123,15 @@ def test_streams_are_shared_out(is_training):
     assert taken == [[0, 2, 4], [1, 3, 5]]
 
 
+@pytest.mark.parametrize(("is_training", "lengths"), [(True, [1, 1]), (False, [2, 1])])
+def test_a_last_round_that_is_not_full_is_sent_in_evaluations_alone(is_training, lengths):
+    loader = loader_of(range(7), drop_last=True)
+    parts = [
+        ShardPlan(rank=r, world_size=2, is_training=is_training, dispatch_batches=True).share(loader) for r in (0, 1)
+    ]
+    assert [len(part) for part in parts] == lengths
+
+
 def test_the_new_loader_keeps_collator_and_workers():
     loader = loader_of(range(8), num_workers=1, prefetch_factor=3, persistent_workers=True)
     shard = shard_loader(loader, rank=0, world_size=2, is_training=True)
