@@ -1,4 +1,4 @@
-"""One write in the background; what a Trainer makes of it is in tests/unit/trainer/test_writing.py."""
+"""One write in the background; what a Trainer makes of it is in tests/unit/run/test_writing.py."""
 
 from __future__ import annotations
 
