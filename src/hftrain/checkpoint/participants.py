@@ -64,10 +64,10 @@ def gather(participants: Iterable[Participant]) -> dict[str, Any]:
     return {name: state for name, state in states.items() if state is not None}
 
 
-def restore(participants: Iterable[Participant], states: dict[str, Any]) -> None:
-    """Let each participant go on from its state, which is taken out."""
+def restore(participants: Iterable[Participant], states: Mapping[str, Any]) -> None:
+    """Let each participant go on from its state."""
     for each in participants:
-        each.load_state_dict(states.pop(each.name, each.default))
+        each.load_state_dict(states.get(each.name, each.default))
 
 
 def writers(participants: Iterable[InFile], keep: Keep) -> list[Callable[[Path], None]]:

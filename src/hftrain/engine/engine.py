@@ -343,6 +343,7 @@ class Engine:
                 batches.restore(known, state, step=manifest.step)
             restore_rng(own)
         stepper.zero_grad()
+        self._is_accumulating = False
         manager.run_id = manifest.facts["run_id"]
         return manifest.step
 

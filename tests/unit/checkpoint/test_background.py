@@ -78,6 +78,18 @@ def test_error_is_handed_over() -> None:
     assert isinstance(error, ArithmeticError)
 
 
+def test_first_error_stays_where_the_agreement_fails_too() -> None:
+    def fail(group: Any) -> Path:
+        raise ArithmeticError
+
+    def lost(flag: bool) -> bool:
+        raise CheckpointError("gone")
+
+    run = Run(lost, work=fail)
+    run.write.finish()
+    assert isinstance(run.settled[0][1], ArithmeticError)
+
+
 def test_error_after_the_commit_ends_all_processes() -> None:
     run = Run(lambda flag: False)
     run.write.finish()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.engines import NUM_STEPS, assert_close, make_optimizer, train, train_by_hand
+from support.stateful import StatefulStream
 from support.tiny import Net, Noisy, Stream, make_rows, make_trainer
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from hftrain import CheckpointError, ConfigError, Engine, HFTrainError
 from hftrain.checkpoint.layout import list_checkpoints
@@ -85,6 +86,43 @@ def test_position_is_kept_with_another_batch_size(tmp_path: Path) -> None:
         assert batches.epoch == 1
     assert sorted(itertools.chain(*read)) == list(range(20))
     assert model.training
+
+
+def test_stream_with_a_state_goes_on_from_it(tmp_path: Path) -> None:
+    num_read = []
+    for _ in range(2):
+        data = StatefulStream(20)
+        with make_engine(tmp_path) as engine:
+            engine.setup(Net(), make_optimizer)
+            batches = engine.shard(DataLoader(data, batch_size=4))
+            engine.load()
+            for _ in zip(range(3), batches, strict=False):
+                pass
+            engine.save(1)
+        num_read.append(data.num_read)
+    assert num_read == [12, 8]
+
+
+class Drawn(Sampler[int]):
+    """Draws an epoch's order from torch's global generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(20).tolist()
+
+    def __len__(self) -> int:
+        return 20
+
+
+def test_order_drawn_from_the_global_generator_is_found_again(tmp_path: Path) -> None:
+    read = []
+    for _ in range(2):
+        with make_engine(tmp_path) as engine:
+            engine.setup(Net(), make_optimizer)
+            batches = engine.shard(DataLoader(list(range(20)), batch_size=4, sampler=Drawn()))
+            engine.load()
+            read += [batch.tolist() for _, batch in zip(range(3), batches, strict=False)]
+            engine.save(1)
+    assert sorted(itertools.chain(*read)) == list(range(20))
 
 
 def test_break_keeps_the_position_and_evaluation_reads_everything() -> None:
@@ -172,6 +210,29 @@ def test_fp16_step_says_that_it_was_skipped() -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_loss_scale_goes_on_where_the_precision_is_the_same(tmp_path: Path) -> None:
+    def scale(engine: Engine) -> float:
+        return float(engine.precision.state_dict()["scale"])
+
+    with make_engine(tmp_path, precision="fp16") as engine:
+        model, _ = engine.setup(Net(), make_optimizer)
+        initial = scale(engine)
+        engine.backward(model(torch.full((2, 4), 1e3))[0].sum() * 1e38)
+        engine.step()
+        engine.save(1)
+        assert scale(engine) < initial
+    for precision in ("fp16", "fp32"):
+        with make_engine(tmp_path, precision=precision) as another:
+            another.setup(Net(), make_optimizer)
+            assert another.load() == 1
+            assert precision == "fp32" or scale(another) == scale(engine)
+            another.save(1)
+    with make_engine(tmp_path, precision="fp16") as another:
+        another.setup(Net(), make_optimizer)
+        another.load()
+        assert scale(another) == initial
+
+
 def misuse_setup(engine: Engine, model: nn.Module) -> None:
     engine.setup(model, make_optimizer)
 
@@ -228,6 +289,16 @@ def test_checkpoints_do_not_lose_gradients_and_do_not_fit_other_runs(tmp_path: P
         engine.setup(nn.Linear(4, 4), make_optimizer)
         with pytest.raises(CheckpointError, match="do not fit: missing"):
             engine.load()
+
+
+def test_load_drops_gradients_that_wait(tmp_path: Path) -> None:
+    with make_engine(tmp_path) as engine:
+        model, _ = engine.setup(Net(), make_optimizer)
+        engine.save(1)
+        engine.backward(model(torch.ones(2, 4))[0].sum())
+        engine.load()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        engine.save(1)
 
 
 def test_checkpoint_of_a_trainer_is_refused(tmp_path: Path) -> None:
