@@ -12,7 +12,7 @@ from hftrain.arguments.fields import ArgumentFields
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.log import get_logger, warn_once
 
-# Smallest accepted value; a setting that is None is left open and passes.
+# Smallest accepted value; None leaves a setting open, but for those in _NEEDED.
 _COUNTS: dict[str, int] = {
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
@@ -45,6 +45,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "eval_delay": (0, math.inf),
     "ddp_timeout": (1, math.inf),
 }
+# Every run reads these.
+_NEEDED = ("gradient_accumulation_steps", "max_steps", "warmup_steps", "past_index", "seed", "dataloader_num_workers")
 _LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "log_level": _LEVELS,
@@ -90,7 +92,7 @@ def check_values(args: ArgumentFields) -> None:
         _check_choice("include_for_metrics", include, ("inputs", "loss"))
     for name, strategy in _INTERVALS.items():
         _check_interval(args, name, strategy)
-    if args.max_steps <= 0 and not args.num_train_epochs > 0:
+    if args.max_steps <= 0 and not (args.num_train_epochs or 0) > 0:
         raise ConfigError(
             f"num_train_epochs={args.num_train_epochs!r} was asked for.",
             "A run needs a positive number of epochs or of optimizer updates.",
@@ -102,7 +104,8 @@ def check_values(args: ArgumentFields) -> None:
 
 def _check_number(args: ArgumentFields, name: str, low: float, high: float, *, kind: Any) -> None:
     value: Any = getattr(args, name)
-    if value is None or (isinstance(value, kind) and low <= value <= high):
+    is_right = name not in _NEEDED if value is None else isinstance(value, kind) and low <= value <= high
+    if is_right:
         return
     noun = "an integer" if kind is Integral else "a number"
     bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"

@@ -56,7 +56,7 @@ def get_scheduler(
             reason = f"the schedule depends on {argument}."
             raise ConfigError(f"Cannot make the schedule {name!r}:", reason, f"Pass {argument}.")
     warmup = 0 if name in _NEED_NO_WARMUP else num_warmup_steps or 0
-    return _make(name, optimizer, warmup, num_training_steps, **options)
+    return _make(name, optimizer, warmup, num_training_steps, options=options)
 
 
 def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LRScheduler:
@@ -66,12 +66,12 @@ def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LRSched
 
 def get_reduce_on_plateau_schedule(optimizer: Optimizer, **kwargs: Any) -> LRScheduler:
     """Return torch's `ReduceLROnPlateau`; the keywords are its own."""
-    return _make("reduce_lr_on_plateau", optimizer, **kwargs)
+    return _make("reduce_lr_on_plateau", optimizer, options=kwargs)
 
 
 def get_greedy_schedule(optimizer: Optimizer, **kwargs: Any) -> LRScheduler:
     """Return a `GreedyLR`; the keywords are its own."""
-    return _make("greedy", optimizer, **kwargs)
+    return _make("greedy", optimizer, options=kwargs)
 
 
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LRScheduler:
@@ -175,9 +175,16 @@ def _make(
     num_warmup_steps: int = 0,
     num_training_steps: int | None = None,
     last_epoch: int = -1,
-    **options: Any,
+    options: dict[str, Any] | None = None,
+    **own: Any,
 ) -> LRScheduler:
-    """Build the schedule of a name, the options being what else its documented function takes; None is left out."""
+    """Build the schedule of a name; options that are None are left out.
+
+    Args:
+        options: The schedule's own options; None takes them from `own`.
+        own: What else the documented function takes.
+    """
+    options = own if options is None else options
     total = num_warmup_steps if num_training_steps is None else num_training_steps
     if name == "warmup_stable_decay" and options.get("num_stable_steps") is not None:
         # The stages alone say how long it lasts.

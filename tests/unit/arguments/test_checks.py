@@ -12,16 +12,13 @@ from hftrain.core.errors import ConfigError
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("per_device_train_batch_size", 0),
-        ("per_device_train_batch_size", -1),
-        ("per_device_train_batch_size", 2.5),
+        *(("per_device_train_batch_size", value) for value in (0, -1, 2.5)),
         ("per_device_eval_batch_size", 0),
         ("gradient_accumulation_steps", 0),
         ("max_steps", -2),
         ("torch_empty_cache_steps", 0),
         ("eval_accumulation_steps", 0),
-        ("warmup_steps", -1),
-        ("warmup_steps", -0.1),
+        *(("warmup_steps", value) for value in (-1, -0.1, None)),
         ("past_index", -2),
         ("save_total_limit", 0),
         ("seed", -1),
@@ -31,16 +28,14 @@ from hftrain.core.errors import ConfigError
         ("tpu_num_cores", 0),
         ("dataloader_num_workers", -1),
         ("dataloader_prefetch_factor", 0),
-        ("learning_rate", -1e-3),
-        ("learning_rate", math.nan),
+        *(("learning_rate", value) for value in (-1e-3, math.nan)),
         ("weight_decay", -0.1),
         ("adam_beta1", 1.5),
         ("adam_beta2", -0.1),
         ("adam_epsilon", -1e-8),
         ("max_grad_norm", -1.0),
         ("num_train_epochs", math.nan),
-        ("warmup_ratio", -0.1),
-        ("warmup_ratio", 1.1),
+        *(("warmup_ratio", value) for value in (-0.1, 1.1)),
         ("label_smoothing_factor", 1.5),
         ("neftune_noise_alpha", -1),
         ("eval_delay", -1),
@@ -49,6 +44,8 @@ from hftrain.core.errors import ConfigError
         ("save_steps", -0.5),
         ("eval_steps", -5),
         ("save_steps", "many"),
+        *((name, None) for name in ("gradient_accumulation_steps", "max_steps", "past_index", "seed")),
+        ("dataloader_num_workers", None),
     ],
 )
 def test_number_out_of_range_raises(name, value):
@@ -112,7 +109,7 @@ def test_eval_steps_derived_from_zero_logging_steps_raise():
         TrainingArguments("out", eval_strategy="steps", logging_strategy="no", logging_steps=0)
 
 
-@pytest.mark.parametrize("epochs", [0, -1.0])
+@pytest.mark.parametrize("epochs", [0, -1.0, None])
 def test_run_without_length_raises_unless_steps_are_given(epochs):
     with pytest.raises(ConfigError, match="num_train_epochs"):
         TrainingArguments("out", num_train_epochs=epochs)

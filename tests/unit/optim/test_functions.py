@@ -27,6 +27,7 @@ def optimizer(lr: float = 1.0) -> SGD:
         ("constant_with_warmup", {}, "num_warmup_steps"),
         ("linaer", {}, "Did you mean 'linear'"),
         ("constant", {"scheduler_specific_kwargs": {"power": 2}}, "power"),
+        ("greedy", {"scheduler_specific_kwargs": {"last_epoch": 2}}, "'last_epoch'"),
     ],
 )
 def test_get_scheduler_refuses_what_is_missing_or_unknown(name: str, given: Any, message: str) -> None:
@@ -46,9 +47,11 @@ def test_schedule_goes_on_where_it_was() -> None:
     assert again.param_groups[0]["lr"] == new.param_groups[0]["lr"] == 0.5
 
 
-def test_wsd_needs_a_length() -> None:
+def test_wsd_needs_a_length_and_a_schedule_that_follows_a_metric_none() -> None:
     with pytest.raises(ConfigError, match="num_stable_steps"):
         hftrain.get_wsd_schedule(optimizer(), 1, 1)
+    with pytest.raises(ConfigError, match="'num_training_steps'"):
+        hftrain.get_reduce_on_plateau_schedule(optimizer(), num_training_steps=2)
 
 
 @pytest.mark.parametrize("given", [{"lr": 0.1}, {"warmup_init": True, "relative_step": False}])
