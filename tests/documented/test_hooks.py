@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -15,7 +16,7 @@ from support.resuming import without_times
 from support.tiny import Net, Noisy, Rows, Stream, make_arguments, make_rows
 from torch.utils.data import DataLoader, SequentialSampler
 
-from hftrain import ConfigError, Trainer
+from hftrain import ConfigError, SavePolicy, Trainer, TrainerCallback
 
 FULL: dict[str, Any] = {
     "max_steps": 6,
@@ -502,33 +503,19 @@ def test_best_is_saved_when_the_hook_says_so(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
 
 
-def test_learning_rate_that_is_logged_is_the_hooks(tmp_path: Path) -> None:
-    class Half(Trainer):
-        def _get_learning_rate(self) -> float:
-            return 0.5
-
-    trainer = make(Half, tmp_path, max_steps=1)
-    trainer.train()
-    assert trainer.state.log_history[0]["learning_rate"] == 0.5
-
-
 def test_items_are_counted_by_the_hook(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
     class Thousand(Trainer):
         def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
             return 1000 if batch_samples else None
 
-    class Look(Thousand):
-        seen: list[Any]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(kwargs["num_items_in_batch"])
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            self.seen.append(num_items_in_batch)
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    Look.seen = []
-    make(Look, tmp_path, max_steps=2).train()
-    assert Look.seen == [1000, 1000]
+    make(Thousand, tmp_path, max_steps=2).train()
+    assert seen == [1000, 1000]
 
 
 def test_evaluation_within_a_run_is_the_hooks(tmp_path: Path) -> None:
@@ -542,23 +529,37 @@ def test_evaluation_within_a_run_is_the_hooks(tmp_path: Path) -> None:
     assert (trainer.state.best_global_step, trainer.state.best_metric) == (6, -6)
 
 
-def test_hooks_assigned_to_the_instance_are_called(tmp_path: Path) -> None:
-    trainer = make(Trainer, tmp_path, max_steps=2)
-    calls: list[str] = []
+def test_what_is_assigned_to_the_instance_acts_also_within_a_run(tmp_path: Path) -> None:
+    early = {"compute_loss", "training_step", "log", "_prepare_input", "_maybe_log_save_evaluate"}
+    late = {"_save_checkpoint", "_rotate_checkpoints", "_evaluate", "_determine_best_metric", "_load_best_model"}
+    late |= {"_load_from_checkpoint", "_load_rng_state", "_save_optimizer_and_scheduler", "store_flos"}
+    calls: set[str] = set()
 
     def watch(name: str) -> None:
-        original = getattr(trainer, name)
-
         def watched(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
+            calls.add(name)
             return original(*args, **kwargs)
 
+        original = getattr(trainer, name)
         setattr(trainer, name, watched)
 
-    for name in ("compute_loss", "training_step", "log", "_maybe_log_save_evaluate", "_prepare_input"):
-        watch(name)
-    trainer.train()
-    assert set(calls) == {"compute_loss", "training_step", "log", "_maybe_log_save_evaluate", "_prepare_input"}
+    class Assigns(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            [watch(name) for name in late]
+            trainer._get_learning_rate = lambda: 0.5  # type: ignore[method-assign]
+            trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+            trainer.processing_class = SimpleNamespace(save_pretrained=lambda folder: Path(folder, "tool").touch())
+
+    make(Trainer, tmp_path, **FULL).train()
+    trainer = make(Trainer, tmp_path, **{**FULL, "max_steps": 8, "logging_steps": 1})
+    trainer.add_callback(Assigns())
+    trainer.save_policy = SavePolicy(save_async=True)
+    [watch(name) for name in early]
+    trainer.train(resume_from_checkpoint=True)
+    assert calls == early | late
+    assert [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry][-2:] == [0.5, 0.5]
+    names = {path.name for path in (tmp_path / "checkpoint-8").iterdir()}
+    assert names & {"tool", "own_optimizers.pt"} == {"tool"}
 
 
 def test_step_of_a_save_is_read_from_its_folder(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def _build(parts: RunParts, hooks: RunHooks, resume: Path | None, stack: ExitSta
         args,
         strategy,
         parts.state,
-        counter=token_counter(args, model, parts.processing_class),
+        counter=token_counter(args, model, hooks.processing_class()),
         count_flos=hooks.count_flos if counts_flos else None,
         add_flos=hooks.add_flos,
     )

@@ -46,7 +46,6 @@ class RunParts:
     Args:
         losses: The open logging window.
         logs: The steps' own numbers in that window.
-        dataset: What the Trainer was given to train on, or None.
         trial: What a search tries now, as its backend gave it.
         ignore_keys: Outputs that evaluations leave out of the predictions.
         progress: Where the run is.
@@ -65,9 +64,6 @@ class RunParts:
     events: CallbackHandler
     losses: LossWindow
     logs: LogWindow
-    dataset: Any
-    processing_class: Any
-    data_collator: Any
     trial: Any
     ignore_keys: list[str] | None
     progress: Progress = field(default_factory=Progress)
@@ -100,7 +96,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHooks:
-    """The Trainer's methods that a run calls, looked up when it begins; collective where the documented ones are.
+    """The Trainer's methods that a run calls, looked up at each call; collective where the documented ones are.
 
     Args:
         owner: The name of the Trainer's class.
@@ -112,11 +108,15 @@ class RunHooks:
         start_state: (checkpoint, plan); lets the documented state begin the run.
         ready: (checkpoint, plan); makes the model ready to train for as long as the context lasts.
         holders: Returns the objects of the user's that may keep optimizers, each by its name.
-        schedule: Returns the documented `lr_scheduler`, which a callback may have replaced.
+        dataset: Returns what the Trainer is to train on, or None; like the next three, as it is now: scripts and
+            callbacks may replace it.
+        processing_class: Likewise.
+        tool: Returns what a checkpoint keeps to prepare inputs with, or None.
+        optimizer: Returns the documented `optimizer`.
+        schedule: Returns the documented `lr_scheduler`.
         count_flos: The documented `floating_point_ops`.
-        learning_rate: The documented hook, given the rate that the step used; None where it is not overridden.
-        save_optimizer: The documented hook; None where it is not overridden.
-        step_end: The documented `_maybe_log_save_evaluate`; None where it is not overridden.
+        learning_rate: The documented hook, given the rate that the step used.
+        step_end: Returns the documented `_maybe_log_save_evaluate`, whose signature counts.
         finish: Ends the documented state of training, and adds what memory it took to the metrics.
     """
 
@@ -129,6 +129,10 @@ class RunHooks:
     start_state: Callable[[Path | None, RunPlan], None]
     ready: Callable[[Path | None, RunPlan], AbstractContextManager[Ready]]
     holders: Callable[[], Sequence[tuple[str, Any]]]
+    dataset: Callable[[], Any]
+    processing_class: Callable[[], Any]
+    tool: Callable[[], Any]
+    optimizer: Callable[[], Any]
     schedule: Callable[[], Any]
     count_parameters: Callable[[], int]
     mark_sync: Callable[[bool], None]
@@ -136,15 +140,15 @@ class RunHooks:
     add_flos: Callable[[float], None]
     store_flos: Callable[[], None]
     read_metrics: Callable[[], Mapping[str, Any]]
-    learning_rate: Callable[[float], float] | None
+    learning_rate: Callable[[float], float]
     log: Callable[[dict[str, Any]], None]
     evaluate: Callable[..., Mapping[str, float]]
     evaluate_once: Callable[[Any, list[str] | None], Mapping[str, float]]
     is_best: Callable[[Mapping[str, Any], Any], bool]
-    step_end: Callable[..., None] | None
+    step_end: Callable[[], Callable[..., None]]
     save: Callable[[nn.Module, Any], None]
     save_model: Callable[[str], None]
-    save_optimizer: Callable[[str], None] | None
+    save_optimizer: Callable[[str], None]
     load_model: Callable[[str], None]
     load_optimizer: Callable[[str], None]
     load_numbers: Callable[[str], None]

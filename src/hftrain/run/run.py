@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,6 @@ class Run:
         self._rng: Mapping[str, Any] | None = None
         self._salvage = Salvage(parts, ready, counts, checkpoints, self.save_now)
         self._interrupts = Interrupts(parts, checkpoints, end_step=lambda: loop.end_step(), save=self.save_now)
-        hook = hooks.step_end
-        self.step_end = None if hook is None else StepEnd(hook, parts, ready.wrapped, counts)
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""
@@ -91,8 +90,6 @@ class Run:
         ready.task.train()
         events.fire("on_train_begin")
         parts.phase.text = None
-        if self.step_end is not None:
-            self.step_end.begin()
         left = self.checkpoints.left
         with self._interrupts:
             with training_weights(ready.optimizer), self._salvage:
@@ -104,6 +101,11 @@ class Run:
             output = self._finish(start_s=start_s, first=first)
             self._interrupts.settle()
         return output
+
+    @cached_property
+    def step_end(self) -> StepEnd:
+        """What calls an overridden `_maybe_log_save_evaluate`; its time begins when the loop is attached."""
+        return StepEnd(self._hooks.step_end, self._parts, self._ready.wrapped, self.counts)
 
     def _load_rest(self, folder: Path) -> None:
         """Load what a checkpoint holds outside the model."""
@@ -141,11 +143,11 @@ class Run:
                 empty_cache=empty_cache,
                 make_feed=self._data.replace,
                 evaluate_on=lambda dataset, prefix: hooks.evaluate(dataset, parts.ignore_keys, prefix),
-                act=None if self.step_end is None else self.step_end.run,
+                act=self.step_end.run if hooks.is_overridden("_maybe_log_save_evaluate") else None,
                 mark_sync=hooks.mark_sync if accumulation > 1 else None,
             ),
             feed=self._data.feed,
-            dataset=parts.dataset,
+            dataset=hooks.dataset(),
             stepper=self._salvage.watch(ready.stepper),
             model=ready.wrapped,
             optimizer=ready.optimizer,
@@ -206,7 +208,7 @@ class Run:
         self._count()
         self.checkpoints.untrained.check_unfrozen()
         own = {name: float(value) for name, value in hooks.read_metrics().items()}
-        if hooks.learning_rate is not None:
+        if hooks.is_overridden("_get_learning_rate"):
             logs["learning_rate"] = hooks.learning_rate(logs["learning_rate"])
         hooks.log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), own))
 

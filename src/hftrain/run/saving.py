@@ -33,7 +33,7 @@ from hftrain.core.seed import capture_rng, preserved_rng, restore_rng
 from hftrain.core.tree import map_tensors
 from hftrain.optim.schedules import refresh_rate
 from hftrain.run.best import BestMetric
-from hftrain.run.capture import frozen_state, model_writer, saved_tool
+from hftrain.run.capture import frozen_state, model_writer
 from hftrain.run.data import RunData
 from hftrain.run.loop_states import LoopStates
 from hftrain.run.own_optimizers import OwnOptimizers
@@ -125,18 +125,16 @@ class RunCheckpoints:
             state.best_model_checkpoint = parts.output.text_of(best)
         state.stateful_callbacks = parts.events.stateful_states()
         writes.begin()
-        tool = saved_tool(parts.processing_class, parts.data_collator)
         each: list[Writer] = [
-            model_writer(args, strategy, ready.task, ready.wrapped, tool=tool, keep=keep)
+            model_writer(args, strategy, ready.task, ready.wrapped, tool=hooks.tool(), keep=keep)
             if writes.is_async
             else lambda folder: hooks.save_model(str(folder))
         ]
         frozen = frozen_state(state) if writes.is_async else state
         main: list[Writer] = [lambda folder: save_trainer_state(frozen, folder)]
         if not only_model:
-            save_optimizer = hooks.save_optimizer
-            if save_optimizer is not None:
-                each.append(lambda folder: save_optimizer(str(folder)))
+            if hooks.is_overridden("_save_optimizer_and_scheduler"):
+                each.append(lambda folder: hooks.save_optimizer(str(folder)))
             else:
                 # Others only take part in gathering.
                 main += writers(self._files(), keep if self.manager.is_committer else as_it_is)
@@ -272,8 +270,9 @@ class RunCheckpoints:
     def _known(self) -> list[Any]:
         """Return what is saved anyway, whatever attribute of the user's refers to it."""
         optimizer = self._ready.optimizer
+        known = [optimizer, getattr(optimizer, "optimizer", None), self._hooks.optimizer(), self._hooks.schedule()]
         loops = [loop for loop in self._parts.loops.values() if loop.keeps_state]
-        return [optimizer, getattr(optimizer, "optimizer", None), self._hooks.schedule(), *loops]
+        return [*known, *loops]
 
     def own_state(self) -> dict[str, Any]:
         """Return what differs by process."""

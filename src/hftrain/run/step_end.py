@@ -23,18 +23,16 @@ class StepEnd:
     reset the flags they answer.
 
     Args:
-        hook: The override.
+        find_hook: Returns the override.
         model: As the strategy wrapped it.
     """
 
-    def __init__(self, hook: Callable[..., None], parts: RunParts, model: nn.Module, counts: RunCounts) -> None:
-        self._hook, self._parts, self._model, self._counts = hook, parts, model, counts
+    def __init__(
+        self, find_hook: Callable[[], Callable[..., None]], parts: RunParts, model: nn.Module, counts: RunCounts
+    ) -> None:
+        self._find_hook, self._parts, self._model, self._counts = find_hook, parts, model, counts
         self._start_time = time.time()
         self._act: Callable[[], None] = lambda: None
-
-    def begin(self) -> None:
-        """Take the time from now on."""
-        self._start_time = time.time()
 
     def run(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
         """Call the override; `act` is what the base method does."""
@@ -56,7 +54,7 @@ class StepEnd:
         }
         self._parts.events.answers = True
         try:
-            call_with(self._hook, values)
+            call_with(self._find_hook(), values)
         finally:
             self._parts.events.answers = False
 

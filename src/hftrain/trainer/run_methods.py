@@ -89,9 +89,9 @@ class RunMethods(EvaluationMethods):
         what this method is given is logged, divided by the steps. An override that logs itself resets `tr_loss` in
         place and sets `_globalstep_last_logged`, as the documented one does.
         """
-        step_end = self._running_session("_maybe_log_save_evaluate").step_end
-        if step_end is not None:
-            step_end.act(tr_loss)
+        session = self._running_session("_maybe_log_save_evaluate")
+        if self._is_overridden("_maybe_log_save_evaluate"):
+            session.step_end.act(tr_loss)
 
     @property
     def _globalstep_last_logged(self) -> int:

@@ -18,6 +18,7 @@ from hftrain.core.seed import set_seed
 from hftrain.loops.window import LogWindow
 from hftrain.rules.evaluation import check_cadences
 from hftrain.rules.optimizer import check_optimizer
+from hftrain.run.capture import saved_tool
 from hftrain.run.counting import Take
 from hftrain.run.model_changes import ModelChanges
 from hftrain.run.outside_weights import OutsideWeights
@@ -54,20 +55,16 @@ class SetUpMethods(RunMethods):
             events=self.callback_handler,
             losses=self._loss_window,
             logs=LogWindow(gather_object=self.strategy.gather_object),
-            dataset=self.train_dataset,
-            processing_class=self.processing_class,
-            data_collator=self.data_collator,
             trial=self._trial,
             ignore_keys=ignore_keys,
         )
 
     def _make_run_hooks(self) -> RunHooks:
-        """Look up the documented methods that a run calls."""
-        overridden = {
-            name: getattr(self, name)
-            for name in ("_maybe_log_save_evaluate", "_save_optimizer_and_scheduler")
-            if self._is_overridden(name)
-        }
+        """Return what looks up the documented methods when the run calls them; scripts assign them during a run too."""
+
+        def late(name: str) -> Callable[..., Any]:
+            return lambda *args, **options: getattr(self, name)(*args, **options)
+
         return RunHooks(
             owner=type(self).__name__,
             is_overridden=self._is_overridden,
@@ -81,28 +78,32 @@ class SetUpMethods(RunMethods):
                 ("trainer", self),
                 *((type(each).__name__, each) for each in self.callback_handler.callbacks),
             ],
+            dataset=lambda: self.train_dataset,
+            processing_class=lambda: self.processing_class,
+            tool=lambda: saved_tool(self.processing_class, self.data_collator),
+            optimizer=lambda: self.optimizer,
             schedule=lambda: self.lr_scheduler,
-            count_parameters=self.get_num_trainable_parameters,
+            count_parameters=late("get_num_trainable_parameters"),
             mark_sync=self._note_sync,
             count_flos=self.floating_point_ops,
             add_flos=self._add_flos,
-            store_flos=self.store_flos,
+            store_flos=late("store_flos"),
             read_metrics=self._read_metrics,
-            learning_rate=self._ask_learning_rate if self._is_overridden("_get_learning_rate") else None,
+            learning_rate=self._ask_learning_rate,
             log=self._slot_log,
-            evaluate=self.evaluate,
-            evaluate_once=self._evaluate,
-            is_best=self._determine_best_metric,
-            step_end=overridden.get("_maybe_log_save_evaluate"),
-            save=self._save_checkpoint,
+            evaluate=late("evaluate"),
+            evaluate_once=late("_evaluate"),
+            is_best=late("_determine_best_metric"),
+            step_end=lambda: self._maybe_log_save_evaluate,
+            save=late("_save_checkpoint"),
             save_model=lambda folder: self.save_model(folder, _internal_call=True),
-            save_optimizer=overridden.get("_save_optimizer_and_scheduler"),
-            load_model=self._load_from_checkpoint,
-            load_optimizer=self._load_optimizer_and_scheduler,
-            load_numbers=self._load_rng_state,
-            load_best=self._load_best_model,
-            rotate=self._rotate_checkpoints,
-            push=self._push_from_checkpoint,
+            save_optimizer=late("_save_optimizer_and_scheduler"),
+            load_model=late("_load_from_checkpoint"),
+            load_optimizer=late("_load_optimizer_and_scheduler"),
+            load_numbers=late("_load_rng_state"),
+            load_best=late("_load_best_model"),
+            rotate=late("_rotate_checkpoints"),
+            push=late("_push_from_checkpoint"),
             push_at_end=self._hub.after_training,
             finish=self._finish_training,
         )
