@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from support.engines import NUM_STEPS, assert_close, make_optimizer, train, trai
 from support.stateful import StatefulStream
 from support.tiny import Net, Noisy, Stream, make_rows, make_trainer
 from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from hftrain import CheckpointError, ConfigError, Engine, HFTrainError
 from hftrain.checkpoint.layout import list_checkpoints
@@ -88,41 +88,23 @@ def test_position_is_kept_with_another_batch_size(tmp_path: Path) -> None:
     assert model.training
 
 
-def test_stream_with_a_state_goes_on_from_it(tmp_path: Path) -> None:
-    num_read = []
-    for _ in range(2):
-        data = StatefulStream(20)
+class Drawn(list[int]):
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(len(self)).tolist())
+
+
+def test_what_draws_its_own_order_goes_on_without_reading_twice(tmp_path: Path) -> None:
+    data, read = [StatefulStream(20), StatefulStream(20)], list[int]()
+    for run in range(2):
         with make_engine(tmp_path) as engine:
             engine.setup(Net(), make_optimizer)
-            batches = engine.shard(DataLoader(data, batch_size=4))
+            drawn = engine.shard(DataLoader(range(20), batch_size=4, sampler=Drawn(range(20))))
+            stream = engine.shard(DataLoader(data[run], batch_size=4))
             engine.load()
-            for _ in zip(range(3), batches, strict=False):
-                pass
+            read += [int(index) for _, batch, _ in zip(range(3), drawn, stream, strict=False) for index in batch]
             engine.save(1)
-        num_read.append(data.num_read)
-    assert num_read == [12, 8]
-
-
-class Drawn(Sampler[int]):
-    """Draws an epoch's order from torch's global generator."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(20).tolist()
-
-    def __len__(self) -> int:
-        return 20
-
-
-def test_order_drawn_from_the_global_generator_is_found_again(tmp_path: Path) -> None:
-    read = []
-    for _ in range(2):
-        with make_engine(tmp_path) as engine:
-            engine.setup(Net(), make_optimizer)
-            batches = engine.shard(DataLoader(list(range(20)), batch_size=4, sampler=Drawn()))
-            engine.load()
-            read += [batch.tolist() for _, batch in zip(range(3), batches, strict=False)]
-            engine.save(1)
-    assert sorted(itertools.chain(*read)) == list(range(20))
+    assert sorted(read) == list(range(20))
+    assert [each.num_read for each in data] == [12, 8]
 
 
 def test_break_keeps_the_position_and_evaluation_reads_everything() -> None:

@@ -116,10 +116,13 @@ def test_counts_go_on_after_a_resume(tmp_path: Path) -> None:
     stopped.train()
     assert stopped.state.num_input_tokens_seen == 30
     assert stopped.state.total_flos == 500
-    resumed = make_trainer(tmp_path / "parts", Measured(), save_strategy="steps", save_steps=100, **options)
+    options |= {"include_tokens_per_second": True, "save_strategy": "steps", "save_steps": 100}
+    resumed = make_trainer(tmp_path / "parts", Measured(), **options)
+    resumed.current_flos = 7  # what an earlier run that failed had not stored
     output = resumed.train(resume_from_checkpoint=True)
     assert resumed.state.num_input_tokens_seen == whole.state.num_input_tokens_seen == 60
     assert resumed.state.total_flos == whole.state.total_flos == output.metrics["total_flos"] == 1000
+    assert output.metrics["train_tokens_per_second"] * output.metrics["train_runtime"] == pytest.approx(30, rel=0.1)
 
 
 def test_tokens_per_second_are_those_of_this_session(tmp_path: Path) -> None:

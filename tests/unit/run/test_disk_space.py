@@ -182,10 +182,12 @@ def test_warn_goes_on_without_the_checkpoint_and_tries_again(
     assert [saved for saved, _ in steps.told] == [2, 6, 12]
 
 
-def test_skipped_checkpoint_is_never_the_best(tmp_path: Path, say_free: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("is_foreseen", [True, False])
+def test_skipped_checkpoint_is_never_the_best(tmp_path: Path, say_free: Any, fill: Any, is_foreseen: bool) -> None:
     say_free(1 << 30)
+    shortage = (lambda: say_free(0)) if is_foreseen else (lambda: fill(errno.ENOSPC))
     trainer = make_trainer(
-        tmp_path, At(do={3: lambda: say_free(0)}), eval_strategy="steps", eval_steps=2, save_steps=2,
+        tmp_path, At(do={3: shortage}), eval_strategy="steps", eval_steps=2, save_steps=2,
         load_best_model_at_end=True, metric_for_best_model="eval_loss",
     )  # fmt: skip
     trainer.train()

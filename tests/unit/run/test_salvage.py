@@ -31,6 +31,9 @@ class Normed(nn.Module):
         self.fails_at: int | None = None
         self.num_calls = 0
 
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 1
+
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         outputs = self.net(self.norm(x), labels)
         self.num_calls += self.training
@@ -95,7 +98,7 @@ def outcome(trainer: Trainer) -> list[Any]:
         for entry in trainer.state.log_history
         if "train_loss" not in entry
     ]
-    return [history, [tensor.tolist() for tensor in trainer.model.state_dict().values()]]
+    return [history, trainer.state.total_flos, [tensor.tolist() for tensor in trainer.model.state_dict().values()]]
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -120,6 +123,15 @@ def test_nothing_is_saved_unasked(tmp_path: Path) -> None:
     with pytest.raises(Failure):
         make_trainer(tmp_path, "forward", SavePolicy()).train()
     assert list_checkpoints(tmp_path) == []
+
+
+def test_step_that_is_saved_is_not_saved_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(tmp_path, "forward")
+    trainer.args.save_steps = 5
+    with pytest.raises(Failure):
+        trainer.train()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-5"]
+    assert "the last whole one" not in caplog.text
 
 
 def test_error_in_saving_after_an_error_leaves_the_first_one(

@@ -113,7 +113,7 @@ def test_nothing_stays(tmp_path: Path, precision: str) -> None:
     trainer.train()
     assert not any(tmp_path.iterdir())
     assert trainer.model is model
-    assert trainer.model_wrapped is model
+    assert trainer.model_wrapped is trainer.callback_handler.model is model
     assert trainer.optimizer is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert [p.dtype for p in model.parameters()] == [torch.float32] * len(list(model.parameters()))
