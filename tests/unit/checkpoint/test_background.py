@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hftrain.checkpoint.background import BackgroundWrite
 from hftrain.checkpoint.consensus import Consensus
 from hftrain.core.errors import CheckpointError
@@ -67,27 +69,20 @@ def test_what_is_finished_before_is_not_settled_again() -> None:
     assert len(run.settled) == 1
 
 
-def test_error_is_handed_over() -> None:
+def lost(flag: bool) -> bool:
+    raise CheckpointError("gone")
+
+
+@pytest.mark.parametrize("all_true", [lambda flag: flag, lost])
+def test_error_is_handed_over(all_true: Any) -> None:
     def fail(group: Any) -> Path:
         raise ArithmeticError
 
-    run = Run(work=fail)
+    run = Run(all_true, work=fail)
     run.write.finish()
     ((path, error),) = run.settled
     assert path is None
     assert isinstance(error, ArithmeticError)
-
-
-def test_first_error_stays_where_the_agreement_fails_too() -> None:
-    def fail(group: Any) -> Path:
-        raise ArithmeticError
-
-    def lost(flag: bool) -> bool:
-        raise CheckpointError("gone")
-
-    run = Run(lost, work=fail)
-    run.write.finish()
-    assert isinstance(run.settled[0][1], ArithmeticError)
 
 
 def test_error_after_the_commit_ends_all_processes() -> None:
@@ -98,9 +93,6 @@ def test_error_after_the_commit_ends_all_processes() -> None:
 
 
 def test_end_without_an_agreement_is_an_error_at_the_next_step() -> None:
-    def lost(flag: bool) -> bool:
-        raise CheckpointError("gone")
-
     run = Run(lost)
     run.write.wait()
     run.end_step()

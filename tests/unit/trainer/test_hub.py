@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import writes
 from support.hub_server import HubServer, running_hub
 from support.tiny import Net, Task, make_arguments, make_rows, train
 
-from hftrain import ConfigError, MissingDependencyError, Trainer, TrainerCallback, TrainingArguments
+from hftrain import ConfigError, MissingDependencyError, SavePolicy, Trainer, TrainerCallback, TrainingArguments
 from hftrain.checkpoint.manifest import verify
 from hftrain.hub import uploads
 
@@ -70,6 +71,14 @@ def test_strategy_end_pushes_the_final_model_only(hub: HubServer, tmp_path: Path
     make_trainer(tmp_path / "mine", hub_strategy="end").train()
     assert hub.messages == ["End of training"]
     assert hub.repo.files.keys() == MODEL
+
+
+def test_push_waits_for_what_is_being_written(hub: HubServer, tmp_path: Path, monkeypatch: Any) -> None:
+    gate = writes.Gate(monkeypatch)
+    steps = writes.At(2, do={3: lambda: (gate.opened.set(), trainer.push_to_hub("mine"))})
+    trainer = writes.make_trainer(tmp_path, steps, policy=SavePolicy(save_async=True), push_to_hub=True)
+    trainer.train()
+    assert hub.messages[:2] == [PROGRESS[0], "mine"]
 
 
 def test_strategy_every_save_pushes_the_model_and_no_optimizer(hub: HubServer, tmp_path: Path) -> None:
