@@ -95,10 +95,12 @@ class RankBatches(Sampler[Any]):
     """Give one rank its batch of each round of training batches, one for every rank.
 
     A last round that is not full is left out if the batches are to be full, else filled up from the first round, or
-    with `even_batches=False` handed out as it is. Batches of no known size are repeated whole. Earlier rounds whose
-    last batch is too small are left out.
+    with `even_batches=False` handed out as it is. Batches of no known size are repeated whole. Smaller batches in
+    earlier rounds are handed out as they are; with `split_batches`, those that not every rank gets a part of are left
+    out.
 
-    Its attributes are named as those of accelerate's `BatchSamplerShard`, which gives the same batches.
+    Its attributes are named as those of accelerate's `BatchSamplerShard`, which gives the same batches, except that it
+    leaves out earlier rounds whose last batch is small.
 
     Args:
         split_batches: A round is one batch, of which each rank gets a part.
@@ -141,6 +143,8 @@ class RankBatches(Sampler[Any]):
         rest: list[Any] = []
         for round_ in self._rounds(size):
             first = first or round_
+            if rest and all(map(len, rest)):  # it was not the last
+                yield rest[rank]
             is_full = len(round_) == self.num_processes and size in (None, len(round_[-1]))
             rest = [] if is_full else round_
             if is_full:

@@ -77,6 +77,25 @@ def test_rank_batches_are_those_of_accelerate(world_size, drop_last, options):
             assert (list(ours), len(ours)) == (list(theirs), len(theirs))
 
 
+class Ragged(list):
+    """Batches of which some are smaller than they say."""
+
+    batch_size = 2
+    drop_last = False
+
+
+@pytest.mark.parametrize("even_batches", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_small_batches_in_the_middle_are_handed_out(world_size, even_batches):
+    source = Ragged([[0, 1], [2], [3, 4], [5], [6], [7, 8], [9, 10]])
+    shares = [
+        RankBatches(source, num_processes=world_size, process_index=rank, even_batches=even_batches)
+        for rank in range(world_size)
+    ]
+    assert {sample for share in shares for batch in share for sample in batch} == set(range(11))
+    assert [len(list(share)) for share in shares] == list(map(len, shares))
+
+
 @pytest.mark.parametrize("skip", [0, 2, 3, 9])
 def test_later_leaves_out_the_first(skip):
     batches = Later([[0], [1], [2]], skip)
