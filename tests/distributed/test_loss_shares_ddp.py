@@ -108,6 +108,7 @@ CASES: dict[str, tuple[Any, Rows, int, int]] = {
     "shifted": (Shifts, make_rows(), 2, 1),
     "divided": (Divides, make_rows(), 2, 1),
     "needs the count": (NeedsCount, make_rows(), 2, 2),
+    "needs the count, even everywhere": (NeedsCount, cut(6, 6, 6, 6, 6, 6, 6, 6), 2, 1),
     "one sample each, joined in time": (PerSample, cut(6, 2, 6, 2, 5, 4, 3, 2), 1, 2),
     "one sample each, joined over processes": (PerSample, cut(6, 2, 5, 3), 1, 1),
     "even in each process": (PerSample, cut(6, 6, 2, 2, 5, 5, 3, 3), 2, 1),

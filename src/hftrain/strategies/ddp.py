@@ -79,7 +79,6 @@ class DDPStrategy(DistributedStrategy):
             # for the group's thread, which may wait for that lock. A wrapper without a group cannot train any more.
             for wrapper in self._wrappers:
                 vars(wrapper).update(reducer=None, logger=None, process_group=None)
-            self._wrappers.clear()
         super().close()
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:

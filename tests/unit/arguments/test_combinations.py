@@ -36,6 +36,7 @@ FSDP = {"fsdp": "full_shard"}
         ({"fsdp": "no_shard offload"}, "can be offloaded"),
         ({"fsdp": "full_shard shard_grad_op"}, "sharded in one way"),
         ({"fsdp": "full_shard no_shard"}, "Keep one of full_shard, no_shard"),
+        ({"fsdp": "full_shard hybrid_shard"}, "Keep one of full_shard, hybrid_shard"),
     ],
 )
 def test_contradiction_raises(given, reason):
@@ -54,6 +55,7 @@ def test_contradiction_raises(given, reason):
         {"dataloader_prefetch_factor": 2, "dataloader_num_workers": 1},
         {"gradient_accumulation_steps": 2, "accelerator_config": {"gradient_accumulation_kwargs": {}}},
         {"fsdp": "full_shard offload auto_wrap"},
+        {"fsdp": "hybrid_shard offload"},
         {**FSDP, "fsdp_config": {"cpu_ram_efficient_loading": True}},
     ],
 )

@@ -19,6 +19,7 @@ STEPS = {"eval_strategy": "steps"}
         ({**STEPS, "eval_steps": 3}, "eval_steps", 3),
         ({"eval_strategy": "epoch"}, "eval_steps", None),
         ({"logging_steps": 20.0}, "logging_steps", 20),
+        ({"logging_steps": 1.0}, "logging_steps", 1),
         ({"save_steps": 0.5}, "save_steps", 0.5),
         ({"save_steps": -1}, "save_strategy", "no"),
         ({"save_steps": -1, "save_strategy": "epoch"}, "save_strategy", "epoch"),

@@ -55,6 +55,7 @@ def test_next_prediction_replaces_the_files_and_evaluations_write_none(tmp_path:
     writer = PredictionWriter(tmp_path / "written", batches_per_file=1)
     trainer = Trainer(Net(), make_arguments(tmp_path), callbacks=[writer], eval_dataset=make_rows(8))
     trainer.evaluate()
+    assert trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation").predictions.shape[0] == 8
     assert not (tmp_path / "written").exists()
     for number in (9, 3):
         trainer.predict(make_rows(number))

@@ -10,6 +10,7 @@ import torch
 from support.loading import build
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from hftrain.data import dispatch
 from hftrain.data.feed import TrainFeed
 
 
@@ -131,6 +132,15 @@ def test_streams_draw_numbers_of_their_own():
     resumed = feed(Stream()).open(1, skip=2)
     assert list(resumed) == whole[2:]
     assert list(feed(Stream()).open(0)) != whole
+
+
+def test_stream_that_is_read_for_all_ranks_draws_numbers_of_its_own(monkeypatch):
+    monkeypatch.setattr(dispatch, "_scatter", lambda parcels: None)
+    options = {"rank": 0, "world_size": 2, "dispatch_batches": True}
+    before = generators()
+    whole = list(feed(Stream(), **options).open(1))
+    assert generators() == before
+    assert list(feed(Stream(), **options).open(1, skip=1)) == whole[1:]
 
 
 @pytest.mark.parametrize("skip", [6, 9])

@@ -27,6 +27,14 @@ class Own(Task):
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
+class Scheduling(Trainer):
+    """Makes its schedule, for the optimizer of the arguments."""
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        self.lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return self.lr_scheduler
+
+
 def test_text_in_a_list_of_samples_makes_no_column(tmp_path: Path) -> None:
     rows = [{**row, "text": "a word"} for row in make_rows(8)]
     with pytest.raises(TaskError, match=r"Reader\.forward needs text, and the columns that make a batch are labels, x"):
@@ -39,6 +47,7 @@ def test_schedule_of_the_arguments_is_tried_only_where_it_is_made(tmp_path: Path
     with pytest.raises(ConfigError, match="A cosine schedule with a minimum was asked for"):
         Trainer(Task(), arguments, train_dataset=make_rows(8)).train()
     assert Trainer(Own(), arguments, train_dataset=make_rows(8)).train().global_step == 2
+    assert Scheduling(Net(), arguments, train_dataset=make_rows(8)).train().global_step == 2
 
 
 def test_model_without_anything_to_train_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from support.tiny import Net, make_arguments, make_rows, make_trainer
 
 from hftrain import ConfigError, StrategyError, Trainer
@@ -197,13 +197,13 @@ class Watching(Trainer):
         self.seen: list[tuple[bool, int]] = []
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        # Optimizers that accelerate has prepared ask the shared state.
+        assert self.accelerator.sync_gradients == GradientState().sync_gradients
         self.seen.append((self.accelerator.sync_gradients, self.current_gradient_accumulation_steps))
         return super().training_step(model, inputs, num_items_in_batch)
 
 
 def test_sync_gradients_tells_which_micro_step_is_the_last(tmp_path: Path) -> None:
-    from accelerate.state import GradientState
-
     arguments = make_arguments(tmp_path, num_train_epochs=1, gradient_accumulation_steps=2)
     trainer = Watching(Net(), arguments, train_dataset=make_rows(20))
     trainer.train()

@@ -85,6 +85,10 @@ BEST: dict[str, Any] = {"eval_strategy": "epoch", "eval_dataset": ROWS}
             "Did you mean 'eval_._loss' or 'eval_._loss'",
         ),
         ({**BEST, "metric_for_best_model": "eval_c_loss", "eval_dataset": {"a": ROWS}}, "'eval_a_loss'"),
+        (
+            {**BEST, "metric_for_best_model": "loss", "eval_dataset": {"a": ROWS}, "compute_metrics": len},
+            "choose one of these: Did you mean 'eval_a_loss'",
+        ),
         ({"model": Task(), "label_smoothing_factor": 0.1}, "label_smoothing_factor was given together with Task"),
         ({"model": Task(), "label_names": ["y"]}, "label_names was given together with Task"),
         (
