@@ -28,6 +28,7 @@ from hftrain import (
     set_seed,
 )
 from hftrain.checkpoint.signals import TrainingStopped
+from hftrain.run.loop_states import LoopStates
 
 
 def make_trainer(folder: Path, loop: Any, **options: Any) -> Trainer:
@@ -190,6 +191,11 @@ def test_checkpoint_of_a_plain_run_goes_on_with_a_loop_that_has_a_state(
     trainer = make_trainer(tmp_path, KFold(2), max_steps=4)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert "holds no state of KFold" in caplog.text
+
+
+def test_loop_without_a_state_is_missed_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    LoopStates({"fit": Counting(), "evaluate": UntilCertain()}).load_state_dict({})
+    assert not caplog.text
 
 
 def test_checkpoint_of_a_loop_with_a_state_is_refused_without_it(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ LIMITED = SimpleNamespace(max_new_tokens=50)
         # The config's own limit would win over max_length otherwise.
         ((7, None), {}, LIMITED, {"max_length": 7, "max_new_tokens": None}),
         ((None, None), {"max_length": 9}, LIMITED, {"max_length": 9, "max_new_tokens": None}),
+        ((None, None), {"max_length": 9, "max_new_tokens": 4}, LIMITED, {"max_length": 9, "max_new_tokens": 4}),
         ((None, 2), {}, LIMITED, {"num_beams": 2}),
     ],
 )

@@ -43,7 +43,7 @@ def test_hub_config_knows_the_older_names(tmp_path: Path, given: dict[str, str],
 
 def test_told_hyperparameters_hold_no_secret_and_the_length() -> None:
     told = told_hyperparameters(TrainingArguments("out", hub_token="secret", max_steps=5, warmup_steps=2))
-    assert told["learning_rate"] == 5e-5
+    assert (told["learning_rate"], told["max_grad_norm"]) == (5e-5, 1.0)
     assert (told["max_steps"], told["warmup_steps"]) == (5, 2)
     assert "num_train_epochs" not in told
     assert "secret" not in str(told)

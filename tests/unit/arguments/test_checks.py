@@ -79,6 +79,7 @@ def test_number_at_the_edge_passes(name, value):
         ("log_level_replica", "inf", "'info'"),
         ("half_precision_backend", "cuda_map", "'cuda_amp'"),
         ("fp16_opt_level", "O4", "O0, O1, O2, O3"),
+        ("dataloader_multiprocessing_context", "spwan", "'spawn'"),
         ("include_num_input_tokens_seen", "nonpadding", "'non_padding'"),
         ("include_for_metrics", ["input"], "'inputs'"),
     ],

@@ -35,6 +35,11 @@ def test_get_scheduler_refuses_what_is_missing_or_unknown(name: str, given: Any,
         get_scheduler(name, optimizer(), **given)
 
 
+@pytest.mark.parametrize("name", ["constant_with_warmup", "inverse_sqrt"])
+def test_get_scheduler_asks_for_no_length_where_none_matters(name: str) -> None:
+    assert get_scheduler(name, optimizer(), num_warmup_steps=1).optimizer.param_groups[0]["initial_lr"] == 1.0
+
+
 def test_schedule_goes_on_where_it_was() -> None:
     new = optimizer()
     schedule = hftrain.get_linear_schedule_with_warmup(new, 0, 4)

@@ -83,6 +83,29 @@ def test_order_by_length_measures_what_the_processing_class_names(tmp_path: Path
     assert trainer.train().global_step == 6
 
 
+class Table(list[Any]):
+    """Samples that know their columns."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__(rows)
+        self.column_names = ["x", "labels", "difficulty"]
+
+    def remove_columns(self, names: Any) -> list[Any]:
+        return [{name: value for name, value in row.items() if name not in names} for row in self]
+
+
+def test_order_of_an_evaluation_may_follow_a_column_that_the_model_does_not_take(tmp_path: Path) -> None:
+    class ByDifficulty(Trainer):
+        def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+            return sorted(range(len(eval_dataset)), key=lambda index: eval_dataset[index]["difficulty"])
+
+    rows = Table({**row, "difficulty": -index} for index, row in enumerate(make_rows(4)))
+    trainer = ByDifficulty(Net(), make_arguments(tmp_path), eval_dataset=rows)
+    (batch,) = trainer.get_eval_dataloader()
+    assert batch["x"].tolist() == [row["x"].tolist() for row in reversed(rows)]
+    assert "difficulty" not in batch
+
+
 def test_columns_that_somebody_asked_for_are_kept(tmp_path: Path) -> None:
     seen: list[list[str]] = []
 
