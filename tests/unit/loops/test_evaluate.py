@@ -156,14 +156,16 @@ def test_compute_metrics_gets_inputs_and_losses_on_request() -> None:
     assert seen[0].losses.tolist() == [2.0, 2.0, 8.0]
 
 
+@pytest.mark.parametrize("per_batch", [False, True])
 @pytest.mark.parametrize("missing", ["outputs", "labels"])
-def test_compute_metrics_needs_predictions_and_labels(missing: str) -> None:
+def test_compute_metrics_needs_predictions_and_labels(missing: str, per_batch: bool) -> None:
     def step(batch: Any) -> StepOutput:
         output = mean_of_labels(batch)
         setattr(output, missing, None)
         return output
 
-    loop = make_loop(keeps_predictions=True, hooks={"evaluate_batch": step, "compute_metrics": lambda p: 1 / 0})
+    hooks = {"evaluate_batch": step, "compute_metrics": lambda *args, **kwargs: 1 / 0}
+    loop = make_loop(keeps_predictions=not per_batch, computes_per_batch=per_batch, hooks=hooks)
     assert "loss" in loop.run(make_batches([1])).metrics
 
 
