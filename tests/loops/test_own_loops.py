@@ -61,6 +61,26 @@ class Counting(FitLoop):
         super().run_step(window, num_items)
 
 
+class PutsDataInPlace(Trainer):
+    def get_train_dataloader(self) -> Any:
+        self.train_dataset = make_rows(8)
+        return super().get_train_dataloader()
+
+
+def test_loop_gets_the_dataset_that_the_loader_was_made_of(tmp_path: Path) -> None:
+    loop = Counting()
+    trainer = make_trainer(tmp_path, loop, kind=PutsDataInPlace)
+    found: list[int] = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            found.append(len(loop.parts.dataset))
+
+    trainer.add_callback(Look)
+    trainer.train()
+    assert set(found) == {8}
+
+
 def test_class_instance_name_and_sequence_are_taken(tmp_path: Path) -> None:
     own = Counting()
     for loop in (own, Counting, [own, UntilCertain], "fit", ["fit", "evaluate", "predict"], None, ()):
