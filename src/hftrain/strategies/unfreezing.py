@@ -225,6 +225,11 @@ class _Averaged(Follower):
             torch.distributed._register_comm_hook(outermost.reducer, state, hook)  # type: ignore[attr-defined]
 
 
+# The hooks of `_mark_additions`, each with its owner. They are not removed when that is freed, which may be while torch
+# walks over its hooks, but when the next are added.
+_HOOKS: list[tuple[weakref.ref[Any], Any]] = []
+
+
 def _mark_additions(owner: object, known: set[int]) -> list[bool]:
     """Return a list whose only element becomes True when any module gets a parameter or module that is not known.
 
@@ -237,9 +242,12 @@ def _mark_additions(owner: object, known: set[int]) -> list[bool]:
         if id(new) not in known:
             mark[0] = True
 
+    for gone in [entry for entry in _HOOKS if entry[0]() is None]:
+        gone[1].remove()
+        _HOOKS.remove(gone)
     for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
         # `note` holds the mark and the numbers alone, so that the model can be freed.
-        weakref.finalize(owner, register(note).remove)
+        _HOOKS.append((weakref.ref(owner), register(note)))
     return mark
 
 
