@@ -86,8 +86,7 @@ def test_no_modules_import_each_other() -> None:
 
 
 def test_nobody_is_given_a_trainer() -> None:
-    # The commands stand above the Trainer and use it.
-    assert [found for module in modules() if module.room != "cli" for found in takes_trainer(module)] == []
+    assert [found for module in modules() for found in takes_trainer(module)] == []
 
 
 def test_private_attributes_stay_with_their_objects() -> None:

@@ -1,4 +1,4 @@
-"""Fixtures of the tests beside transformers."""
+"""Fixtures for the tests against transformers."""
 
 from __future__ import annotations
 

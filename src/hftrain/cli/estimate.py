@@ -22,7 +22,7 @@ def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> Memory
     found: list[MemoryEstimate] = []
     train, argv, path = Trainer.train, sys.argv, list(sys.path)
 
-    def stand_in(trainer: Trainer, *args: Any, **kwargs: Any) -> NoReturn:
+    def stand_in(trainer: Any, *args: Any, **kwargs: Any) -> NoReturn:
         Trainer.train = train  # type: ignore[method-assign]  # the estimate trains
         found.append(trainer.estimate_memory())
         raise _Reached

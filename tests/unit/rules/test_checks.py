@@ -133,7 +133,7 @@ def test_task_that_gives_something_else_is_named(made: Any, named: str) -> None:
 
 
 class Outside(TaskModule):
-    """Hold a parameter beside the model."""
+    """Hold a parameter next to the model."""
 
     def __init__(self, *, trains: bool) -> None:
         super().__init__(Net())
