@@ -111,7 +111,7 @@ class Interrupts:
         if asked == SAVE or asked in STOPS:
             self._save()
         elif asked is not None:
-            self._checkpoints.writes.heed(asked)
+            self._checkpoints.writes.settle_named(asked)
         if asked in STOPS:
             self._stop(asked, f"after step {step} of {self._state.max_steps}")
 

@@ -236,7 +236,7 @@ class CheckpointWrites:
                 waited_s,
             )
 
-    def heed(self, name: str) -> None:
+    def settle_named(self, name: str) -> None:
         """Settle the write of this name, if it is not settled yet; at the boundary that all agreed on."""
         if self._flight is not None and self._flight.name == name:
             self._flight.finish()

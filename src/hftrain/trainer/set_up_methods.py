@@ -109,7 +109,7 @@ class SetUpMethods(RunMethods):
         )
 
     def _make_model(self) -> nn.Module:
-        """Return the bare model, made anew where there is a `model_init`."""
+        """Return the bare model, built again if there is a `model_init`."""
         if self.model_init is not None:
             set_seed(self.args.seed)
             with self.strategy.building():
