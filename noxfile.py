@@ -209,6 +209,16 @@ def tests_oldest(session: nox.Session) -> None:
     pytest(session, marks, *WORKERS, *NO_HANG, *OLDEST)
 
 
+@nox.session(name="tests-python", python=["3.10", "3.12", "3.13"])
+def tests_python(session: nox.Session) -> None:
+    """Run what `tests` runs with another Python; each must be installed."""
+    if sys.platform == "linux":
+        install_without_cuda(session, *CONSTRAINTS, "-e", ".[test]")
+    else:
+        install(session, "test")
+    pytest(session, " and ".join(f"not {mark}" for mark in MARKS), *WORKERS, *NO_HANG)
+
+
 def install_xla(session: nox.Session) -> None:
     """Install torch_xla and the torch it was built for."""
     wheels = "sys.platform == 'linux' and platform.machine() == 'x86_64' and (3, 10) <= sys.version_info < (3, 14)"
