@@ -9,13 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hftrain.core.errors import StrategyError
+from hftrain.core.frames import user_line, waits_for_others
 from hftrain.strategies.board import Board
 
 _POLL_S = 1.0
@@ -26,8 +26,6 @@ _ANSWER_S = 3 * _POLL_S
 # How gloo, NCCL and a save that all take part in word the failure of somebody else.
 _BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|another process failed|pair closure", re.IGNORECASE)
 _LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
-_WAITING = (os.path.dirname(dist.__file__), torch.autograd.graph.__file__)
-_OURS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 
 class RankWatch:
@@ -77,15 +75,20 @@ class RankWatch:
         """
         if not (is_broken_exchange(error) and _LATE.search(str(error))):
             return None
-        answers = self._ask()
-        missing = [rank for rank in range(self.world_size) if rank != self.rank and not _waits(answers.get(rank))]
-        places = "; ".join(f"rank {rank} {_told(answers.get(rank))}" for rank in sorted({*missing, *answers}))
-        late = f"Rank {', '.join(map(str, missing))} did not come" if missing else "The ranks wait for each other"
+        late, places = self.missing()
         return StrategyError(
             f"Rank {self.rank} waited in {self.where()!r} for the other ranks.",
             f"{late} within {timeout_s:g} s: {places}.",
             "Mend what holds them up, or raise ddp_timeout.",
         )
+
+    def missing(self) -> tuple[str, str]:
+        """Return which ranks did not come to where this one waits, and where each one is, in words; takes seconds."""
+        answers = self._ask()
+        missing = [rank for rank in range(self.world_size) if rank != self.rank and not _waits(answers.get(rank))]
+        places = "; ".join(f"rank {rank} {_told(answers.get(rank))}" for rank in sorted({*missing, *answers}))
+        late = f"Rank {', '.join(map(str, missing))} did not come" if missing else "The ranks wait for each other"
+        return late, places
 
     def failure_elsewhere(self, *, wait_s: float = 0.0) -> str | None:
         """Return which other process failed, and how, as soon as one says so; None if none does."""
@@ -154,11 +157,8 @@ class RankWatch:
 
     def _place(self) -> tuple[bool, str, str]:
         """Return whether the process waits for others, what it does, and where in its code."""
-        frame = sys._current_frames().get(self._watched)
-        name = frame.f_code.co_filename if frame else ""
-        # A frame of its own code within a backward pass is innermost then.
-        waits = self._gave_up or name.startswith(_WAITING)
-        return waits, self.where(), _line(frame)
+        waits = self._gave_up or waits_for_others(self._watched)
+        return waits, self.where(), user_line(self._watched)
 
     def _end_line(self, failure: str) -> None:
         print(f"[rank{self.rank}]: ended, because {failure}", file=sys.stderr, flush=True)
@@ -191,12 +191,3 @@ def _told(answer: Any) -> str:
     if answer is None:
         return "does not answer"
     return f"waits in {answer[2]!r}" if answer[1] else f"is in {answer[2]!r}, at {answer[3]}"
-
-
-def _line(frame: FrameType | None) -> str:
-    """Return the innermost line of the user's own code, or of any."""
-    own = frame
-    while own is not None and own.f_code.co_filename.startswith(_OURS):
-        own = own.f_back
-    own = own or frame
-    return f"{own.f_code.co_name} ({own.f_code.co_filename}:{own.f_lineno})" if own else "an unknown place"

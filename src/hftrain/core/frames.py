@@ -1,0 +1,42 @@
+"""Where a thread is in the code, as far as it is the user's."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+_WAITING = (os.path.dirname(dist.__file__), torch.autograd.graph.__file__)
+_OURS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+_PYTHON = os.path.dirname(os.__file__)
+
+
+def waits_for_others(thread: int) -> bool:
+    """Tell whether a thread is in an exchange with other processes; a backward pass may be one.
+
+    Frames of the user's own code within a backward pass are innermost then, and count as not waiting.
+    """
+    frame = sys._current_frames().get(thread)
+    return frame is not None and frame.f_code.co_filename.startswith(_WAITING)
+
+
+def user_line(thread: int) -> str:
+    """Return the innermost line of the user's own code that a thread is in, or of any code if none is the user's.
+
+    Example:
+        >>> import threading
+        >>> user_line(threading.get_ident()).startswith("<module> (")
+        True
+    """
+    innermost = own = sys._current_frames().get(thread)
+    while own is not None and _is_library(own.f_code.co_filename):
+        own = own.f_back
+    own = own or innermost
+    return f"{own.f_code.co_name} ({own.f_code.co_filename}:{own.f_lineno})" if own else "an unknown place"
+
+
+def _is_library(path: str) -> bool:
+    """Tell whether a file is torch's, ours or Python's own; packages that are installed count as the user's."""
+    return path.startswith((*_OURS, "<frozen")) or (path.startswith(_PYTHON) and "site-packages" not in path)
