@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +41,8 @@ def search_with_ray(config: SearchConfig, attempt: Attempt, *, evaluates: bool) 
     options.setdefault("resources_per_trial", {"cpu": 1, **({"gpu": 1} if num_gpus else {})})
     mode = config.directions[0][:3]
     trainable = tune.with_parameters(run_trial, attempt=attempt)
-    analysis = tune.run(trainable, config=config.space(None), num_samples=config.num_trials or 1, **options)
+    with _handlers_kept():
+        analysis = tune.run(trainable, config=config.space(None), num_samples=config.num_trials or 1, **options)
     best = analysis.get_best_trial(OBJECTIVE, mode, scope=config.scope)
     if best is None:
         raise ConfigError("The best trial was asked for.", "No trial reported a number.", "Look into Ray's results.")
@@ -71,3 +76,16 @@ def run_trial(config: dict[str, Any], *, attempt: Attempt) -> None:
             values = attempt(config, run_id=run_id, report=report, resume=folder)
     if told[-1:] != [values]:
         tune.report({OBJECTIVE: values})
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Put back the signal handlers that Ray replaces: with its own, later trainings would hear no signal."""
+    is_main = threading.current_thread() is threading.main_thread()
+    kept = {each: signal.getsignal(each) for each in signal.valid_signals()} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)

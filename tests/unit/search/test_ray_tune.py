@@ -40,11 +40,15 @@ def ray() -> Iterator[Any]:
     pytest.importorskip("ray.tune")
     # Its processes import what this one does.
     path = os.pathsep.join(filter(None, map(os.path.abspath, sys.path)))
+    # Set by a library of Ray's when a table of results is first written, and never unset.
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv("CRC32C_SW_MODE", os.environ.get("CRC32C_SW_MODE", "auto"))
     module.init(
         num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path}}
     )
     yield module
     module.shutdown()
+    monkeypatch.undo()
 
 
 def test_ray_searches(ray: Any, tmp_path: Path) -> None:
