@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from support.tiny import Net, make_rows, make_trainer
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
-from hftrain import Trainer, TrainerCallback, set_seed
+from hftrain import ConfigError, Trainer, TrainerCallback, set_seed
 
 Make = Callable[[Any], Any]
 
@@ -97,7 +98,15 @@ def check(tmp_path: Path, make_optimizer: Make, make_schedule: Make, model: Any 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_of_torch_resumes_exactly(tmp_path: Path, name: str) -> None:
-    check(tmp_path, lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), SCHEDULES[name])
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    state = SCHEDULES[name](make_optimizer(Net())).state_dict()
+    if any(map(inspect.isfunction, state.values())):  # SWALR's of torch 2.9
+        with pytest.raises(ConfigError, match="without running code"):
+            make(tmp_path, make_optimizer, SCHEDULES[name]).train()
+        return
+    check(tmp_path, make_optimizer, SCHEDULES[name])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -26,7 +26,7 @@ _ENV_NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "CUDA_M
 _PROCESSES_NOT_OURS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "support/ranks.py")
 _OUTPUT_FOLDERS = ("runs", "trainer_output", "tmp_trainer")
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
-_GRACE_S = 2.0
+_GRACE_S = 10.0
 
 
 def _matmul_precision() -> str:

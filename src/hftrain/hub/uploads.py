@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -129,7 +129,10 @@ class Uploads:
         push = self._with_folders(push)
         snapshot = take_snapshot(_all_files(push), self.config.output_dir)
         self._waiting = {}
-        self.newest = self.api.run_as_future(self._run, push, snapshot)
+        # A thread for each push, which ends with it. Those of `HfApi.run_as_future` live as long as the HfApi does.
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hftrain-push")
+        self.newest = pool.submit(self._run, push, snapshot, after=self.newest)
+        pool.shutdown(wait=False)
         # The name that transformers' `push_in_progress` has for it.
         vars(self.newest)["is_done"] = self.newest.done
         return self.newest
@@ -143,7 +146,8 @@ class Uploads:
         # A checkpoint that rotation has deleted since is gone for good.
         return replace(push, folders={name: folder for name, folder in self._waiting.items() if folder.is_dir()})
 
-    def _run(self, push: Push, snapshot: Path) -> Any:
+    def _run(self, push: Push, snapshot: Path, *, after: Future[Any] | None) -> Any:
+        wait([] if after is None else [after])
         try:
             return self._commit(push, folder_files(snapshot))
         except Exception as error:

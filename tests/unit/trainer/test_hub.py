@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,17 @@ def test_strategy_all_checkpoints_pushes_each_whatever_rotation_does(
     assert top(hub) == MODEL
     here = sorted(path.name for path in (tmp_path / "mine").glob("*checkpoint-*"))
     assert here == (["checkpoint-6"] if limit else ["checkpoint-2", "checkpoint-4", "checkpoint-6"])
+
+
+def test_thread_of_a_push_ends_while_the_trainer_lives_on(hub: HubServer, tmp_path: Path) -> None:
+    before = threading.enumerate()
+    trainer = make_trainer(tmp_path / "mine")
+    trainer.train()
+    assert trainer.push_in_progress.done()
+    left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    for thread in left:
+        thread.join(timeout=30)
+    assert not any(thread.is_alive() for thread in left)
 
 
 @pytest.mark.parametrize("always", [False, True])
