@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from hftrain.checkpoint.consensus import Consensus
-from hftrain.checkpoint.manager import Group
+from hftrain.checkpoint.consensus import Consensus, Group
 from hftrain.core.errors import CheckpointError, explain
 
 _ELSEWHERE = explain(

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
-from hftrain.checkpoint.manager import Group
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
@@ -44,6 +43,32 @@ def strongest(asked: Iterable[str | None]) -> str | None:
         'SIGTERM'
     """
     return max((each for each in asked if each is not None), key=lambda each: _STRENGTH.get(each, 0), default=None)
+
+
+class Group(Protocol):
+    """The processes that save together; a strategy is one."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that commits."""
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the one process of its machine that commits where each machine keeps its own."""
+
+    def barrier(self) -> None:
+        """Wait for all; collective."""
+
+    def all_true(self, flag: bool) -> bool:
+        """Tell every process whether the flag is set on all; collective."""
 
 
 class Consensus:

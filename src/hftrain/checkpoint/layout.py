@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -46,13 +47,23 @@ def checkpoint_step(path: str | Path) -> int | None:
     return None if match is None else int(match[1])
 
 
-def list_checkpoints(output_dir: str | Path) -> list[Path]:
-    """List the folders that are named like checkpoints, by step; the newest is last."""
+def list_checkpoints(output_dir: str | Path, *, with_links: bool = True) -> list[Path]:
+    """List the folders that are named like checkpoints, by step, the highest last.
+
+    Args:
+        output_dir: Where they are.
+        with_links: Whether links to folders count as well.
+    """
     folder = Path(output_dir)
     if not folder.is_dir():
         return []
-    found = [(step, path) for path in folder.iterdir() if (step := checkpoint_step(path)) is not None and path.is_dir()]
-    return [path for _, path in sorted(found)]
+    with os.scandir(folder) as entries:  # it tells folders from files without asking for each
+        found = [
+            (step, entry.name)
+            for entry in entries
+            if (step := checkpoint_step(entry.name)) is not None and entry.is_dir(follow_symlinks=with_links)
+        ]
+    return [folder / name for _, name in sorted(found)]
 
 
 def get_last_checkpoint(folder: str | Path) -> str | None:
@@ -64,6 +75,22 @@ def get_last_checkpoint(folder: str | Path) -> str | None:
     """
     found = list_checkpoints(folder)
     return str(found[-1]) if found else None
+
+
+def contents(path: Path) -> str:
+    """Say what lies where a checkpoint was expected."""
+    if not path.is_dir():
+        return "it is a file" if path.exists() else "it does not exist"
+    names = sorted(entry.name for entry in path.iterdir())
+    return f"it holds {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "it is empty"
+
+
+def nearby(path: Path) -> str:
+    """Say which checkpoints lie in a folder and next to it."""
+    around = [*list_checkpoints(path), *list_checkpoints(path.parent)]
+    found = ", ".join(str(each) for each in around if each != path)
+    places = f"Checkpoints found there: {found}." if found else "No checkpoint lies inside it or next to it."
+    return f"{places} Pass a checkpoint's folder, or True for the newest in output_dir."
 
 
 def rng_name(*, rank: int, world_size: int) -> str:

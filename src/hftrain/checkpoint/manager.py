@@ -5,15 +5,25 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_name, checkpoint_step, list_checkpoints
-from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_links, verify, write_manifest
+from hftrain.checkpoint.consensus import Group
+from hftrain.checkpoint.layout import (
+    MANIFEST,
+    TRAINER_STATE,
+    checkpoint_name,
+    checkpoint_step,
+    contents,
+    list_checkpoints,
+    nearby,
+)
+from hftrain.checkpoint.manifest import Manifest, refuse_links, verify, write_manifest
 from hftrain.checkpoint.parcels import Parcels
-from hftrain.checkpoint.remote import RemoteCheckpoints
-from hftrain.checkpoint.rotation import best_names, commit_order, surplus
+from hftrain.checkpoint.remote import RemoteCheckpoints, UnreachableError
+from hftrain.checkpoint.rotation import Manifests, best_names, by_commit, highest_number, readable, surplus
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.storage import files
@@ -23,32 +33,6 @@ from hftrain.storage.space import free_bytes, is_disk_full
 Writer = Callable[[Path], None]
 
 logger = get_logger(__name__)
-
-
-class Group(Protocol):
-    """The processes that save together; a strategy is one."""
-
-    @property
-    def rank(self) -> int:
-        """This process's number."""
-
-    @property
-    def world_size(self) -> int:
-        """How many processes there are."""
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the one process that commits."""
-
-    @property
-    def is_local_main(self) -> bool:
-        """Whether this is the one process of its machine that commits where each machine keeps its own."""
-
-    def barrier(self) -> None:
-        """Wait for all; collective."""
-
-    def all_true(self, flag: bool) -> bool:
-        """Tell every process whether the flag is set on all; collective."""
 
 
 class NoSpaceError(CheckpointError):
@@ -98,6 +82,10 @@ class CheckpointManager:
         self.lock = FolderLock(config.output_dir)
         # A run that is resumed keeps its name; rotation touches no other run's checkpoints.
         self.run_id = uuid.uuid4().hex
+        self._manifests = Manifests(lambda name: readable(config.output_dir / name))
+        # The highest number of a commit known; None until the folder was looked at.
+        self._number: int | None = None
+        self._resumed_number = 0
         self.remote = None if config.url is None else RemoteCheckpoints(config.url, mirror=config.output_dir)
         self._parcels = parcels
         self._committed: Path | None = None
@@ -148,13 +136,22 @@ class CheckpointManager:
         self._committed = target
         return target
 
+    def follow(self, manifest: Manifest) -> None:
+        """Belong to the run of a checkpoint, and come after it, wherever it lies."""
+        self.run_id = manifest.facts["run_id"]
+        self._resumed_number = manifest.facts.get("commit_number", 0)
+
     def claim(self) -> None:
         """Keep other runs from saving to the folder, until `lock` is released or the process ends. Collective.
+
+        What killed saves left behind is put back or deleted, and the checkpoints there are looked at.
 
         Raises:
             ConfigError: Another run saves there.
         """
         if self.group.all_true(not self.is_committer or self.lock.take()):
+            if self.is_committer:
+                self._look()
             return
         who, remedy = "Another run", "Give each run an output_dir of its own, or wait until the other has ended."
         if self.config.on_each_node:
@@ -178,7 +175,7 @@ class CheckpointManager:
             files.restore(self.config.output_dir, is_ours=_is_ours)
         if self.remote is not None:
             return self.remote.latest()
-        for path in reversed(_by_commit(list_checkpoints(self.config.output_dir))):
+        for path in reversed(by_commit(self.config.output_dir)):
             try:
                 if not (path / MANIFEST).exists():
                     raise CheckpointError(f"It has no {MANIFEST}, which proves it whole. Name it to resume from it.")
@@ -211,12 +208,12 @@ class CheckpointManager:
             logger.warning("%s has no %s: its files are read as they are, without proof.", path, MANIFEST)
             return None
         raise CheckpointError(
-            f"Resuming from {path} was asked for.", f"It is not a checkpoint: {_contents(path)}.", _hint(path)
+            f"Resuming from {path} was asked for.", f"It is not a checkpoint: {contents(path)}.", nearby(path)
         )
 
     def own_checkpoints(self) -> list[Path]:
         """List this run's checkpoints in the order of their commits."""
-        return _by_commit([path for path in list_checkpoints(self.config.output_dir) if self._is_known(path)])
+        return [self.config.output_dir / name for name in self._own_manifests()]
 
     def rotate(self, *, best: Path | None = None) -> None:
         """Delete the oldest checkpoints beyond the limit; for the main process alone, others do nothing.
@@ -224,24 +221,40 @@ class CheckpointManager:
         The newest, the best and the one committed last always stay, and so does every folder without a manifest that
         can be read.
         """
+        if not self.is_committer:
+            return
         limit = self.config.save_total_limit
         if limit is None and self.config.keep_best is not None:
             limit = 1  # the newest; the best are protected
-        if self.remote is not None and self.is_committer:
+        if self.remote is not None:
             kept_names = {path.name for path in (best, self._committed) if path is not None}
             self.remote.rotate(run_id=self.run_id, limit=limit, protected=kept_names, choose=self._best_names)
             limit = 1  # of their copies here
-        known = self.own_checkpoints()
-        if not self.is_committer or limit is None or limit < 1 or not known:
+        if limit is None or limit < 1:
             return
+        known = self.own_checkpoints()
         for path in surplus(known, protected=self._protected(known, best), limit=limit):
-            files.discard(path)
+            self._delete(path)
 
     def _protected(self, known: Sequence[Path], best: Path | None) -> list[Path]:
         """Return the newest, the best, the one committed last, and those that `keep_best` keeps."""
+        folder = self.config.output_dir.resolve()
         protected = {path.resolve() for path in (*known[-1:], best, self._committed) if path is not None}
-        good = self._best_names({path.name: read_manifest(path) for path in known}) if self.config.keep_best else ()
-        return [path for path in known if path.resolve() in protected or path.name in good]
+        good = self._best_names(self._own_manifests()) if self.config.keep_best else ()
+        return [path for path in known if folder / path.name in protected or path.name in good]
+
+    def _own_manifests(self) -> dict[str, Manifest]:
+        """Map this run's checkpoints to their manifests, in the order of their commits."""
+        names = [path.name for path in list_checkpoints(self.config.output_dir, with_links=False)]
+        found = self._manifests.of(names)
+        return {name: manifest for name, manifest in found.items() if manifest and self._is_own(name, manifest)}
+
+    def _delete(self, path: Path) -> None:
+        """Delete a checkpoint, if it is still one of this run's."""
+        self._manifests.note(path.name, None)
+        manifest = readable(path)
+        if manifest is not None and self._is_own(path.name, manifest) and not path.is_symlink():
+            files.discard(path)
 
     def _best_names(self, manifests: Mapping[str, Manifest]) -> set[str]:
         config = self.config
@@ -252,31 +265,33 @@ class CheckpointManager:
 
         For the committer alone. The newest, the best and those that `keep_best` keeps stay.
         """
-        known = self.own_checkpoints()
+        known = self.own_checkpoints() if self.is_committer else []
         protected = self._protected(known, best)
         has_deleted = False
-        for path in known if self.is_committer else ():
+        for path in known:
             if path in protected or (has_deleted and free_bytes(self.config.output_dir) >= needed_bytes):
                 continue
-            files.discard(path)
+            self._delete(path)
             has_deleted = has_deleted or not path.exists()
         return has_deleted
 
-    def tidy(self) -> None:
-        """Delete what killed saves left behind; for the committer alone, before anything is saved."""
+    def _look(self) -> None:
         try:
             files.sweep(self.config.output_dir, is_ours=_is_ours)
         except OSError as error:
             logger.warning("Could not delete what a killed save left behind: %s", error)
+        with suppress(OSError, UnreachableError):  # which ends the first save, if it meets them again
+            self._last_number()
 
     def keep_only(self, path: Path) -> None:
         """Delete all other checkpoints at a run's end, if this one is whole; for the main process alone.
 
         Source: the documented `save_total_limit=1` where the best checkpoint is not the last.
         """
-        known = [each for each in list_checkpoints(self.config.output_dir) if self._is_known(each)]
-        others = [each for each in known if each.resolve() != path.resolve()]
-        if not self.is_committer or not (others or self.remote):
+        if not self.is_committer:
+            return
+        others = [each for each in self.own_checkpoints() if each.resolve() != path.resolve()]
+        if not (others or self.remote):
             return
         try:
             verify(path)
@@ -284,18 +299,12 @@ class CheckpointManager:
             logger.warning("Kept all checkpoints, for the one to keep is not whole: %s", error)
             return
         for other in others:
-            files.discard(other)
+            self._delete(other)
         if self.remote is not None:
             self.remote.rotate(run_id=self.run_id, limit=1, protected={path.name}, keeps_newest=False)
 
-    def _is_known(self, path: Path) -> bool:
-        """Tell whether a checkpoint is one of this run's."""
-        try:
-            manifest = read_manifest(path)
-        except CheckpointError:
-            return False
-        is_whole = not path.is_symlink() and manifest.step == checkpoint_step(path)
-        return is_whole and manifest.facts.get("run_id") == self.run_id
+    def _is_own(self, name: str, manifest: Manifest) -> bool:
+        return manifest.step == checkpoint_step(name) and manifest.facts.get("run_id") == self.run_id
 
     def _begin(self, target: Path) -> None:
         if self._parcels is not None and self.is_committer:
@@ -328,12 +337,22 @@ class CheckpointManager:
     def _commit(self, target: Path, step: int, facts: Mapping[str, Any]) -> None:
         staged = files.find_staging(target)
         own = {"only_model": self.config.only_model, "run_id": self.run_id, "saved_at_s": time.time()}
+        own["commit_number"] = self._number = self._last_number() + 1
         if self._parcels is not None:
             self._parcels.collect(staged, step=step)
-        write_manifest(staged, {**facts, **own}, step=step)
+        manifest = write_manifest(staged, {**facts, **own}, step=step)
         files.commit(staged, target)
+        self._manifests.note(target.name, manifest)
         if self.remote is not None:
             self.remote.publish(target, run_id=self.run_id)
+
+    def _last_number(self) -> int:
+        """Return the highest number of a commit in the folder, to which nobody else writes, and in the remote one."""
+        if self._number is None:
+            here = self._manifests.of(path.name for path in list_checkpoints(self.config.output_dir))
+            there = 0 if self.remote is None else self.remote.highest_number()
+            self._number = max(highest_number(here), there)
+        return max(self._number, self._resumed_number)
 
     def _together(self, target: Path, work: Writer, group: Group, *, is_for_main: bool = False) -> None:
         """Do one stage on every process, and raise on all of them if it failed on one."""
@@ -361,30 +380,3 @@ class CheckpointManager:
 
 def _is_ours(name: str) -> bool:
     return checkpoint_step(name) is not None
-
-
-def _by_commit(paths: Sequence[Path]) -> list[Path]:
-    """Order checkpoints as they were committed, by what their manifests say."""
-
-    def committed_at(path: Path) -> tuple[float, int]:
-        try:
-            manifest = read_manifest(path)
-        except CheckpointError:
-            manifest = None
-        return commit_order(manifest, step=checkpoint_step(path) or 0)
-
-    return sorted(paths, key=committed_at)
-
-
-def _contents(path: Path) -> str:
-    if not path.is_dir():
-        return "it is a file" if path.exists() else "it does not exist"
-    names = sorted(entry.name for entry in path.iterdir())
-    return f"it holds {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "it is empty"
-
-
-def _hint(path: Path) -> str:
-    nearby = [*list_checkpoints(path), *list_checkpoints(path.parent)]
-    found = ", ".join(str(each) for each in nearby if each != path)
-    places = f"Checkpoints found there: {found}." if found else "No checkpoint lies inside it or next to it."
-    return f"{places} Pass a checkpoint's folder, or True for the newest in output_dir."

@@ -198,6 +198,7 @@ _FACTS: dict[str, Callable[[Any], bool]] = {
     "geometry": _is_geometry,
     "only_model": lambda value: isinstance(value, bool),
     "run_id": lambda value: isinstance(value, str),
+    "commit_number": _is_count,
     "saved_at_s": lambda value: type(value) in (int, float),
     "num_groups": _is_count,
     "requires_grad": lambda value: isinstance(value, dict) and all(isinstance(each, bool) for each in value.values()),

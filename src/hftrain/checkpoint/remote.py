@@ -6,9 +6,9 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_step, list_checkpoints
+from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_step
 from hftrain.checkpoint.manifest import Manifest, inner_path, read_manifest, verify
-from hftrain.checkpoint.rotation import commit_order, surplus
+from hftrain.checkpoint.rotation import Manifests, by_commit, commit_order, highest_number, surplus
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.storage import files
@@ -45,6 +45,7 @@ class RemoteCheckpoints:
         self.folder = RemoteFolder(url)
         self.mirror = mirror
         self._has_swept = False
+        self._known = Manifests(self._manifest)
 
     def publish(self, path: Path, *, run_id: str) -> None:
         """Upload a committed checkpoint of the mirror, in place of what has its name; it counts when this returns.
@@ -65,6 +66,14 @@ class RemoteCheckpoints:
                 f"It is whole in {path}: resume from there, or copy it to the store, its {MANIFEST} last.",
             ) from error
 
+    def highest_number(self) -> int:
+        """Return the highest ``commit_number`` there, 0 if there is none.
+
+        Raises:
+            UnreachableError: The store cannot be used.
+        """
+        return highest_number(self._manifests())
+
     def names(self) -> list[str]:
         """List the folders that are named like checkpoints, in the order of their commits; see `commit_order`."""
         return list(self._manifests())
@@ -75,6 +84,7 @@ class RemoteCheckpoints:
         Raises:
             UnreachableError: The store cannot be used; that is no reason to take an older one.
         """
+        self._known = Manifests(self._manifest)  # what is there now
         manifests = self._manifests()
         found = None
         for name, manifest in reversed(manifests.items()):
@@ -139,8 +149,12 @@ class RemoteCheckpoints:
             raise self._unreachable(error) from error
 
     def delete(self, name: str, *, run_id: str) -> None:
-        """Delete a checkpoint, its manifest first; what cannot be deleted is left behind with a warning."""
+        """Delete a run's checkpoint, its manifest first; what cannot be deleted is left behind with a warning."""
+        self._known.note(name, None)
         try:
+            now = self._manifest(name)
+            if now is None or now.facts.get("run_id") != run_id:
+                return  # another program replaced it
             self._claim(name, run_id)
             self.folder.delete_file(f"{name}/{MANIFEST}")
             self.folder.delete_folder(name)
@@ -148,6 +162,7 @@ class RemoteCheckpoints:
             logger.warning("Could not delete %s/%s: %s", self.folder.url, name, error)
 
     def _upload(self, path: Path, run_id: str) -> None:
+        self._known.note(path.name, None)
         claim = self._claim(path.name, run_id)
         names = [file.relative_to(path).as_posix() for file in files.walk_files(path)]
         there = self.folder.sizes(path.name).keys() - {claim}
@@ -158,6 +173,7 @@ class RemoteCheckpoints:
             if name == MANIFEST:
                 self._check_sizes(path, names)
             self.folder.upload(path / name, f"{path.name}/{name}")
+        self._known.note(path.name, read_manifest(path))
         self.folder.delete_file(f"{path.name}/{claim}")
         logger.info("Uploaded %s to %s.", path.name, self.folder.url)
 
@@ -183,13 +199,11 @@ class RemoteCheckpoints:
         self._has_swept = True
 
     def _manifests(self) -> dict[str, Manifest | None]:
-        """Map the folders that are named like checkpoints to their manifests, None where that cannot be trusted."""
+        """Map the folders that are named like checkpoints to their manifests, in the order of their commits."""
         try:
-            found = {name: self._manifest(name) for name in self.folder.names() if checkpoint_step(name) is not None}
+            return self._known.of(name for name in self.folder.names() if checkpoint_step(name) is not None)
         except OSError as error:
             raise self._unreachable(error) from error
-        order = {name: commit_order(manifest, step=checkpoint_step(name) or 0) for name, manifest in found.items()}
-        return {name: found[name] for name in sorted(found, key=order.__getitem__)}
 
     def _manifest(self, name: str) -> Manifest | None:
         with tempfile.TemporaryDirectory() as folder:
@@ -237,13 +251,14 @@ class RemoteCheckpoints:
     def _report_unpublished(self, manifests: Mapping[str, Manifest | None], found: str | None) -> None:
         """Name the checkpoint of the mirror that a failed upload has left there, if it is newer than the one found."""
         newest = manifests[found] if found is not None else None
-        for path in reversed(list_checkpoints(self.mirror)):
+        for path in reversed(by_commit(self.mirror)):
             try:
                 manifest = read_manifest(path)
             except CheckpointError:
                 continue
             is_newer = newest is None or (
-                manifest.facts.get("run_id") == newest.facts.get("run_id") and manifest.step > newest.step
+                manifest.facts.get("run_id") == newest.facts.get("run_id")
+                and commit_order(manifest, step=manifest.step) > commit_order(newest, step=newest.step)
             )
             if is_newer and path.name not in manifests:
                 logger.warning(

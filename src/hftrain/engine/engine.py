@@ -344,7 +344,7 @@ class Engine:
             restore_rng(own)
         stepper.zero_grad()
         self._is_accumulating = False
-        manager.run_id = manifest.facts["run_id"]
+        manager.follow(manifest)
         return manifest.step
 
     def _find(self, path: str | Path) -> Path | None:
@@ -377,8 +377,6 @@ class Engine:
             raise _refused(call, "There is no folder for checkpoints.", "Pass Engine(output_dir=...).")
         if not self._is_claimed:
             manager.claim()
-            if manager.is_committer:
-                manager.tidy()
             self._is_claimed = True
         return manager
 

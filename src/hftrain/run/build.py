@@ -64,7 +64,7 @@ def _build(parts: RunParts, hooks: RunHooks, resume: Path | None, stack: ExitSta
     if resume is not None and plan.saved is not None and not is_foreign(resume):
         with restoring(resume):
             report_changed_arguments(args, resume)
-            manager.run_id = plan.saved.facts["run_id"]
+            manager.follow(plan.saved)
     if plan.is_reshaped:
         check_features(loop, {"reshaping": "a checkpoint of another number of processes or batch size"})
     ready = stack.enter_context(hooks.ready(resume, plan))

@@ -116,7 +116,6 @@ def check_room(manager: CheckpointManager, needed: Callable[[], int], *, may_wai
     num_bytes = needed()
     is_enough, free = True, 0
     if manager.is_committer:
-        manager.tidy()
         free = free_bytes(manager.config.output_dir)
         logger.info("A checkpoint takes about %s; %s are free.", readable_bytes(num_bytes), readable_bytes(free))
         is_enough = free >= num_bytes or (may_wait and bool(manager.own_checkpoints()))

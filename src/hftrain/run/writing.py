@@ -15,8 +15,8 @@ from hftrain.adapter.configs import checkpoint_config
 from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.adapters import saves_adapters
 from hftrain.checkpoint.background import BackgroundWrite
-from hftrain.checkpoint.consensus import Consensus
-from hftrain.checkpoint.manager import CheckpointManager, Group, NoSpaceError, Writer
+from hftrain.checkpoint.consensus import Consensus, Group
+from hftrain.checkpoint.manager import CheckpointManager, NoSpaceError, Writer
 from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.snapshot import HostCopies

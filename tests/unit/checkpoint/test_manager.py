@@ -246,15 +246,6 @@ def test_rotate_touches_no_other_run_and_latest_goes_by_commit(make_manager, out
     assert manager.latest() == output_dir / "checkpoint-5"
 
 
-def test_rotate_keeps_what_was_committed_last_though_the_clock_was_set_back(make_manager, output_dir, monkeypatch):
-    clock = iter([300.0, 200.0, 100.0])
-    monkeypatch.setattr("hftrain.checkpoint.manager.time.time", lambda: next(clock))
-    manager = make_manager(save_total_limit=1)
-    save_notes(manager, 1, 2, 3)
-    manager.rotate()
-    assert listing(output_dir) == ["checkpoint-1", "checkpoint-3"]
-
-
 def test_keep_only_leaves_one_and_what_it_does_not_know(make_manager, output_dir):
     manager = make_manager(save_total_limit=1)
     save_notes(manager, 1, 2, 3)

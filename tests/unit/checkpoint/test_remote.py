@@ -80,6 +80,36 @@ def test_latest_replaces_a_copy_that_is_another(make, save_at, output_dir):
     assert [path.name for path in output_dir.iterdir()] == ["checkpoint-5"]
 
 
+def test_the_clock_orders_nothing(make, save_at, output_dir, monkeypatch):
+    times = iter([900.0, 9e9, 100.0, 50.0])
+    monkeypatch.setattr("hftrain.checkpoint.manager.time.time", lambda: next(times))
+    for step in (8, 9, 3, 4):
+        shutil.rmtree(output_dir, ignore_errors=True)
+        manager = make(save_total_limit=2)
+        manager.claim()
+        save_at(manager, step)
+        manager.rotate()
+        manager.lock.release()
+        assert make().latest() == output_dir / f"checkpoint-{step}"
+    assert checkpoints() == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_a_save_downloads_no_manifest_but_that_of_what_it_deletes(make, save_at, monkeypatch):
+    for step in range(10, 20):
+        save_at(make(), step)
+    whole, seen = MemoryFileSystem.get_file, []
+    monkeypatch.setattr(MemoryFileSystem, "get_file", lambda *a, **k: seen.append(a[1]) or whole(*a, **k))
+    manager = make(save_total_limit=3)
+    manager.claim()
+    assert len(seen) == 10
+    for step, num_deleted in ((20, 8), (21, 1), (22, 1), (20, 0)):
+        seen.clear()
+        save_at(manager, step)
+        manager.rotate()
+        assert len(seen) == num_deleted
+    assert sorted(checkpoints()) == ["checkpoint-20", "checkpoint-21", "checkpoint-22"]
+
+
 def test_latest_takes_the_one_committed_last(make, save_at, output_dir):
     for step in (10, 5):
         save_at(make(), step)

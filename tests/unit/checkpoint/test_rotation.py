@@ -5,15 +5,44 @@ from __future__ import annotations
 import pytest
 
 from hftrain.checkpoint.manifest import Manifest
-from hftrain.checkpoint.rotation import commit_order, surplus
+from hftrain.checkpoint.rotation import Manifests, commit_order, surplus
 
 
-def test_checkpoints_are_ordered_by_commit_and_those_without_manifest_last():
-    old, new = (Manifest(step=step, facts={"saved_at_s": at}) for step, at in ((8, 1.0), (4, 2.0)))
-    orders = [commit_order(old, step=8), commit_order(new, step=4), commit_order(None, step=2)]
+def test_checkpoints_are_ordered_by_number_then_by_time_and_those_without_manifest_come_last():
+    facts = [
+        {},
+        {"saved_at_s": 1.0},
+        {"saved_at_s": 9.0},
+        {"saved_at_s": 8.0, "commit_number": 1},
+        {"saved_at_s": 0.0, "commit_number": 2},
+    ]
+    orders = [commit_order(Manifest(step=9 - i, facts=each), step=9 - i) for i, each in enumerate(facts)]
+    orders.append(commit_order(None, step=0))
     assert orders == sorted(orders)
-    assert commit_order(Manifest(step=3), step=3) < orders[0]
-    assert commit_order(Manifest(step=3, facts={"saved_at_s": "now"}), step=3) > orders[1]
+    assert len({*orders}) == len(orders)
+
+
+def test_manifests_are_read_once_and_forgotten_with_their_checkpoints():
+    reads: list[str] = []
+
+    def read(name: str) -> Manifest | None:
+        reads.append(name)
+        step = int(name.partition("-")[2])
+        return None if step == 3 else Manifest(step=step, facts={"commit_number": 9 - step}, files={"a": {}})
+
+    manifests, names = Manifests(read), ["checkpoint-1", "checkpoint-2"]
+    manifests.note("checkpoint-2", Manifest(step=2, facts={"commit_number": 8}, files={"a": {}}))
+    assert list(manifests.of(names)) == names
+    assert list(manifests.of([*names, "checkpoint-3", "checkpoint-4"])) == [
+        "checkpoint-4",
+        "checkpoint-1",
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
+    assert reads == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
+    assert not any(each.files for each in manifests.of(names).values() if each)
+    manifests.of([*names, "checkpoint-3", "checkpoint-4"])
+    assert reads[3:] == ["checkpoint-3", "checkpoint-4"]
 
 
 @pytest.mark.parametrize(
