@@ -27,8 +27,8 @@ XLA = ("torch==2.9.0", "torch_xla==2.9.0")
 
 # Tests with one of these marks have a session of their own.
 MARKS = (
-    "slow", "guarantees", "distributed", "interop", "cuda", "mps", "xla", "deepspeed", "optimizers", "trackers",
-    "remote", "clients", "bench",
+    "slow", "guarantees", "distributed", "slurm", "mpi", "interop", "cuda", "mps", "xla", "deepspeed", "optimizers",
+    "trackers", "remote", "clients", "bench",
 )  # fmt: skip
 
 # What `tests-oldest` runs.
@@ -144,6 +144,36 @@ def tests_distributed(session: nox.Session) -> None:
     install(session, "test")
     mark = "distributed and not cuda and not deepspeed and not xla and not slow and not guarantees"
     pytest(session, mark, *NO_HANG)
+
+
+def need_programs(session: nox.Session, packages: str, *programs: str) -> None:
+    """Skip a session where a program is missing and cannot be installed: root can, on Debian."""
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
+
+    def missing() -> list[str]:
+        return [name for name in programs if not shutil.which(name, path=path)]
+
+    if missing() and shutil.which("apt-get") and os.geteuid() == 0:
+        command = ("apt-get", "install", "--yes", "--no-install-recommends", *packages.split())
+        session.run_install(*command, external=True, success_codes=range(256))
+    if missing():
+        session.skip(f"no {', '.join(missing())}; on Debian: apt-get install {packages}")
+
+
+@nox.session(name="tests-slurm")
+def tests_slurm(session: nox.Session) -> None:
+    """Run the tests under a real SLURM of one machine, which they start and stop."""
+    need_programs(session, "slurm-wlm munge", "munged", "slurmctld", "slurmd", "srun")
+    install(session, "test")
+    pytest(session, "slurm", "tests/distributed/test_slurm.py", *NO_HANG)
+
+
+@nox.session(name="tests-mpi")
+def tests_mpi(session: nox.Session) -> None:
+    """Run the tests under the real mpirun of Open MPI and of MPICH."""
+    need_programs(session, "openmpi-bin mpich", "mpirun.openmpi", "mpiexec.hydra")
+    install(session, "test")
+    pytest(session, "mpi", "tests/distributed/test_mpi.py", *NO_HANG)
 
 
 @nox.session(name="tests-interop")

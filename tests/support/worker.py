@@ -1,10 +1,9 @@
-"""One rank of `support.distributed.launch`: ``worker.py FILE [FUNCTION]``, run by torchrun."""
+"""One rank of `support.distributed.launch`: ``worker.py FILE [FUNCTION]``, run by a launcher."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ def main(path: str, name: str) -> None:
     """Run the function or the script, and write its answer beside it."""
     sys.path[:0] = [str(Path(__file__).parents[1])]  # tests/, as pytest does
     import hftrain.adapter.loggers
+    from hftrain.core.launcher import read_launch
 
     hftrain.adapter.loggers.available_loggers = list  # no tracker that happens to be installed
     kwargs = json.loads(Path("kwargs.json").read_text(encoding="utf-8"))
@@ -33,7 +33,7 @@ def main(path: str, name: str) -> None:
         result = find(path, name)(**kwargs)
     else:
         result = runpy.run_path(path, init_globals={"kwargs": kwargs}, run_name="__main__").get("result")
-    Path(f"result_{os.environ['RANK']}.json").write_text(json.dumps(result), encoding="utf-8")
+    Path(f"result_{read_launch().rank}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

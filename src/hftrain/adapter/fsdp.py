@@ -9,6 +9,7 @@ from typing import Any
 
 from hftrain.arguments.normalize import strip_fsdp
 from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
 from hftrain.strategies.environment import is_set
 
@@ -71,7 +72,7 @@ def fsdp_options(args: Any, *, is_named: bool, has_wrapper: bool = False) -> dic
         has_wrapper: Whether the strategy is `FSDP1Strategy`, which takes more of them.
     """
     words, given = _asked(args)
-    if not is_named and args.world_size == 1 and "WORLD_SIZE" not in os.environ:
+    if not is_named and read_launch().launcher is None:
         raise ConfigError(
             f"fsdp={' '.join(words)!r} was asked for.",
             "It splits a model among processes, and there is one, which no launcher started.",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrain.arguments.enums import ParallelMode
 from hftrain.arguments.fields import ArgumentFields
+from hftrain.core.launcher import announce_launch, read_launch
 from hftrain.core.log import get_logger, get_verbosity
 
 if TYPE_CHECKING:
@@ -25,17 +26,17 @@ class ArgumentProcesses(ArgumentFields):
     @property
     def world_size(self) -> int:
         """Number of processes in the run."""
-        return int(os.environ.get("WORLD_SIZE") or 1)
+        return read_launch().world_size
 
     @property
     def process_index(self) -> int:
         """This process's rank in the run."""
-        return int(os.environ.get("RANK") or 0)
+        return read_launch().rank
 
     @property
     def local_process_index(self) -> int:
         """This process's rank on its node."""
-        return int(os.environ.get("LOCAL_RANK") or 0)
+        return read_launch().local_rank or 0
 
     @property
     def device(self) -> torch.device:
@@ -47,6 +48,7 @@ class ArgumentProcesses(ArgumentFields):
         """accelerate's state of the processes, made when first asked for; with several it connects them. Collective."""
         from accelerate import PartialState
 
+        announce_launch()
         return PartialState(cpu=self.use_cpu)
 
     @property
@@ -55,9 +57,10 @@ class ArgumentProcesses(ArgumentFields):
         import torch
 
         if not self.use_cpu:
-            for kind, is_available in (("cuda", torch.cuda.is_available), ("xpu", torch.xpu.is_available)):
-                if is_available():
-                    return torch.device(kind, self.local_process_index)
+            for kind, devices in (("cuda", torch.cuda), ("xpu", torch.xpu)):
+                if devices.is_available():
+                    # A launcher may show each process one device only.
+                    return torch.device(kind, self.local_process_index % devices.device_count())
             if torch.backends.mps.is_available():
                 return torch.device("mps")
         return torch.device("cpu")
@@ -72,7 +75,7 @@ class ArgumentProcesses(ArgumentFields):
         if "_n_gpu" in vars(self):
             return int(vars(self)["_n_gpu"])
         device = self.device
-        if device.type == "cuda" and "WORLD_SIZE" not in os.environ:
+        if device.type == "cuda" and read_launch().launcher is None:
             import torch
 
             return max(torch.cuda.device_count(), 1)
@@ -158,6 +161,7 @@ class ArgumentProcesses(ArgumentFields):
         from accelerate import PartialState
 
         backend = {} if self.ddp_backend is None else {"backend": self.ddp_backend}
+        announce_launch()
         state = PartialState(cpu=self.use_cpu, timeout=self.ddp_timeout_delta, **backend)
         logger, who = get_logger(__name__), f"process {self.process_index}"
         logger.debug("%s: %s, one process first", who, desc)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from hftrain.core.accelerate_state import accelerate_state
-from hftrain.strategies.environment import find_device_type, launched_world_size
+from hftrain.core.launcher import announce_launch, read_launch
+from hftrain.strategies.environment import find_device_type
 
 
 def adapted_log(log: Any) -> Any:
@@ -23,7 +23,7 @@ def adapted_log(log: Any) -> Any:
         main_only = kwargs.pop("main_process_only", True)
         kwargs.pop("in_order", None)
         kwargs.setdefault("stacklevel", 2)
-        if self.isEnabledFor(level) and (not main_only or os.environ.get("RANK", "0") == "0"):
+        if self.isEnabledFor(level) and (not main_only or read_launch().rank == 0):
             msg, kwargs = self.process(msg, kwargs)
             self.logger.log(level, msg, *args, **kwargs)
 
@@ -40,6 +40,8 @@ def adapted_init(init: Any) -> Any:
 
     def adapted(self: Any, cpu: bool = False, **kwargs: Any) -> None:
         is_first = not self._shared_state
-        init(self, cpu or (is_first and launched_world_size() > 1 and find_device_type() == "cpu"), **kwargs)
+        if is_first:
+            announce_launch()
+        init(self, cpu or (is_first and read_launch().world_size > 1 and find_device_type() == "cpu"), **kwargs)
 
     return adapted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from hftrain.adapter.sharing import refused_key, syncs_each_batch
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError
+from hftrain.core.launcher import read_launch
 from hftrain.core.types import Owns
 from hftrain.rules.rows import Row, refuse
 from hftrain.storage.remote import check_url, is_url
@@ -37,14 +37,14 @@ def check_strategy(args: TrainingArguments, strategy: Strategy, *, optimizers: t
 
 def check_local_rank(args: TrainingArguments) -> None:
     """Refuse a `local_rank` that the launcher does not confirm."""
-    launched = os.environ.get("LOCAL_RANK")
-    if args.local_rank not in (-1, int(launched or -1)):
+    launched = read_launch().local_rank
+    if args.local_rank not in (-1, launched):
         raise ConfigError(
             f"local_rank={args.local_rank} was asked for.",
-            "The launcher's environment variable LOCAL_RANK decides the rank, and it does not say so.",
+            "The launcher decides the rank, and it does not say so.",
             "Launch with torchrun, and leave local_rank out.",
             local_rank=args.local_rank,
-            LOCAL_RANK=launched,
+            launched=launched,
         )
 
 

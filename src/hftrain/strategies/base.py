@@ -14,11 +14,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.launcher import read_launch
 from hftrain.core.parameters import whole_shape
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.strategies.board import Board
-from hftrain.strategies.environment import launched_rank, launched_world_size
 from hftrain.strategies.whole import check_whole
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ class Strategy:
 
     def __init__(self, planned_device: torch.device, *, place_model: bool = True) -> None:
         self.rank, self.local_rank, self.world_size = 0, 0, 1
-        self._made_in = launched_rank(), launched_world_size()
+        launch = read_launch()
+        self._made_in = launch.rank, launch.world_size
         self.planned_device = planned_device
         self.place_model = place_model
         self.non_blocking: bool | None = None
@@ -131,7 +132,8 @@ class Strategy:
         Raises:
             ConfigError: It was made before a launcher started this process, and takes itself for another rank.
         """
-        rank, world_size = launched_rank(), launched_world_size()
+        launch = read_launch()
+        rank, world_size = launch.rank, launch.world_size
         if self._made_in != (rank, world_size):
             made_as = "rank {} of {}".format(*self._made_in)
             raise ConfigError(

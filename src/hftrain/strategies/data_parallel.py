@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.launcher import read_launch
 from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.base import MakeOptimizer, Placed, Strategy
-from hftrain.strategies.environment import find_device_type, launched_world_size
+from hftrain.strategies.environment import find_device_type
 
 _COUNT = "num_items_in_batch"
 
@@ -85,7 +86,7 @@ class DataParallelStrategy(Strategy):
         self.device_ids = list(range(num_seen) if device_ids is None else device_ids)
         self.num_devices = len(self.device_ids)
         reason = None
-        if launched_world_size() > 1:
+        if read_launch().world_size > 1:
             reason, remedy = "A launcher started several processes, each with a device of its own.", "Use 'ddp'."
         elif kind != "cuda" or not self.device_ids or not all(0 <= index < num_seen for index in self.device_ids):
             reason = f"It copies the model to CUDA devices, and torch sees {0 if kind != 'cuda' else num_seen} of them."

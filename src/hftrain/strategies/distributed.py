@@ -21,16 +21,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.launcher import announce_launch, read_launch
 from hftrain.core.log import get_logger
 from hftrain.strategies import collectives
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.board import Board
-from hftrain.strategies.environment import (
-    find_device_type,
-    launched_local_rank,
-    launched_rank,
-    launched_world_size,
-)
+from hftrain.strategies.environment import find_device_type
 from hftrain.strategies.rendezvous import fresh_place
 from hftrain.strategies.watch import RankWatch
 
@@ -65,7 +61,8 @@ class DistributedStrategy(Strategy):
         place_model: bool = True,
     ) -> None:
         super().__init__(torch.device(find_device_type(use_cpu=use_cpu)), place_model=place_model)
-        self.rank, self.local_rank, self.world_size = launched_rank(), launched_local_rank(), launched_world_size()
+        launch = read_launch()
+        self.rank, self.local_rank, self.world_size = launch.rank, launch.local_rank or 0, launch.world_size
         self.backend = backend or _BACKENDS.get(self.device_type)
         self.timeout = timedelta(seconds=timeout_s)
         self._owns_group = False
@@ -91,7 +88,7 @@ class DistributedStrategy(Strategy):
             device = self._join()
         else:
             hook = sys.excepthook
-            device = self._meet() if launched_world_size() > 1 else self._stay_alone()
+            device = self._meet() if read_launch().world_size > 1 else self._stay_alone()
             self._owns_group, self._excepthooks = True, (hook, sys.excepthook)
             atexit.register(self.close)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -172,7 +169,8 @@ class DistributedStrategy(Strategy):
     def _join(self) -> torch.device:
         """Find the device of this process in a group that somebody else made."""
         # Without a launcher's word, take the processes to be on one machine.
-        self.local_rank = launched_local_rank(default=dist.get_rank())
+        local_rank = read_launch().local_rank
+        self.local_rank = dist.get_rank() if local_rank is None else local_rank
         if self.device_type == "cpu":
             return self.planned_device
         return torch.device(self.device_type, self.local_rank % getattr(torch, self.device_type).device_count())
@@ -181,6 +179,7 @@ class DistributedStrategy(Strategy):
         """Form the group that the launcher describes."""
         from accelerate import PartialState
 
+        announce_launch()
         self._owns_accelerate_state = not accelerate_state("PartialState")
         # Without cpu=True accelerate stays single on a machine without accelerators, and says nothing.
         state = PartialState(
@@ -204,8 +203,14 @@ class DistributedStrategy(Strategy):
         A second group at the place of the first finds the addresses of the first, which nobody answers any more; a
         rank that looks before the others have written theirs then waits until the timeout.
         """
-        if self.backend == "mpi" or "MASTER_ADDR" not in os.environ:
+        if self.backend == "mpi" or not self._owns_accelerate_state:
             return {}
+        if "MASTER_ADDR" not in os.environ:
+            raise ConfigError(
+                f"strategy={self.name!r} was started as {self.world_size} processes.",
+                "Nothing says where they meet: they run on several machines, and their launcher names none.",
+                "Set MASTER_ADDR to the host of rank 0 in all processes (with Open MPI: mpirun -x MASTER_ADDR=HOST).",
+            )
         address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
         store = _launchers_store(*address, self.rank, self.world_size, self.timeout)
         place = PrefixStore(f"meeting/{next(_meetings)}", store)

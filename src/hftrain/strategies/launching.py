@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.launcher import read_launch
 from hftrain.strategies.distributed import spare_forked_processes
-from hftrain.strategies.environment import launched_rank, launched_world_size
 from hftrain.strategies.watch import is_broken_exchange
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def _call(function: Callable[..., T], notes: str, args: tuple[Any, ...], kwargs:
     except Exception as error:
         # torch reports whichever process it looks at first: often one that only noticed that another is gone.
         if not is_broken_exchange(error):
-            Path(notes, str(launched_rank())).write_text(traceback.format_exc(), encoding="utf-8")
+            Path(notes, str(read_launch().rank)).write_text(traceback.format_exc(), encoding="utf-8")
         raise
 
 
@@ -132,10 +132,10 @@ def _check(num_processes: int, *, method: str) -> None:
     if method not in multiprocessing.get_all_start_methods():
         methods = ", ".join(multiprocessing.get_all_start_methods())
         raise ConfigError(asked, "This system cannot start processes so.", f"Use one of {methods}.")
-    if launched_world_size() > 1:
+    if read_launch().world_size > 1:
         raise ConfigError(
             asked,
-            f"This process is one of {launched_world_size()} already, that a launcher started.",
+            f"This process is one of {read_launch().world_size} already, that a launcher started.",
             "Start the script with plain python, or leave launch() out.",
         )
     if method == "fork" and dist.is_available() and dist.is_initialized():

@@ -6,9 +6,9 @@ import inspect
 from typing import Any
 
 from hftrain.core.errors import ConfigError
+from hftrain.core.launcher import read_launch
 from hftrain.core.registry import Registry
 from hftrain.strategies.base import Strategy
-from hftrain.strategies.environment import launched_world_size
 
 strategies: Registry[Strategy] = Registry(
     "strategy",
@@ -74,7 +74,7 @@ def create_strategy(name: str = "auto", **options: Any) -> Strategy:
         'single'
     """
     if name == "auto":
-        name = "ddp" if launched_world_size() > 1 else "single"
+        name = "ddp" if read_launch().world_size > 1 else "single"
     accepted = accepted_options(name)
     unknown = {option: value for option, value in options.items() if accepted is not None and option not in accepted}
     if unknown:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from hftrain.core.errors import ConfigError
+from hftrain.core.launcher import read_launch
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.base import Strategy
-from hftrain.strategies.environment import find_device_type, launched_world_size
+from hftrain.strategies.environment import find_device_type
 
 
 class SingleDeviceStrategy(Strategy):
@@ -31,12 +32,12 @@ class SingleDeviceStrategy(Strategy):
     def __init__(
         self, *, use_cpu: bool = False, device: str | torch.device | None = None, place_model: bool = True
     ) -> None:
-        if launched_world_size() > 1:
+        if read_launch().world_size > 1:
             raise ConfigError(
                 "strategy='single' was asked for.",
                 "A launcher started several processes, which would train separate copies.",
                 "Use strategy='ddp' or 'auto', or start one process.",
-                world_size=launched_world_size(),
+                world_size=read_launch().world_size,
             )
         planned = torch.device(device if device is not None else find_device_type(use_cpu=use_cpu))
         reason = "use_cpu=True forbids it." if use_cpu and planned.type != "cpu" else _absence(planned)

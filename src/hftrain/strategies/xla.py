@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
 from hftrain.core.optional import require
 from hftrain.core.seed import add_generator
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.base import MakeOptimizer, Placed, Strategy
-from hftrain.strategies.environment import launched_world_size
 from hftrain.strategies.fsdp.units import check_choice, find_units
 from hftrain.strategies.xla_wrapper import WrappedModel
 
@@ -76,12 +76,12 @@ class XLAStrategy(Strategy):
         recomputes: bool = False,
     ) -> None:
         require("torch_xla", feature="strategy='xla'", extra="xla")
-        if launched_world_size() > 1:
+        if read_launch().world_size > 1:
             raise ConfigError(
                 "strategy='xla' was asked for.",
                 "A launcher started several processes, and one process drives all devices of a machine.",
                 "Start one process; tpu_num_cores says how many devices it uses.",
-                world_size=launched_world_size(),
+                world_size=read_launch().world_size,
             )
         check_choice(self.name, layer_classes=layer_classes, min_num_params=min_num_params)
         super().__init__(torch.device("xla"), place_model=place_model)

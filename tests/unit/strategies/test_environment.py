@@ -5,42 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hftrain.core.errors import ConfigError
-from hftrain.strategies.environment import (
-    find_device_type,
-    lacks_processes,
-    launched_local_rank,
-    launched_rank,
-    launched_world_size,
-)
-
-
-def launched() -> tuple[int, int, int]:
-    return launched_rank(), launched_local_rank(), launched_world_size()
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, (0, 0, 1)),
-        ({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, (3, 1, 4)),
-        ({"PMI_RANK": "3", "MPI_LOCALRANKID": "1", "PMI_SIZE": "4"}, (3, 1, 4)),
-        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "3"}, (2, 0, 3)),
-        ({"LOCAL_RANK": "-1"}, (0, 0, 1)),
-    ],
-)
-def test_launcher_variables_are_read(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: tuple[int, int, int]
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert launched() == expected
-
-
-def test_launcher_variable_without_a_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(ConfigError, match="WORLD_SIZE='two'"):
-        launched_world_size()
+from hftrain.strategies.environment import find_device_type, lacks_processes
 
 
 def test_cpu_is_found_when_asked_for() -> None:
@@ -64,7 +29,12 @@ def test_other_accelerators_are_found_through_torch(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("extra", "expected"),
-    [({}, True), ({"WORLD_SIZE": "1"}, False), ({"PMI_SIZE": "2"}, False), ({"MASTER_ADDR": None}, False)],
+    [
+        ({}, True),
+        ({"WORLD_SIZE": "1"}, False),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, False),
+        ({"MASTER_ADDR": None}, False),
+    ],
 )
 def test_processes_that_accelerate_did_not_start_are_missed(
     monkeypatch: pytest.MonkeyPatch, extra: dict[str, str | None], expected: bool

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, pairwise
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
@@ -285,7 +285,7 @@ class FSDPStrategy(SplittingStrategy):
         is_hybrid = self.sharding.startswith("hybrid")
         if self.shard_size is not None and not is_hybrid:
             reason, remedy = "shard_size belongs to a hybrid sharding.", "Use sharding='hybrid_shard', or leave it out."
-        size = self.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        size = self.shard_size or (read_launch().local_world_size or self.world_size)
         if is_hybrid and self.world_size > 1 and (size < 2 or self.world_size % size):
             reason = f"{self.world_size} processes cannot keep copies that {size} processes each share."
             remedy = "Start several processes, as many on each machine, or use 'full_shard'."

@@ -1,0 +1,218 @@
+"""Who started this process and its siblings: the one place that reads the variables of launchers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hftrain.core.errors import ConfigError
+
+
+class _Names(NamedTuple):
+    """The variables in which a launcher says which process this is."""
+
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: str | None = None
+    local_world_size: str | None = None
+
+
+_TORCH = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# The size is that of the step: a batch script and `salloc` have SLURM_NTASKS too, and are alone.
+_SLURM = _Names("SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_GTIDS")
+_LSF = _Names(
+    "LSF",
+    "JSM_NAMESPACE_RANK",
+    "JSM_NAMESPACE_SIZE",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+)
+# The first that says all of its names but the last decides. mpirun comes before SLURM, which starts its helpers.
+_LAUNCHERS = (
+    _Names(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Names(
+        "MVAPICH2",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Names("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Names("PALS", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    _SLURM,
+    _LSF,
+    _Names("PMI", "PMI_RANK", "PMI_SIZE"),
+)
+# What names one start of processes, so that two on a machine meet at two ports.
+_START_IDS = ("PMIX_NAMESPACE", "LSB_JOBID", "PBS_JOBID")
+# Below the range of Linux from which programs get ports by chance; the number is a prime.
+_FIRST_PORT, _NUM_PORTS = 15000, 16381
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What a launcher says of this process.
+
+    Args:
+        launcher: Its name; None for a process that nobody launched, or that was launched alone (except by torchrun).
+        rank: This process among all.
+        world_size: How many there are.
+        local_rank: This process among those of its machine; None if the launcher does not say.
+        local_world_size: How many there are on this machine; likewise.
+    """
+
+    launcher: str | None = None
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    local_world_size: int | None = None
+
+
+def read_launch() -> Launch:
+    """Return what the environment says now.
+
+    torch's names decide if both RANK and WORLD_SIZE are set, as torchrun, `accelerate launch`, Kubeflow and Ray Train
+    set them; then come the launchers of `_LAUNCHERS`, and what SageMaker says of its machines.
+
+    Raises:
+        ConfigError: A variable holds no number, or a launcher tells the rank and not how many there are.
+    """
+    rank, world_size = _number(_TORCH.rank), _number(_TORCH.world_size)
+    if rank is None or world_size is None:
+        for names in _LAUNCHERS:
+            if all(_number(name) is not None for name in names[1:4] if name):
+                return Launch() if _is_alone(names) else _read(names)
+        if (found := _read_sagemaker()) is not None:
+            return found
+        if "PMIX_RANK" in os.environ and world_size is None:
+            raise ConfigError(
+                "A launcher that speaks PMIx started this process.",
+                "It tells the rank and not how many processes there are.",
+                "Start with torchrun, srun or Open MPI's mpirun, or set RANK, LOCAL_RANK and WORLD_SIZE.",
+                PMIX_RANK=os.environ["PMIX_RANK"],
+            )
+    return _read(_TORCH)
+
+
+def announce_launch() -> None:
+    """Say in torch's variables what another launcher said in its own; changes `os.environ`, once.
+
+    torch's rendezvous, accelerate and DeepSpeed read nothing else. Where the processes meet is said too, unless
+    MASTER_ADDR and MASTER_PORT are set, and left open where nothing tells it.
+    """
+    launch = read_launch()
+    is_foreign = launch.launcher != _TORCH.launcher
+    if launch.world_size == 1 or (not is_foreign and _number(_TORCH.rank) is None):
+        return
+    said = {
+        "RANK": launch.rank,
+        "WORLD_SIZE": launch.world_size,
+        "LOCAL_RANK": launch.local_rank or 0,
+        "LOCAL_WORLD_SIZE": launch.local_world_size,
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR") or (_first_machine(launch) if is_foreign else None),
+        "MASTER_PORT": os.environ.get("MASTER_PORT") or (_meeting_port(launch) if is_foreign else None),
+    }
+    os.environ.update({name: str(value) for name, value in said.items() if value is not None})
+
+
+def first_of_node_list(nodes: str) -> str:
+    """Return the first of SLURM's list of nodes.
+
+    Example:
+        >>> first_of_node_list("gpu[007-012,20]-ib,login1")
+        'gpu007-ib'
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodes)
+
+
+def _read(names: _Names) -> Launch:
+    rank, world_size = _number(names.rank), _number(names.world_size)
+    if rank is not None and world_size is not None and rank >= world_size:
+        raise ConfigError(
+            f"{names.launcher} started this process.",
+            f"Ranks count from 0, so {names.rank} must be below {names.world_size}.",
+            "Correct the two, or unset what another launcher left behind.",
+            **{names.rank: rank, names.world_size: world_size},
+        )
+    return Launch(
+        launcher=names.launcher if world_size is not None else None,
+        rank=rank or 0,
+        world_size=1 if world_size is None else world_size,
+        local_rank=_number(names.local_rank),
+        local_world_size=_number(names.local_world_size),
+    )
+
+
+def _is_alone(names: _Names) -> bool:
+    """Tell whether a launcher started one process only, whatever else its variables say."""
+    if _number(names.world_size) == 1:
+        return True
+    if names is not _SLURM or _number(names.rank) != 0:
+        return False
+    # A batch script that a task of another job has submitted inherits that task's variables, but not this one.
+    on_first_node = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    is_inherited = on_first_node is not None and int(on_first_node[0]) != _number(names.local_world_size)
+    # `srun --ntasks=4 --pty bash`: only this task has the terminal, and the shells of the others have ended.
+    return is_inherited or ("SLURM_PTY_PORT" in os.environ and os.isatty(0))
+
+
+def _read_sagemaker() -> Launch | None:
+    """Return which of SageMaker's machines this is, where its job starts the script once on each."""
+    if "SM_HOSTS" not in os.environ or "SM_CURRENT_HOST" not in os.environ:
+        return None
+    hosts = sorted(json.loads(os.environ["SM_HOSTS"]))
+    if len(hosts) == 1:
+        return None
+    rank = hosts.index(os.environ["SM_CURRENT_HOST"])
+    return Launch(launcher="SageMaker", rank=rank, world_size=len(hosts), local_rank=0, local_world_size=1)
+
+
+def _first_machine(launch: Launch) -> str | None:
+    """Return the machine of rank 0, None where nothing tells it."""
+    if launch.local_world_size == launch.world_size:
+        return "127.0.0.1"
+    if launch.launcher == "SageMaker":
+        return str(min(json.loads(os.environ["SM_HOSTS"])))
+    nodes = os.environ.get("SLURM_STEP_NODELIST" if launch.launcher == _SLURM.launcher else "SLURM_JOB_NODELIST")
+    if nodes:
+        return first_of_node_list(nodes)
+    hosts = os.environ.get("LSB_MCPU_HOSTS", "").split()[::2]  # each is followed by its number of slots
+    # jsrun starts nothing on the first, which runs the script of the job.
+    return next(iter(hosts[1:] if launch.launcher == _LSF.launcher else hosts), None)
+
+
+def _meeting_port(launch: Launch) -> int:
+    """Return a port for the processes to meet at: the same for all of a start, another for another start."""
+    if launch.launcher == _SLURM.launcher:
+        # Jobs of an array have numbers in a row, and so have the steps of a job.
+        offset = (_number("SLURM_JOB_ID") or 0) + 4099 * (_number("SLURM_STEP_ID") or 0)
+    else:
+        offset = zlib.crc32("".join(os.environ.get(name, "") for name in _START_IDS).encode())
+    return _FIRST_PORT + offset % _NUM_PORTS
+
+
+def _number(name: str | None) -> int | None:
+    """Return what a variable says, None where it is not set; some launchers set -1 to say that they are none."""
+    value = os.environ.get(name, "").strip() if name else ""
+    if name == _SLURM.local_world_size and value:
+        return value.count(",") + 1  # the tasks of this node, by rank
+    if value and not value.removeprefix("-").isdecimal():
+        raise ConfigError(
+            f"The environment variable {name} is set.",
+            "It must hold a whole number.",
+            "Start with torchrun or another launcher that sets it, or unset it.",
+            **{str(name): value},
+        )
+    return int(value) if value and int(value) >= 0 else None
