@@ -23,8 +23,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.rules.rows import refuse
 from hftrain.storage.tensors import plain_containers, tensor_shapes
 from hftrain.strategies.base import Strategy
-from hftrain.task.module import TaskModule
-from hftrain.task.state import task_state
+from hftrain.task.module import TaskModule, task_state
 
 
 def check_save_policy(args: TrainingArguments, policy: SavePolicy) -> None:

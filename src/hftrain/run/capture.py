@@ -16,8 +16,7 @@ from hftrain.checkpoint.states import Keep
 from hftrain.checkpoint.weights import save_task_state, save_weights
 from hftrain.core.state import TrainerState
 from hftrain.strategies.base import Strategy
-from hftrain.task.module import TaskModule
-from hftrain.task.state import task_state
+from hftrain.task.module import TaskModule, task_state
 
 # What a model writes next to its weights, and what may change while it trains.
 _CONFIGS = ("config", "generation_config")

@@ -18,8 +18,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.storage.space import free_bytes, readable_bytes
 from hftrain.storage.tensors import tensor_identity
 from hftrain.strategies.base import Strategy
-from hftrain.task.module import TaskModule
-from hftrain.task.state import task_state
+from hftrain.task.module import TaskModule, task_state
 
 logger = get_logger(__name__)
 

@@ -46,8 +46,7 @@ from hftrain.run.writing import CheckpointWrites, Save, as_of
 from hftrain.storage.tensors import save_tensors
 from hftrain.strategies.base import Strategy, has_engine
 from hftrain.task.metric_state import metric_states, restore_metric_states
-from hftrain.task.module import TaskModule
-from hftrain.task.state import without_model
+from hftrain.task.module import TaskModule, without_model
 
 logger = get_logger(__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -162,3 +163,20 @@ def _describe(result: Any) -> str:
     if isinstance(result, Mapping):
         return f"a {type(result).__name__} with the keys {sorted(map(str, result))}"
     return "None" if result is None else f"a {type(result).__name__}"
+
+
+def task_state(task: TaskModule) -> dict[str, torch.Tensor]:
+    """Return what the task itself holds next to its model."""
+    with without_model(task):
+        return task.state_dict()
+
+
+@contextmanager
+def without_model(task: TaskModule) -> Iterator[TaskModule]:
+    """Take the model out for a while: its state may be in pieces, and reading it a thing for all processes."""
+    model = task.model
+    del task.model
+    try:
+        yield task
+    finally:
+        task.model = model

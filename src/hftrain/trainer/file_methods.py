@@ -16,7 +16,7 @@ from hftrain.core.speed import speed_metrics
 from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.run.capture import saved_tool, write_model
 from hftrain.run.writing import make_manager
-from hftrain.task.state import task_state
+from hftrain.task.module import task_state
 from hftrain.trainer.fields import TrainerFields
 from hftrain.trainer.reports import metrics_format, metrics_table, store_metrics, to_plain
 
