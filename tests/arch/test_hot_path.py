@@ -93,7 +93,7 @@ def count_calls_between_backwards(run: Callable[[], Any], monkeypatch: pytest.Mo
 def plain_loop(rows: Rows, num_steps: int) -> None:
     """Do what the Trainer does in `test_step_costs_few_python_calls_more_than_a_plain_loop`."""
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / num_steps))
     loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True, collate_fn=torch.utils.data.default_collate)
     step = 0

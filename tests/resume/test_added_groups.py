@@ -151,3 +151,10 @@ def test_optimizer_is_as_it_was_after_a_run(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.optimizer is not None
     assert "add_param_group" not in vars(trainer.optimizer)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "rmsprop"])
+def test_added_group_is_updated_by_the_same_kernel(tmp_path: Path, optim: str) -> None:
+    trainer = check(tmp_path, 6, optim=optim)
+    assert trainer.optimizer is not None
+    assert [group.get("fused") for group in trainer.optimizer.param_groups] == [optim == "adamw_torch" or None] * 3

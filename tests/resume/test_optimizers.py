@@ -75,3 +75,25 @@ def test_optimizer_of_a_package_resumes_exactly(tmp_path: Path, optim: str) -> N
     # torchao compiles its update for each shape, which takes a minute; test_torchao has it compile one.
     with torch.compiler.set_stance("force_eager"):
         check(tmp_path, optim)
+
+
+FORMS = ["", "fused=False", "foreach=True"]
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adagrad"])
+@pytest.mark.parametrize(("first", "then"), [(a, b) for a in FORMS for b in FORMS if a != b])
+def test_run_goes_on_with_another_of_torchs_implementations(
+    tmp_path: Path, optim: str, first: str, then: str
+) -> None:
+    """The run's own choice counts, not the checkpoint's, and the result differs by rounding only."""
+    whole = make_run(tmp_path / "whole", optim, optim_args=first)
+    whole.train()
+    make_run(tmp_path / "cut", optim, StopAt(2), optim_args=first).train()
+    resumed, fresh = (make_run(tmp_path / name, optim, StopAt(4), optim_args=then) for name in ("cut", "fresh"))
+    resumed.train(resume_from_checkpoint=True)
+    fresh.train()
+    for ours, theirs in zip(resumed.optimizer.param_groups, fresh.optimizer.param_groups, strict=True):
+        assert [ours[name] for name in ("fused", "foreach")] == [theirs[name] for name in ("fused", "foreach")]
+    for name, weights in weights_of(whole).items():
+        torch.testing.assert_close(weights_of(resumed)[name], weights, rtol=1e-4, atol=1e-5)
+    assert {float(state["step"]) for state in resumed.optimizer.state.values()} == {4.0}

@@ -18,7 +18,7 @@ from hftrain.core.tree import is_alike
 _NEEDED = {"Adam": {"exp_avg", "exp_avg_sq", "step"}, "AdamW": {"exp_avg", "exp_avg_sq", "step"}}
 # Settings with which a step is another computation, or needs a state of its own.
 _MODES = {"amsgrad", "capturable", "centered", "differentiable", "maximize", "nesterov"}
-# Settings that are True, False, or left to torch by None.
+# Settings that choose among torch's implementations of one computation: True, False, or left to torch by None.
 _CHOICES = {"foreach", "fused"}
 # Settings that have a range.
 _RANGED = {"alpha", "beta2_decay", "betas", "dampening", "eps", "eta", "etas", "initial_accumulator_value", "lambd",
@@ -66,6 +66,18 @@ def check_state(path: Path, state: Mapping[str, Any], owner: Any, *, own: Mappin
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the settings of an optimizer's groups without their parameters, for `check_optimizer`."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def keep_choices(state: dict[str, Any], own: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return an optimizer's saved state with the implementations that this run has chosen, as `own` settings tell.
+
+    The saved ones may not exist on this run's device, and the groups decide how torch restores the counts of steps.
+    """
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or len(groups) != len(own) or not all(isinstance(group, dict) for group in groups):
+        return state
+    chosen = [{name: value for name, value in settings.items() if name in _CHOICES} for settings in own]
+    return {**state, "param_groups": [{**group, **choice} for group, choice in zip(groups, chosen, strict=True)]}
 
 
 def check_optimizer(path: Path, optimizer: torch.optim.Optimizer, *, before: list[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, misfit, restoring
+from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, keep_choices, misfit, restoring
 from hftrain.checkpoint.layout import OPTIMIZER, OPTIMIZER_SHARDS, SCALER, WEIGHT_SHARDS
 from hftrain.checkpoint.parts import load_optimizer, load_part, load_rng
 from hftrain.checkpoint.ranks import share_out
@@ -85,7 +85,7 @@ def restore_optimizer(
     before, state = group_settings(optimizer), load_optimizer(folder)
     check(state)
     with restoring(folder / OPTIMIZER):
-        strategy.load_optimizer_state(model, optimizer, state)
+        strategy.load_optimizer_state(model, optimizer, keep_choices(state, before))
     check_optimizer(folder / OPTIMIZER, optimizer, before=before)
 
 

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.registry import Registry
+from hftrain.optim.fused import can_fuse
 from hftrain.optim.groups import parameter_groups
 from hftrain.optim.options import cast_options, parse_options
 
@@ -103,7 +105,10 @@ def optimizer_from_class(
             weight_decay=weight_decay,
             optimizer_weight_decay=decay,
         )
-    optimizer = cls(parameter_groups(model, weight_decay=decay, decay_names=decay_names), **settings)
+    groups = parameter_groups(model, weight_decay=decay, decay_names=decay_names)
+    if can_fuse(cls, settings, model, chain.from_iterable(group["params"] for group in groups)):
+        groups = [{**group, "fused": True} for group in groups]
+    optimizer = cls(groups, **settings)
     if "weight_decay" in optimizer.defaults:
         # Of groups that are added later; AdamW's own default is 0.01.
         optimizer.defaults["weight_decay"] = decay

@@ -11,6 +11,7 @@ from torch import nn
 from hftrain.core.errors import CheckpointError
 from hftrain.core.types import Owns
 from hftrain.optim.added_groups import admit_group
+from hftrain.optim.fused import can_fuse
 from hftrain.strategies.base import Strategy
 
 
@@ -40,7 +41,10 @@ class Unfreezing:
 
     def _add(self, param_group: dict[str, Any]) -> None:
         type(self._optimizer).add_param_group(self._optimizer, param_group)
-        admit_group(self._schedule(), self._optimizer.param_groups[-1])
+        *earlier, group = self._optimizer.param_groups
+        if earlier[0].get("fused") and can_fuse(type(self._optimizer), group, self._model, group["params"]):
+            group["fused"] = True
+        admit_group(self._schedule(), group)
         self._tell()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,113 @@
+"""Which optimizers take torch's fused kernel, and that it changes nothing but the rounding."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from hftrain.optim.fused import can_fuse
+from hftrain.optim.optimizers import OptimizerConfig, build_optimizer, optimizer_from_class
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return all(group.get("fused") is True for group in optimizer.param_groups)
+
+
+def train(name: str, options: Any, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    model = make_model(dtype)
+    config = OptimizerConfig(name=name, learning_rate=0.01, weight_decay=0.1, options=options)
+    optimizer = build_optimizer(config, model)
+    for step in range(3):
+        model(torch.full((2, 5), 0.3 * step, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters()), optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("adamw_torch", {}), ("adamw_torch", {"amsgrad": True}), ("sgd", {}), ("adagrad", {"lr_decay": 0.1})],
+)
+def test_fused_kernel_is_chosen_and_equals_the_loop(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    ours, optimizer = train(name, options, dtype)
+    looped, plain = train(name, {**options, "fused": False}, dtype)
+    assert is_fused(optimizer)
+    assert not is_fused(plain)
+    tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(ours, looped, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adamw_torch", "fused=False"),
+        ("adamw_torch", "foreach=True"),
+        ("adamw_torch", "foreach=False"),
+        ("adamw_torch", "differentiable=True"),
+        ("sgd", "momentum=0.9"),
+        ("rmsprop", None),
+    ],
+)
+def test_another_choice_stays(name: str, options: str | None) -> None:
+    optimizer = build_optimizer(OptimizerConfig(name=name, options=options), make_model())
+    assert not any(group.get("fused") for group in optimizer.param_groups)
+
+
+def test_a_class_that_is_not_torchs_stays_as_it_is() -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    assert not is_fused(optimizer_from_class(Own, {"lr": 0.1}, make_model()))
+    assert is_fused(optimizer_from_class(torch.optim.Adam, {"lr": 0.1}, make_model()))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_parameters_without_a_kernel_are_looped_over(dtype: torch.dtype) -> None:
+    model = make_model()
+    model.extra = nn.Parameter(torch.zeros(2, dtype=dtype))
+    assert not can_fuse(torch.optim.AdamW, {}, model, model.parameters())
+    model.extra.requires_grad_(False)
+    assert is_fused(build_optimizer(OptimizerConfig(), model))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_sparse_gradients_are_taken(name: str) -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
+    before = model[0].weight.detach().clone()
+    optimizer = build_optimizer(OptimizerConfig(name=name, learning_rate=0.1), model)
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert model[0].weight.grad.is_sparse
+    assert (model[0].weight != before).any(dim=1).tolist() == [False, True, False, False]
+
+
+def test_lazy_parameters_are_looped_over() -> None:
+    model = nn.LazyLinear(2)
+    assert not can_fuse(torch.optim.AdamW, {}, model, model.parameters())
+
+
+def test_split_parameters_are_fused_where_torch_can(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh, model = init_device_mesh("cpu", (1,)), make_model()
+        split = [nn.Parameter(DTensor.from_local(p.detach(), mesh, [Replicate()])) for p in model.parameters()]
+        assert can_fuse(torch.optim.AdamW, {}, model, split)
+        assert not can_fuse(torch.optim.SGD, {}, model, split)
+        # One call cannot take both kinds.
+        assert not can_fuse(torch.optim.AdamW, {}, model, [*split, *model.parameters()])
+    finally:
+        torch.distributed.destroy_process_group()
