@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -24,7 +25,6 @@ ARGUMENTS: dict[str, Any] = {
     "learning_rate": LEARNING_RATE,
     "weight_decay": WEIGHT_DECAY,
     "max_grad_norm": 1.0,
-    "optim": "adamw_torch",
     "lr_scheduler_type": "linear",
     "dataloader_pin_memory": False,
     "use_cpu": True,
@@ -38,7 +38,10 @@ ARGUMENTS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model whose plain step takes about as long as its name says, and how many steps make a turn."""
+    """A model of ``2 (depth + 1)`` tensors, and how many steps make a turn.
+
+    Its plain step takes about as long as its name says, or it has as many small tensors.
+    """
 
     name: str
     width: int
@@ -52,9 +55,12 @@ class Size:
 SIZES = {
     size.name: size
     for size in (
-        Size(name="1ms", width=96, depth=2, batch_size=16, steps_per_turn=10, num_turns=80, budget=1.10),
+        Size(name="1ms", width=192, depth=2, batch_size=16, steps_per_turn=10, num_turns=80, budget=1.10),
         Size(name="5ms", width=448, depth=3, batch_size=32, steps_per_turn=3, num_turns=70),
         Size(name="20ms", width=800, depth=4, batch_size=32, steps_per_turn=1, num_turns=100, budget=1.02),
+        Size(name="100 tensors", width=16, depth=49, batch_size=16, steps_per_turn=2, num_turns=60, budget=1.05),
+        Size(name="1,000 tensors", width=16, depth=499, batch_size=16, steps_per_turn=1, num_turns=20, budget=1.02),
+        Size(name="10,000 tensors", width=16, depth=4999, batch_size=16, steps_per_turn=1, num_turns=8, budget=1.02),
     )
 }
 
@@ -95,13 +101,14 @@ class Job:
     def loader(self, **options: Any) -> torch.utils.data.DataLoader[Any]:
         return torch.utils.data.DataLoader(self.samples, batch_size=self.batch_size, collate_fn=collate, **options)  # type: ignore[arg-type]
 
-    def optimizer(self, **options: Any) -> torch.optim.Optimizer:
+    def optimizer(self, *, fused: bool | None) -> torch.optim.Optimizer:
+        """Return AdamW; None leaves its form to torch, which takes a loop over parameters on a CPU."""
         parameters = list(self.net.parameters())
         groups = [
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=LEARNING_RATE, **options)
+        return torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=fused)
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.LambdaLR(
@@ -138,12 +145,12 @@ class InOrderTrainer(InOrder, Trainer):
     """The Trainer measured here."""
 
 
-def run_plain(job: Job) -> None:
+def run_plain(job: Job, *, fused: bool | None = True) -> None:
     device = torch.device("cpu")
     model = job.net.to(device).train()
     # Listed once: a walk through the modules at each step would flatter everybody else.
     parameters = list(model.parameters())
-    optimizer = job.optimizer()
+    optimizer = job.optimizer(fused=fused)
     schedule = job.schedule(optimizer)
     for batch in job.loader():
         batch = {name: value.to(device) for name, value in batch.items()}
@@ -171,11 +178,11 @@ def _run_hftrain(job: Job, model: nn.Module) -> None:
         InOrderTrainer(model, arguments, data_collator=collate, train_dataset=job.samples).train()
 
 
-def run_accelerate(job: Job) -> None:
+def run_accelerate(job: Job, *, fused: bool | None = None) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    optimizer = job.optimizer()
+    optimizer = job.optimizer(fused=fused)
     model, optimizer, loader, schedule = accelerator.prepare(job.net, optimizer, job.loader(), job.schedule(optimizer))
     model.train()
     for batch in loader:
@@ -202,7 +209,7 @@ def run_transformers(job: Job) -> None:
         InOrderTrainer(job.net, arguments, data_collator=collate, train_dataset=job.samples).train()
 
 
-def run_lightning(job: Job) -> None:
+def run_lightning(job: Job, *, fused: bool | None = None) -> None:
     import lightning
 
     logging.getLogger("lightning").setLevel(logging.ERROR)
@@ -216,7 +223,7 @@ def run_lightning(job: Job) -> None:
             return self.model(**batch)["loss"]
 
         def configure_optimizers(self) -> Any:
-            optimizer = job.optimizer()
+            optimizer = job.optimizer(fused=fused)
             return {
                 "optimizer": optimizer,
                 "lr_scheduler": {"scheduler": job.schedule(optimizer), "interval": "step"},
@@ -231,14 +238,18 @@ def run_lightning(job: Job) -> None:
 CONTENDERS: dict[str, Callable[[Job], None]] = {
     "plain": run_plain,
     "plain-again": run_plain,
+    "plain-loop": partial(run_plain, fused=None),
     "hftrain-task": run_hftrain_task,
     "hftrain-module": run_hftrain_module,
-    "accelerate": run_accelerate,
     "transformers": run_transformers,
+    "accelerate": run_accelerate,
+    "accelerate-fused": partial(run_accelerate, fused=True),
     "lightning": run_lightning,
+    "lightning-fused": partial(run_lightning, fused=True),
 }
 
 
 def is_installed(name: str) -> bool:
     """Tell whether a contender's package is here (hftrain and torch are)."""
-    return name not in ("accelerate", "transformers", "lightning") or find_spec(name) is not None
+    package = name.partition("-")[0]
+    return package not in ("accelerate", "transformers", "lightning") or find_spec(package) is not None

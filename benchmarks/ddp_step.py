@@ -54,7 +54,7 @@ def _run_plain(job: Job, *, over_all: bool) -> None:
     device = torch.device("cpu")
     model = DistributedDataParallel(job.net.to(device).train())
     parameters = list(job.net.parameters())
-    optimizer = job.optimizer()
+    optimizer = job.optimizer(fused=True)
     schedule = job.schedule(optimizer)
     samples = everybodys(job)
     num_ranks = dist.get_world_size()

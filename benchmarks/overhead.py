@@ -4,15 +4,19 @@
     python benchmarks/overhead.py --sizes 1ms --repeats 1    # one model size, once
     python benchmarks/overhead.py --frames hftrain-task      # the Python functions that make the difference
 
-Everybody does the same work on the same batches: float32, AdamW (torch's loop over parameters; decay on matrices
-only), gradients clipped to norm 1, linear schedule, the data read in order through a torch DataLoader with one collate
-function; all must end with the same parameters. Nobody logs, evaluates, saves or shows a progress bar:
+Everybody does the same work on the same batches: float32, AdamW (decay on matrices only; the table says in which of
+torch's forms), gradients clipped to norm 1 (torch's `clip_grad_norm_`, which is foreach), linear schedule, the data
+read in order through a torch DataLoader with one collate function; all must end with the same parameters. Nobody logs,
+evaluates, saves or shows a progress bar:
 
-- plain: the loop of `run_plain`; "plain-again" is the same loop once more, so its ratio shows the noise.
+- plain: the best loop that we know, `run_plain`, with fused AdamW; "plain-again" is the same loop once more, so its
+  ratio shows the noise; "plain-loop" leaves the form to torch, which takes a loop over parameters on a CPU.
 - hftrain-task, hftrain-module, transformers: the documented arguments in `ARGUMENTS`, the same for all three, with the
-  defaults for the rest (a NaN filter over the summed loss; unused columns removed where the model is a plain module).
+  defaults for the rest (the form of AdamW; a NaN filter over the summed loss; unused columns removed where the model is
+  a plain module).
 - accelerate: the loop of its quick tour: `prepare` everything, `accelerator.backward`, `accelerator.clip_grad_norm_`.
 - lightning: `Trainer(barebones=True)`, its own setting for measuring overhead.
+- accelerate-fused, lightning-fused: given `AdamW(fused=True)`; without, they train with torch's loop.
 
 A step is timed from one entry into the model's `forward` to the next, the same place for everybody; that leaves
 start-up out. The contenders run at the same time in threads of one process, of which one at a time may go on: each
@@ -48,6 +52,7 @@ from typing import Any
 
 import torch
 from _contenders import CONTENDERS, SIZES, Job, Size, is_installed, make_job
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 NUM_WARMUP = 10
 NUM_WARMUP_TURNS = 3
@@ -105,11 +110,18 @@ class CallCounter:
         self.job = make_job(size, self.note_entry, num_steps=NUM_WARMUP + num_steps)
         self.num_steps = num_steps
         self.calls: Counter[CodeType] = Counter()
+        self.form = "loop"
         self._num_entries = 0
+        self._hook = register_optimizer_step_pre_hook(self._note_form)
+
+    def _note_form(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        forms = [name for name in ("fused", "foreach") if optimizer.param_groups[0].get(name)]
+        self.form = forms[0] if forms else "loop"
 
     def note_entry(self) -> None:
         self._num_entries += 1
         if self._num_entries == NUM_WARMUP + 1:
+            self._hook.remove()
             sys.setprofile(self._note)
         elif self._num_entries == NUM_WARMUP + 1 + self.num_steps:
             sys.setprofile(None)
@@ -178,6 +190,7 @@ class Result:
 
     size: str
     contender: str
+    form: str
     step_ms: float
     ratio: float
     ratio_quartiles: tuple[float, float]
@@ -208,7 +221,8 @@ def measure(
         AssertionError: A contender ends with other parameters than the plain loop: it does other work.
     """
     names = ["plain", *(name for name in names if name != "plain")]
-    counters = {name: count_calls(name, size, contenders=contenders) for name in names}
+    num_steps = min(20, size.num_turns * size.steps_per_turn)
+    counters = {name: count_calls(name, size, num_steps=num_steps, contenders=contenders) for name in names}
     for counter in counters.values():
         torch.testing.assert_close(counter.job.net.state_dict(), counters["plain"].job.net.state_dict())
     calls = {name: counter.per_step() for name, counter in counters.items()}
@@ -227,6 +241,7 @@ def measure(
             Result(
                 size=size.name,
                 contender=name,
+                form=counters[name].form,
                 step_ms=statistics.median(medians[name]) * 1e3,
                 ratio=statistics.median(ratios),
                 ratio_quartiles=(low, high),
@@ -245,13 +260,13 @@ def measure(
 def table(results: Sequence[Result]) -> str:
     """Return the results as a Markdown table."""
     lines = [
-        "| size | contender | ms per step | ratio to plain (quartiles) | extra µs | Python calls per step | extra |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| size | contender | AdamW | ms per step | ratio to plain (quartiles) | extra µs | Python calls | extra |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
     ]
     for result in results:
         low, high = result.ratio_quartiles
         lines.append(
-            f"| {result.size} | {result.contender} | {result.step_ms:.2f} "
+            f"| {result.size} | {result.contender} | {result.form} | {result.step_ms:.2f} "
             f"| {result.ratio:.3f} ({low:.3f} to {high:.3f}) | {result.extra_us:+.0f} "
             f"| {result.calls:.0f} | {result.extra_calls:+.0f} |"
         )

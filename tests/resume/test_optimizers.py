@@ -82,9 +82,7 @@ FORMS = ["", "fused=False", "foreach=True"]
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adagrad"])
 @pytest.mark.parametrize(("first", "then"), [(a, b) for a in FORMS for b in FORMS if a != b])
-def test_run_goes_on_with_another_of_torchs_implementations(
-    tmp_path: Path, optim: str, first: str, then: str
-) -> None:
+def test_run_goes_on_with_another_of_torchs_implementations(tmp_path: Path, optim: str, first: str, then: str) -> None:
     """The run's own choice counts, not the checkpoint's, and the result differs by rounding only."""
     whole = make_run(tmp_path / "whole", optim, optim_args=first)
     whole.train()
