@@ -88,6 +88,8 @@ class CallbackHandler:
         self.state = TrainerState() if state is None else state
         self.control = TrainerControl() if control is None else control
         self.callbacks: list[Any] = []
+        # How often an event was fired, for a thread that looks whether anything goes on; in a list, which is fast.
+        self.num_fired = [0]
         self._context: dict[str, Any] = dict.fromkeys(CONTEXT)
         for callback in callbacks:
             self._append(callback)
@@ -165,6 +167,7 @@ class CallbackHandler:
             TaskError: A callback returned something that is no set of control flags.
         """
         control = self.control
+        self.num_fired[0] += 1
         if self.answers:
             _answer(event, control)
         handlers = self._handlers[event]

@@ -41,6 +41,7 @@ class BackgroundWrite:
         self._work, self._settle, self._consensus = work, settle, consensus
         self._path: Path | None = None
         self._error: BaseException | None = None
+        self._is_over = threading.Event()
         # A daemon: an interrupted process must be able to end without it.
         self._thread = threading.Thread(target=self._run, name="hftrain-save", daemon=True)
         self._thread.start()
@@ -48,11 +49,12 @@ class BackgroundWrite:
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to wait for."""
-        return not self._thread.is_alive()
+        return self._is_over.is_set()
 
     def wait(self) -> BaseException | None:
         """Return when the work has ended in all processes, and return its error, unsettled."""
-        self._thread.join()
+        # Not by `join`: until Python 3.13 a thread counts as ended once its join was interrupted.
+        self._is_over.wait()
         return self._error
 
     def finish(self) -> None:
@@ -72,3 +74,4 @@ class BackgroundWrite:
         except BaseException as error:
             self._error = self._error or error
         self._consensus.ask(self.name)
+        self._is_over.set()

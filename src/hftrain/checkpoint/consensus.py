@@ -92,7 +92,12 @@ class Consensus:
         timeout_s: How many seconds a save in the background waits for the other processes.
         every_s: Ask for a save whenever so many seconds have passed since the last one; the main process's clock
             decides for all.
+
+    Attributes:
+        on_stop: Called by the thread, among several processes, when all have agreed to stop because of SIGTERM.
     """
+
+    on_stop: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -161,6 +166,14 @@ class Consensus:
         asked, agreed = strongest(self._asked.intersection(STOPS)), self._agreed
         # The boundary that was agreed on may lie behind the run's end.
         return strongest([asked, agreed[0]]) if agreed is not None and agreed[0] in STOPS else asked
+
+    def share(self, value: Any) -> list[str | None]:
+        """Leave a note of where this process is, as JSON, and return everybody's last one; from any thread."""
+        text = json.dumps(value)
+        if self.world_size == 1:
+            return [text]
+        self._board.post(f"at/{self.rank}", text)
+        return [self._board.read(f"at/{rank}") for rank in range(self.world_size)]
 
     def note_save(self) -> None:
         """Hear that a checkpoint was saved: the clock starts again."""
@@ -260,6 +273,8 @@ class Consensus:
         # In this order: a stop shows in one of them at any time, see `left_over`.
         self._agreed = agreed[0], int(agreed[1])
         self._forget(agreed[0])
+        if self.on_stop is not None and agreed[0] == "SIGTERM":
+            self.on_stop()
         self._is_known.set()
         while not self._is_taken.wait(_POLL_S):
             if self._is_closing:

@@ -20,6 +20,10 @@ class SavePolicy:
             goes on. At most one write is in flight; its error is raised at a later step.
         on_signal: Whether SIGTERM and SIGINT end the run at the next step boundary with a checkpoint, and SIGUSR1 saves
             one and goes on. Handlers that the program has set itself stay.
+        grace_s: How long a run that SIGTERM has told to stop may stand still. Then, or at a second SIGTERM, the step is
+            interrupted by `TrainingStopped`, and 5 s later the process is gone. None waits for ever. The default ends
+            a run that hangs after 25 s; SLURM, Kubernetes and torchrun kill after 30 s. The time starts again whenever
+            a batch is done or a checkpoint grows, and is at least 1.5 times the longest pause of the run so far.
         on_exception: Whether an error in training leaves a checkpoint of the last whole step; in a run of one process.
             Each step then begins with a copy of what it changes before the weights.
         every_s: Save when this much time has passed since the last checkpoint, besides what `save_strategy` says.
@@ -30,7 +34,7 @@ class SavePolicy:
             one, ``"prune"`` older ones first, or ``"stop"`` the run with an error.
 
     Units:
-        every_s: seconds.
+        every_s, grace_s: seconds.
 
     Raises:
         ConfigError: A value is none of these.
@@ -38,6 +42,7 @@ class SavePolicy:
 
     save_async: bool = False
     on_signal: bool = True
+    grace_s: float | None = 20.0
     on_exception: bool = False
     every_s: float | None = None
     keep_best: int | None = None
@@ -46,6 +51,7 @@ class SavePolicy:
     def __post_init__(self) -> None:
         is_wrong = {
             "every_s": self.every_s is not None and not (_is_number(self.every_s) and self.every_s > 0),
+            "grace_s": self.grace_s is not None and not (_is_number(self.grace_s) and self.grace_s > 0),
             "keep_best": self.keep_best is not None and not (_is_number(self.keep_best, int) and self.keep_best > 0),
             "on_full_disk": self.on_full_disk not in get_args(OnFullDisk),
         }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -16,6 +18,9 @@ logger = get_logger(__name__)
 # Windows has no SIGUSR1.
 _ASKED_BY = {"SIGTERM": "SIGTERM", "SIGINT": "SIGINT", "SIGUSR1": SAVE}
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+_NO_WAKEUP = -1
+# Whom Python's C code tells of signals, if it is ours: a forked process must not tell its parent of its own.
+_wakeup = _NO_WAKEUP
 _HINT = b"\nInterrupted: the run stops after this step. Once more stops it at once.\n"
 
 
@@ -25,11 +30,12 @@ class TrainingStopped(SystemExit):
     Args:
         message: What happened.
         signum: The signal.
+        is_early: Whether it was raised within a step, and not at the boundary after one.
     """
 
-    def __init__(self, message: str, *, signum: int) -> None:
+    def __init__(self, message: str, *, signum: int, is_early: bool = False) -> None:
         super().__init__(128 + signum)
-        self.message = message
+        self.message, self.is_early = message, is_early
 
     def __str__(self) -> str:
         return self.message
@@ -50,13 +56,18 @@ class SignalHandlers:
 
     Args:
         consensus: What takes the requests.
+        listen: Returns a descriptor on which a thread hears of signals that the main thread cannot handle; called if
+            SIGTERM is noted here. None for no such thread.
     """
 
-    def __init__(self, consensus: Consensus) -> None:
-        self._consensus = consensus
+    def __init__(self, consensus: Consensus, listen: Callable[[], int] | None = None) -> None:
+        self._consensus, self._listen = consensus, listen
         self._process = os.getpid()
         self._is_interrupted = False
         self._previous: dict[int, Any] = {}
+        self._descriptor = self._wakeup = _NO_WAKEUP
+        self._ending: TrainingStopped | None = None
+        self._leaving = threading.Lock()
 
     def __enter__(self) -> SignalHandlers:
         if threading.current_thread() is threading.main_thread():
@@ -66,18 +77,42 @@ class SignalHandlers:
                     self._previous[number] = signal.signal(number, self._note)
                 elif number is not None:
                     logger.info("%s is handled by the program itself, and asks nothing of the training.", name)
+        if signal.SIGTERM in self._previous and self._listen is not None:
+            self._descriptor = self._listen()
+            self._wakeup = _take_wakeup(self._descriptor)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, handler)
+        with self._leaving:
+            for number, handler in self._previous.items():
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, handler)
+        _leave_wakeup(self._wakeup)
+
+    def interrupt(self, message: str) -> bool:
+        """Raise `TrainingStopped` in the main thread, if that is in Python code or comes back to it; from any thread.
+
+        Sends SIGTERM for that. Returns False where SIGTERM is handled by somebody else by now, and nothing happens.
+        """
+        with self._leaving:
+            is_ours = signal.getsignal(signal.SIGTERM) == self._note and hasattr(signal, "pthread_kill")
+            if is_ours:
+                self._ending = TrainingStopped(message, signum=signal.SIGTERM, is_early=True)
+                # To that very thread, or what it sleeps in would go on.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            return is_ours
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Note what was asked, and no more: at this moment the process may be anywhere."""
         name = signal.Signals(number).name
+        ending, self._ending = self._ending, None
         if os.getpid() != self._process:
             self._act_by_default(number)
+        elif ending is not None:
+            raise ending
+        elif name == "SIGTERM" and self._descriptor != self._wakeup:
+            os.write(self._descriptor, bytes([number]))  # in place of Python's C code, which tells somebody else
+            self._consensus.ask(_ASKED_BY[name])
         elif name == "SIGINT" and self._is_interrupted:
             signal.default_int_handler(number, frame)
         elif not self._consensus.ask(_ASKED_BY[name]):
@@ -91,3 +126,33 @@ class SignalHandlers:
         """Do as if there were no handler: in a process forked from this one, or when nobody heeds requests."""
         signal.signal(number, self._previous[number])
         signal.raise_signal(number)
+
+
+def _take_wakeup(descriptor: int) -> int:
+    """Let Python's C code write the numbers of signals here, unless somebody else has asked for them; return where."""
+    global _wakeup
+    before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    if before != _NO_WAKEUP:
+        signal.set_wakeup_fd(before)
+        return _NO_WAKEUP
+    _wakeup = descriptor
+    return descriptor
+
+
+def _leave_wakeup(descriptor: int) -> None:
+    global _wakeup
+    if descriptor != _NO_WAKEUP and _wakeup == descriptor:
+        _wakeup = _NO_WAKEUP
+        now = signal.set_wakeup_fd(_NO_WAKEUP)
+        if now != descriptor:
+            signal.set_wakeup_fd(now)
+
+
+def _forget_wakeup() -> None:
+    if _wakeup != _NO_WAKEUP:
+        with suppress(ValueError):  # not in the main thread
+            signal.set_wakeup_fd(_NO_WAKEUP)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_wakeup)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +11,7 @@ from hftrain.adapter.data import data_seed
 from hftrain.arguments.enums import DebugOption
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import is_foreign
+from hftrain.checkpoint.grace import GracePeriod
 from hftrain.loops.contract import check_features
 from hftrain.loops.fit import FitLoop
 from hftrain.run.counting import RunCounts, token_counter
@@ -75,7 +76,17 @@ def _build(parts: RunParts, hooks: RunHooks, resume: Path | None, stack: ExitSta
     stack.callback(checkpoints.close)
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         stack.callback(DebugUnderflowOverflow(ready.model).remove)
+    grace = stack.enter_context(closing(GracePeriod(parts.save_policy.grace_s)))  # closed after the last write
     stack.enter_context(checkpoints.writes)
     return Run(
-        parts, hooks, ready, plan=plan, data=data, counts=counts, checkpoints=checkpoints, loop=loop, resume=resume
+        parts,
+        hooks,
+        ready,
+        plan=plan,
+        data=data,
+        counts=counts,
+        checkpoints=checkpoints,
+        grace=grace,
+        loop=loop,
+        resume=resume,
     )

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from hftrain.checkpoint.consensus import SAVE, STOPS, Consensus, strongest
+from hftrain.checkpoint.grace import GracePeriod, Watched
 from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.checkpoint.signals import SignalHandlers, stopped_by
+from hftrain.checkpoint.signals import SignalHandlers, TrainingStopped, stopped_by
 from hftrain.core.errors import StrategyError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.run.parts import RunParts
 from hftrain.run.saving import RunCheckpoints
 from hftrain.run.writing import saves_at_all
-from hftrain.storage.files import write_text
+from hftrain.storage.files import staged_bytes, write_text
 from hftrain.storage.remote import RemoteFolder
 
 logger = get_logger(__name__)
@@ -28,18 +29,23 @@ class Interrupts:
     """Hear requests for as long as the context lasts, and do at the agreed step boundary what was asked.
 
     Args:
+        grace: Ends a run that SIGTERM cannot stop; closed by its owner, when nothing is written any more.
         end_step: Does what is due at a step's end.
         save: Commits a checkpoint; collective.
+        where: Returns in words what the run does; from any thread.
     """
 
     def __init__(
         self,
         parts: RunParts,
         checkpoints: RunCheckpoints,
+        grace: GracePeriod,
         *,
         end_step: Callable[[], None],
         save: Callable[[], None],
+        where: Callable[[], str],
     ) -> None:
+        self._parts, self._grace, self._where = parts, grace, where
         self._args, self._policy = parts.args, parts.save_policy
         self._strategy, self._output, self._events = parts.strategy, parts.output, parts.events
         self._state, self._control, self._progress = parts.state, parts.control, parts.progress
@@ -50,6 +56,8 @@ class Interrupts:
         self.consensus = self._make_consensus(parts)
         self._open = ExitStack()
         self._is_stopped = False
+        # Where the run began: from a checkpoint, unless it is 0.
+        self._first_step = 0
 
     def _make_consensus(self, parts: RunParts) -> Consensus | None:
         policy = self._policy
@@ -77,14 +85,19 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         if self._strategy.is_main:
             self._remove_marker()
+        self._first_step = self._progress.step
         if self.consensus is not None:
             self.consensus.start()
             if self._policy.on_signal:
-                self._open.enter_context(SignalHandlers(self.consensus))
+                self.consensus.on_stop = self._grace.ring
+                handlers = SignalHandlers(self.consensus, lambda: self._grace.start(self._watched(handlers)))
+                self._open.enter_context(handlers)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._open.close()
+        if isinstance(error, TrainingStopped) and error.is_early:
+            logger.warning("%s. %s", error, self._last_words())
         if self.consensus is not None:
             self.consensus.close(is_failed=kind is not None and not self._is_stopped)
             late = self.consensus.left_over()
@@ -155,6 +168,32 @@ class Interrupts:
         # Together, or a launcher would kill the slower ones.
         self._strategy.barrier()
         raise stopped_by(name, message)
+
+    def _watched(self, handlers: SignalHandlers) -> Watched:
+        """Return what the thread that waits for the end of a step needs to know."""
+        parts, strategy, folder, consensus = self._parts, self._strategy, self._marker.parent, self.consensus
+        assert consensus is not None
+        progress, losses, fired = parts.progress, parts.losses, parts.events.num_fired
+        return Watched(
+            label="" if strategy.world_size == 1 else f"rank {strategy.rank}: ",
+            ask=lambda: consensus.ask("SIGTERM"),
+            pulse=lambda: (progress.step, losses.num_micro_steps, *fired, parts.phase.text),
+            share=lambda pulse: consensus.share([*pulse, staged_bytes(folder)]),
+            where=self._where,
+            is_saving=lambda: (parts.phase.text or "").startswith("save") or staged_bytes(folder) > 0,
+            missing=None if strategy.watch is None else strategy.watch.missing,
+            interrupt=handlers.interrupt,
+            last_words=self._last_words,
+        )
+
+    def _last_words(self) -> str:
+        """Leave the marker of a run that ends within a step, and return what is saved and what is lost."""
+        step, done = self._checkpoints.saved_step or self._first_step, self._progress.step
+        if not step:
+            return "There is no checkpoint."
+        if self._strategy.is_main:
+            self._leave_marker("SIGTERM", step)
+        return f"The last checkpoint is {checkpoint_name(step)}; {max(done - step, 0)} whole steps after it are lost."
 
     def _leave_marker(self, name: str, step: int) -> None:
         facts = {"signal": name, "step": step, "checkpoint": checkpoint_name(step), "stopped_at_s": time.time()}

@@ -101,6 +101,7 @@ class RunHooks:
     Args:
         owner: The name of the Trainer's class.
         is_overridden: Tells whether the user's class has a documented method of its own.
+        where: Returns in words what the Trainer does now; from any thread.
         make_manager: Returns what commits the run's checkpoints.
         make_model: Returns the bare model, made by `model_init` where there is one.
         open_loader: Returns this rank's training batches, of another dataset where one is given.
@@ -122,6 +123,7 @@ class RunHooks:
 
     owner: str
     is_overridden: Callable[[str], bool]
+    where: Callable[[], str]
     make_manager: Callable[[Parcels | None], CheckpointManager]
     make_model: Callable[[], nn.Module]
     open_loader: Callable[..., Any]

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrain.adapter.sharing import syncs_each_batch
 from hftrain.checkpoint.fitting import restoring
+from hftrain.checkpoint.grace import GracePeriod
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
@@ -55,6 +56,7 @@ class Run:
         data: RunData,
         counts: RunCounts,
         checkpoints: RunCheckpoints,
+        grace: GracePeriod,
         loop: FitLoop,
         resume: Path | None,
     ) -> None:
@@ -64,7 +66,9 @@ class Run:
         # Random numbers that a checkpoint holds, until they are put back.
         self._rng: Mapping[str, Any] | None = None
         self._salvage = Salvage(parts, ready, counts, checkpoints, self.save_now)
-        self._interrupts = Interrupts(parts, checkpoints, end_step=lambda: loop.end_step(), save=self.save_now)
+        self._interrupts = Interrupts(
+            parts, checkpoints, grace, end_step=lambda: loop.end_step(), save=self.save_now, where=hooks.where
+        )
 
     def run(self) -> TrainOutput:
         """Train to the end; collective."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hftrain.checkpoint.signals import TrainingStopped
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.tree import map_tensors
@@ -44,7 +45,7 @@ class Salvage:
         self, parts: RunParts, ready: Ready, counts: RunCounts, checkpoints: RunCheckpoints, save: Callable[[], None]
     ) -> None:
         self._task, self._optimizer = ready.task, ready.optimizer
-        self._progress, self._control = parts.progress, parts.control
+        self._progress, self._control, self._phase = parts.progress, parts.control, parts.phase
         self._counts, self._checkpoints, self._save = counts, checkpoints, save
         is_asked, num_processes = parts.save_policy.on_exception, parts.strategy.world_size
         self.is_on = is_asked and num_processes == 1
@@ -62,7 +63,8 @@ class Salvage:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self.is_on and isinstance(error, Exception):
+        is_early = isinstance(error, TrainingStopped) and error.is_early and not self._is_saving()
+        if self.is_on and error is not None and (is_early or isinstance(error, Exception)):
             try:
                 self._save_after(error)
             except Exception as another:
@@ -99,7 +101,10 @@ class Salvage:
             counts=self._counts.mark(),
         )
 
-    def _save_after(self, error: Exception) -> None:
+    def _is_saving(self) -> bool:
+        return (self._phase.text or "").startswith("save")
+
+    def _save_after(self, error: BaseException) -> None:
         boundary, step = self._boundary, self._progress.step
         if boundary is None or isinstance(error, CheckpointError) or self._checkpoints.saved_step == step:
             # Nothing is trained, saving is what failed, or this very step is saved.

@@ -124,6 +124,17 @@ def find_staging(target: Path) -> Path:
     return found[0]
 
 
+def staged_bytes(folder: Path) -> int:
+    """Return the bytes of what is being written below a folder, 0 if nothing is; for a look while others write."""
+    sizes = 0
+    for staged in folder.glob(".staging-*"):
+        for parent, _, names in os.walk(staged):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    sizes += os.path.getsize(os.path.join(parent, name))
+    return sizes
+
+
 def commit(staged: Path, target: Path) -> None:
     """Flush a staging folder and give it its name, in place of what has that name; durable on return."""
     fsync_tree(staged)

@@ -68,6 +68,7 @@ class SetUpMethods(RunMethods):
         return RunHooks(
             owner=type(self).__name__,
             is_overridden=self._is_overridden,
+            where=self._whereabouts,
             make_manager=self._make_manager,
             make_model=self._make_model,
             open_loader=self._open_training_data,

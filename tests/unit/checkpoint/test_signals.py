@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -112,3 +114,48 @@ def test_a_stopped_run_ends_the_process_with_the_signals_status() -> None:
     assert isinstance(error, SystemExit)
     assert (error.code, str(error)) == (143, "stopped")
     assert isinstance(stopped_by("SIGINT", "stopped"), KeyboardInterrupt)
+
+
+def test_a_thread_hears_of_signals_but_not_of_those_of_forked_processes() -> None:
+    ear, mouth = socket.socketpair()
+    mouth.setblocking(False)
+    ear.settimeout(10.0)
+    with SignalHandlers(make_requests(), mouth.fileno):
+        assert signal.set_wakeup_fd(mouth.fileno()) == mouth.fileno()
+        pid = os.fork()
+        if pid == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        send("SIGUSR1")
+        assert ear.recv(10) == bytes([signal.SIGUSR1])
+    assert signal.set_wakeup_fd(-1) == -1
+    ear.close()
+    mouth.close()
+
+
+def test_a_descriptor_of_the_program_stays_and_the_handler_tells_instead() -> None:
+    ear, mouth = socket.socketpair()
+    theirs, there = socket.socketpair()
+    for each in (mouth, there):
+        each.setblocking(False)
+    signal.set_wakeup_fd(there.fileno())
+    try:
+        requests = make_requests()
+        with SignalHandlers(requests, mouth.fileno):
+            send("SIGTERM")
+            assert ear.recv(10) == theirs.recv(10) == bytes([signal.SIGTERM])
+            assert requests.due(1) == "SIGTERM"
+    finally:
+        assert signal.set_wakeup_fd(-1) == there.fileno()
+        for each in (ear, mouth, theirs, there):
+            each.close()
+
+
+def test_another_thread_can_stop_the_main_one() -> None:
+    with SignalHandlers(make_requests()) as handlers:
+        threading.Timer(0.05, handlers.interrupt, ["enough"]).start()
+        with pytest.raises(TrainingStopped, match="enough") as stopped:
+            time.sleep(30.0)
+        assert (stopped.value.is_early, stopped.value.code) == (True, 143)
+    assert not handlers.interrupt("too late")

@@ -18,6 +18,7 @@ from support.tiny import make_resumable, make_rows, train
 
 from hftrain import ConfigError, EarlyStoppingCallback, SavePolicy, StrategyError, Trainer, TrainerCallback
 from hftrain.checkpoint.consensus import Consensus
+from hftrain.checkpoint.grace import GracePeriod
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.signals import TrainingStopped
@@ -205,7 +206,8 @@ def test_processes_without_a_board_leave_signals_alone_and_refuse_the_clock(
         monkeypatch.setattr(trainer.strategy, "world_size", 2)
         monkeypatch.setattr(trainer.strategy, "make_board", refuse)
         checkpoints: Any = SimpleNamespace(manager=trainer._make_manager())
-        return Interrupts(trainer._make_run_parts(None), checkpoints, end_step=lambda: None, save=lambda: None)
+        parts = trainer._make_run_parts(None), checkpoints, GracePeriod(None)
+        return Interrupts(*parts, end_step=lambda: None, save=lambda: None, where=lambda: "")
 
     with pytest.warns(UserWarning, match="Signals act as if no training ran. They share no store"):
         assert make(SavePolicy()).consensus is None

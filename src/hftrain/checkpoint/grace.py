@@ -1,0 +1,229 @@
+"""SIGTERM for a run that may never reach its next step boundary: what it waits for, and the end of waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hftrain.core.frames import user_line, waits_for_others
+from hftrain.core.log import get_logger
+
+logger = get_logger(__name__)
+
+# What is heard besides numbers of signals.
+_CLOSE, _ELSEWHERE = 0, 255
+_POLL_S, _LONGEST_POLL_S = 0.25, 5.0
+_JOIN_S = _SAY_S = 1.0
+# A launcher may hand on a signal that its whole group has got: two within this time are one.
+_SAME_S, _SAME_UNDER_A_LAUNCHER_S = 0.5, 2.0
+_ASK_S = 3.0
+# An interrupted process is gone after this time without a sign of life.
+LAST_S = 5.0
+# How much longer than the longest pause so far a pause may last, and how much longer while a checkpoint is written:
+# flushing a large file to a slow disk shows nothing.
+_FACTOR, _SAVING_FACTOR = 1.5, 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watched:
+    """What the thread needs of the run; all is called in that thread, or in another one that it can leave behind.
+
+    Args:
+        label: What precedes each message: the rank, among several.
+        ask: Asks all processes to stop, as a handler does that the main thread can run.
+        pulse: Returns something that is different whenever the run has got on; fast.
+        share: Takes this process's pulse and returns that of all, with what is on its way to disk.
+        where: Returns in words what the run does.
+        is_saving: Tells whether a checkpoint is being written.
+        missing: Returns which ranks did not come to where this one waits, and where they are; None if it is alone.
+        interrupt: Takes a message, and raises `TrainingStopped` with it in the main thread; returns whether it could
+            send the signal for that.
+        last_words: Leaves behind what an ended run leaves, and returns in words what is saved and what is lost.
+    """
+
+    label: str
+    ask: Callable[[], Any]
+    pulse: Callable[[], Any]
+    share: Callable[[Any], Any]
+    where: Callable[[], str]
+    is_saving: Callable[[], bool]
+    missing: Callable[[], tuple[str, str]] | None
+    interrupt: Callable[[str], bool]
+    last_words: Callable[[], str]
+
+
+class GracePeriod:
+    """Report SIGTERM at once, and end a run that stands still afterwards.
+
+    Python runs a handler when the main thread comes back to Python code, which it never does in a collective whose
+    partner is gone. So a thread hears of signals through the descriptor that `start` returns, to which Python's own
+    C code writes (`signal.set_wakeup_fd`).
+
+    The clock starts again whenever the run gets on: a micro-batch of the training or a batch of an evaluation, on
+    any rank, or bytes of a checkpoint. When it stands still for `grace_s`, or at a second SIGTERM, `TrainingStopped`
+    is raised in the main thread, wherever it is in Python code. If the run is not closed some seconds later, the
+    process ends from the thread.
+
+    Args:
+        grace_s: How long the run may stand still; None for any time. Never shorter than 1.5 times the longest time
+            that it has stood still before.
+    """
+
+    def __init__(self, grace_s: float | None) -> None:
+        self._grace_s = grace_s
+        self._main = threading.main_thread().ident or 0
+        self._thread: threading.Thread | None = None
+
+    def start(self, watched: Watched) -> int:
+        """Start the thread, and return the descriptor to which the numbers of signals are to be written."""
+        self._watched = watched
+        self._ear, self._mouth = socket.socketpair()
+        self._mouth.setblocking(False)
+        self._thread = threading.Thread(target=self._listen, name="hftrain-grace", daemon=True)
+        self._thread.start()
+        return self._mouth.fileno()
+
+    def ring(self) -> None:
+        """Hear that another process was told to stop."""
+        self._send(_ELSEWHERE)
+
+    def close(self) -> None:
+        """Stop the thread: the run is over. Safe to call where it was never started."""
+        if self._thread is None:
+            return
+        self._send(_CLOSE)
+        self._thread.join(_JOIN_S)
+        if not self._thread.is_alive():
+            self._thread = None
+            self._ear.close()
+            self._mouth.close()
+
+    def _send(self, what: int) -> None:
+        if self._thread is not None:
+            with suppress(OSError):
+                self._mouth.send(bytes([what]))
+
+    def _hear(self, timeout_s: float | None) -> int | None:
+        self._ear.settimeout(timeout_s)
+        try:
+            return self._ear.recv(1)[0]
+        except TimeoutError:
+            return None
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        longest_s = self._until_asked()
+        if longest_s is None:
+            return
+        self._watched.ask()
+        reason = self._wait(longest_s)
+        if reason is not None:
+            self._end(reason)
+
+    def _until_asked(self) -> float | None:
+        """Wait for SIGTERM, and return the longest time that the run has stood still; None if the run ends first."""
+        watched, longest_s, is_under_way = self._watched, 0.0, False
+        pulse, changed_s = watched.pulse(), time.monotonic()
+        pause_s = None if self._grace_s is None else min(self._grace_s / 4, _LONGEST_POLL_S)
+        while True:
+            heard = self._hear(pause_s)
+            if heard == _CLOSE:
+                return None
+            if heard in (signal.SIGTERM, _ELSEWHERE):
+                return longest_s
+            latest, now_s = watched.pulse(), time.monotonic()
+            if latest != pulse:
+                # Not the first step, which compiles and warms up.
+                longest_s = max(longest_s, now_s - changed_s) if is_under_way else 0.0
+                pulse, changed_s, is_under_way = latest, now_s, True
+
+    def _wait(self, longest_s: float) -> str | None:
+        """Wait until the run is closed; else return why it is to be ended."""
+        patience_s = None if self._grace_s is None else max(self._grace_s, _FACTOR * longest_s)
+        limit = "" if patience_s is None else f"after {patience_s:.3g} s in which nothing gets on, or "
+        same_s = _SAME_UNDER_A_LAUNCHER_S if "TORCHELASTIC_RUN_ID" in os.environ else _SAME_S
+        self._say(
+            f"SIGTERM: the run stops at the end of {self._place()}. It is interrupted {limit}by a second SIGTERM "
+            f"(at least {same_s:g} s after the first)."
+        )
+        begun_s = changed_s = time.monotonic()
+        pulse, is_hurried, has_asked = self._pulse(), False, False
+        while True:
+            heard, now_s = self._hear(_POLL_S), time.monotonic()
+            if heard == _CLOSE:
+                return None
+            is_hurried = is_hurried or (heard == signal.SIGTERM and now_s - begun_s > same_s)
+            latest = self._pulse()
+            if latest is not None and latest != pulse:
+                pulse, changed_s = latest, now_s
+            is_saving, quiet_s = self._watched.is_saving(), now_s - changed_s
+            if is_hurried and (not is_saving or quiet_s > LAST_S):
+                return "a second SIGTERM came"
+            if patience_s is not None and quiet_s > patience_s * (_SAVING_FACTOR if is_saving else 1.0):
+                return f"nothing got on in {quiet_s:.3g} s"
+            if not has_asked and quiet_s > min(_ASK_S, (patience_s or _ASK_S) / 2):
+                has_asked = True
+                self._say_who_is_missing()
+
+    def _end(self, reason: str) -> None:
+        """Interrupt the main thread; end the process if it does not close the run soon after."""
+        place = self._place()
+        self._say(f"SIGTERM interrupts {place}, because {reason}.")
+        # The signal that interrupts is heard here, too.
+        is_own = self._watched.interrupt(f"SIGTERM ended the training in {place}, because {reason}")
+        pulse, changed_s = self._pulse(), time.monotonic()
+        while time.monotonic() - changed_s < LAST_S:
+            heard = self._hear(_POLL_S)
+            if heard == _CLOSE:
+                return
+            if heard == signal.SIGTERM and not is_own:
+                break
+            is_own = is_own and heard != signal.SIGTERM
+            latest = self._pulse()
+            if latest is not None and latest != pulse:
+                pulse, changed_s = latest, time.monotonic()
+        words = _within(_SAY_S, self._watched.last_words) or ""
+        self._say(f"SIGTERM ends the process at once: it is still in {self._place()}. {words}")
+        os._exit(128 + signal.SIGTERM)
+
+    def _place(self) -> str:
+        return f"{self._watched.where()}, at {user_line(self._main)}"
+
+    def _pulse(self) -> Any:
+        return _within(_SAY_S, lambda: self._watched.share(self._watched.pulse()))
+
+    def _say_who_is_missing(self) -> None:
+        missing = self._watched.missing
+        if missing is not None and waits_for_others(self._main):
+
+            def say() -> None:
+                late, places = missing()
+                logger.warning("%s%s: %s.", self._watched.label, late, places)
+
+            threading.Thread(target=say, name="hftrain-missing", daemon=True).start()
+
+    def _say(self, text: str) -> None:
+        """Log from another thread: whoever reads the log may be gone, and the main thread may hold its lock."""
+        _within(_SAY_S, lambda: logger.warning("%s%s", self._watched.label, text))
+
+
+def _within(limit_s: float, call: Callable[[], Any]) -> Any:
+    """Return what a function returns, or None if it fails or does not return in time; it then goes on unheard."""
+    found: list[Any] = []
+
+    def work() -> None:
+        with suppress(Exception):
+            found.append(call())
+
+    thread = threading.Thread(target=work, name="hftrain-grace-call", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return found[0] if found else None
