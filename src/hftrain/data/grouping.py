@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import IterableDataset
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.seed import preserved_rng
 from hftrain.data.columns import removable_columns
-from hftrain.data.samplers import samplers_of
+from hftrain.data.samplers import ArraySampler, samplers_of, shuffled
 
 # Batches that are sorted together: more pad less, fewer leave more to chance.
 _MOST_BATCHES = 50
 _FEWEST_GROUPS = 4
+_SORTED_AT_ONCE = 2**20
 
-Lengths = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+# Of a signed integer type; int32 where we choose it and it holds the numbers.
+Lengths = numpy.ndarray[Any, numpy.dtype[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +42,7 @@ class LengthConfig:
     shuffles_batches: bool = False
 
 
-class LengthShuffledSampler(Sampler[int]):
+class LengthShuffledSampler(ArraySampler):
     """Shuffle so that neighbours have similar lengths; the longest sample comes first, to fail early if it must.
 
     The order of epoch e is a function of `seed + e` alone. A random order is cut into groups of up to 50 batches, and
@@ -54,7 +56,7 @@ class LengthShuffledSampler(Sampler[int]):
     """
 
     def __init__(self, lengths: Any, *, batch_size: int, seed: int, shuffles_batches: bool = False) -> None:
-        self.lengths: Lengths = numpy.asarray(lengths, dtype=numpy.int64)
+        self.lengths = _as_array(lengths)
         self.batch_size = batch_size
         self.seed = seed
         self.epoch = 0
@@ -64,24 +66,23 @@ class LengthShuffledSampler(Sampler[int]):
         """Choose the epoch whose order the next iteration gives."""
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[int]:
+    def draw(self) -> Lengths:
+        """Return the order of this epoch."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = grouped_order(self.lengths, self.batch_size, generator=generator)
         if self._shuffles_batches:
-            order = self._shuffle_batches(order, generator)
-        return iter(order.tolist())
+            self._shuffle_batches(order, generator)
+        return order
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def _shuffle_batches(self, order: Lengths, generator: torch.Generator) -> Lengths:
+    def _shuffle_batches(self, order: Lengths, generator: torch.Generator) -> None:
         """Put full batches in random order, the one with the longest sample first; a short one stays last."""
         num_full = len(order) // self.batch_size
-        if num_full < 2:
-            return order
-        batches = order[: num_full * self.batch_size].reshape(num_full, self.batch_size)
-        rest = torch.randperm(num_full - 1, generator=generator, device="cpu").numpy() + 1
-        return numpy.concatenate([batches[0], batches[rest].reshape(-1), order[batches.size :]])
+        if num_full > 1:
+            batches = order[: num_full * self.batch_size].reshape(num_full, self.batch_size)
+            batches[1:] = batches[1:][shuffled(num_full - 1, generator).numpy()]
 
 
 def grouped_order(
@@ -91,20 +92,27 @@ def grouped_order(
 
     A group is `num_batches` batches, up to 50 if that is None.
     """
-    lengths = numpy.asarray(lengths, dtype=numpy.int64)
+    lengths = _as_array(lengths)
     num = len(lengths)
     if num_batches is None:
         num_batches = max(min(num // (batch_size * _FEWEST_GROUPS), _MOST_BATCHES), 1)
     size = num_batches * batch_size
-    order = torch.randperm(num, generator=generator, device="cpu").numpy()
-    order = order[numpy.lexsort((-lengths[order], numpy.arange(num) // size))]
+    order: Lengths = shuffled(num, generator).numpy()
+    # Some groups at a time, in place.
+    at_once = max(_SORTED_AT_ONCE // size, 1) * size
+    for start in range(0, num, at_once):
+        part = order[start : start + at_once]
+        num_whole = len(part) // size * size
+        for groups in (part[:num_whole].reshape(-1, size), part[num_whole:].reshape(1, -1)):
+            from_long = numpy.argsort(-lengths[groups], axis=1, kind="stable")
+            groups[:] = numpy.take_along_axis(groups, from_long, axis=1)
     if num:
         longest = int(lengths[order[::size]].argmax()) * size
         order[[0, longest]] = order[[longest, 0]]
     return order
 
 
-class LengthSortedSampler(Sampler[int]):
+class LengthSortedSampler(ArraySampler):
     """Read from long to short; where there are several ranks, each gets long and short ones alike.
 
     Args:
@@ -122,11 +130,13 @@ class LengthSortedSampler(Sampler[int]):
         # Where the shares of the ranks begin and end, as in `ContiguousShard`; each is filled in turn.
         bounds = numpy.arange(world_size + 1) * num_units // world_size * unit
         places = numpy.arange(num_units * unit) - numpy.repeat(bounds[:-1], numpy.diff(bounds))
-        self.order: Lengths = numpy.empty(num_units * unit, dtype=numpy.int64)
+        dtype = numpy.int32 if len(lengths) < 2**31 else numpy.int64
+        self.order: Lengths = numpy.empty(num_units * unit, dtype=dtype)
         self.order[numpy.argsort(places, kind="stable")] = numpy.argsort(-lengths, kind="stable")[: len(self.order)]
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order.tolist())
+    def draw(self) -> Lengths:
+        """Return the order, the same in each pass."""
+        return self.order
 
     def __len__(self) -> int:
         return len(self.order)
@@ -157,12 +167,12 @@ def sample_lengths(dataset: Any, config: LengthConfig) -> Lengths:
             return lengths
     with preserved_rng():
         each = (_length_of(dataset[index], dataset, config) for index in range(len(dataset)))
-        return numpy.fromiter(each, dtype=numpy.int64, count=len(dataset))
+        return _in_few_bytes(numpy.fromiter(each, dtype=numpy.int64, count=len(dataset)))
 
 
 def length_sampler(
     dataset: Any, config: LengthConfig, *, is_training: bool, world_size: int = 1, unit: int = 1
-) -> Sampler[int]:
+) -> ArraySampler:
     """Make the sampler that `config` asks for; see `LengthShuffledSampler` and `LengthSortedSampler`."""
     lengths = sample_lengths(dataset, config)
     if not is_training:
@@ -175,6 +185,15 @@ def length_sampler(
 def reading_order(loader: Any) -> Lengths | None:
     """Return the order in which a `LengthSortedSampler` inside a loader reads; None if there is none."""
     return next((part.order for part in samplers_of(loader) if isinstance(part, LengthSortedSampler)), None)
+
+
+def _as_array(lengths: Any) -> Lengths:
+    found: Lengths = numpy.asarray(lengths)
+    return found if found.dtype.kind == "i" else found.astype(numpy.int64)
+
+
+def _in_few_bytes(lengths: Lengths) -> Lengths:
+    return lengths.astype(numpy.int32, copy=False) if lengths.max(initial=0) < 2**31 else _as_array(lengths)
 
 
 def _has_column(dataset: Any, name: str | None) -> bool:
@@ -190,7 +209,7 @@ def _column_of_lengths(dataset: Any, name: str) -> Lengths:
             "Name the column that does, or leave it out to measure the inputs themselves.",
             dtype=str(lengths.dtype),
         )
-    return lengths.astype(numpy.int64)
+    return _in_few_bytes(lengths)
 
 
 def _lengths_of_lists(dataset: Any, name: str) -> Lengths | None:
@@ -201,7 +220,7 @@ def _lengths_of_lists(dataset: Any, name: str) -> Lengths | None:
             if not hasattr(chunk, "value_lengths") or chunk.null_count:
                 return None
             parts.append(chunk.value_lengths().to_numpy(zero_copy_only=False))
-    return numpy.concatenate(parts).astype(numpy.int64)
+    return _in_few_bytes(numpy.concatenate(parts))
 
 
 def _length_of(sample: Any, dataset: Any, config: LengthConfig) -> int:

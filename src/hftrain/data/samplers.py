@@ -2,19 +2,58 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from hftrain.core.errors import ConfigError
-from hftrain.data.seeding import new_generator
+from hftrain.data.seeding import SeededBatches, new_generator
 from hftrain.data.sizes import has_length
 
+# From which item up to which; None stands for the end.
+Span = tuple[int, int | None]
 
-class EpochShuffleSampler(Sampler[int]):
+_EVERYTHING: Span = (0, None)
+# How many Python integers are made of an order at once.
+_AT_ONCE = 4096
+
+
+class ArraySampler(Sampler[int]):
+    """Read samples in an order that is an array, 4 bytes for each sample, and is drawn at the first one of a pass.
+
+    Subclasses define `draw`. A list of Python integers would take ten times the memory.
+    """
+
+    def draw(self) -> Any:
+        """Return the order of the next pass, a tensor or a NumPy array."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[int]:
+        return self.pick(_EVERYTHING)
+
+    def pick(self, *spans: Span) -> Iterator[int]:
+        """Iterate some places of the order."""
+        return chain.from_iterable(self._lists(spans))
+
+    def _lists(self, spans: Iterable[Span]) -> Iterator[list[int]]:
+        order = self.draw()
+        for start, stop in spans:
+            part = order[start:stop]
+            for place in range(0, len(part), _AT_ONCE):
+                yield part[place : place + _AT_ONCE].tolist()
+
+
+def shuffled(num: int, generator: torch.Generator | None) -> torch.Tensor:
+    """Return `torch.randperm(num)`, in int32 if that holds the numbers: the order is the same in both."""
+    dtype = torch.int32 if num < 2**31 else torch.int64
+    return torch.randperm(num, generator=generator, device="cpu", dtype=dtype)
+
+
+class EpochShuffleSampler(ArraySampler):
     """Reshuffle in each epoch, as a function of the seed and the epoch alone.
 
     The order of epoch e is `torch.randperm(n)` drawn from a generator seeded with `seed + e`: the order in which the
@@ -35,20 +74,24 @@ class EpochShuffleSampler(Sampler[int]):
         """Choose the epoch whose order the next iteration gives."""
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order: list[int] = torch.randperm(len(self), generator=generator, device="cpu").tolist()
-        return iter(order)
+    def draw(self) -> torch.Tensor:
+        """Return the order of this epoch."""
+        return shuffled(len(self), torch.Generator().manual_seed(self.seed + self.epoch))
 
     def __len__(self) -> int:
         return len(self.data_source)
 
 
-class GlobalShuffleSampler(RandomSampler):
+class GlobalShuffleSampler(ArraySampler, RandomSampler):
     """Shuffle by torch's global generator, whatever it was used for before (`use_seedable_sampler=False`).
 
     The order cannot be found again after a resume in the middle of an epoch.
     """
+
+    def draw(self) -> torch.Tensor:
+        """Return the order that torch's `RandomSampler` would give."""
+        seed = int(torch.empty((), dtype=torch.int64).random_())
+        return shuffled(len(self), torch.Generator().manual_seed(seed))
 
 
 class ContiguousShard(Sampler[Any]):
@@ -84,7 +127,7 @@ class ContiguousShard(Sampler[Any]):
         return first * self._unit, last * self._unit
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(self.sampler, *self._bounds())
+        return pick(self.sampler, self._bounds()) or islice(self.sampler, *self._bounds())
 
     def __len__(self) -> int:
         start, stop = self._bounds()
@@ -128,20 +171,30 @@ class RankBatches(Sampler[Any]):
         self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
 
-    def _rounds(self, size: Any) -> Iterator[list[Any]]:
-        batches = iter(self.batch_sampler)
+    def _rounds(self, batches: Iterable[Any], size: Any) -> Iterator[list[Any]]:
+        batches = iter(batches)
         if self.split_batches:
             starts = [place * size for place in range(self.num_processes)]
             return ([batch[start : start + size] for start in starts] for batch in batches)
         return iter(lambda: list(islice(batches, self.num_processes)), [])
 
     def __iter__(self) -> Iterator[Any]:
+        return self._shares(self.batch_sampler)
+
+    def begin(self, start: int) -> Iterator[Any] | None:
+        """Iterate from a round on; None if the rounds before it have to be drawn too."""
+        unit = 1 if self.split_batches else self.num_processes
+        # The last round may be filled up from the first one.
+        batches = pick(self.batch_sampler, (0, unit), (max(start, 1) * unit, None))
+        return None if batches is None else islice(self._shares(batches), min(start, 1), None)
+
+    def _shares(self, batches: Iterable[Any]) -> Iterator[Any]:
         rank, size = self.process_index, self.batch_size
         if self.split_batches and size is not None:
             size //= self.num_processes
         first: list[Any] = []
         rest: list[Any] = []
-        for round_ in self._rounds(size):
+        for round_ in self._rounds(batches, size):
             first = first or round_
             if rest and all(map(len, rest)):  # it was not the last
                 yield rest[rank]
@@ -193,12 +246,25 @@ class EvenedSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         return even_out(self.sampler, self._unit)
 
+    def begin(self, start: int) -> Iterator[Any] | None:
+        """Iterate from an item on; None if those before it have to be drawn too."""
+        items = pick(self.sampler, (0, self._unit), (max(start, self._unit), None))
+        return None if items is None else self._from(items, start)
+
+    def _from(self, items: Iterator[Any], start: int) -> Iterator[Any]:
+        first, num = list(islice(items, self._unit)), len(self.sampler)
+        yield from first[start:]
+        yield from items
+        yield from islice(cycle(first), max(start - num, 0), len(self) - num)
+
     def __len__(self) -> int:
         return -(-len(self.sampler) // self._unit) * self._unit
 
 
 class Later(Sampler[Any]):
-    """Leave out the first items of another sampler, of indices or of batches; they are drawn, and nothing is read.
+    """Leave out the first items of another sampler, of indices or of batches; nothing is read.
+
+    They are drawn, unless `pick` knows a way past them.
 
     Example:
         >>> list(Later(range(5), 3))
@@ -209,9 +275,12 @@ class Later(Sampler[Any]):
         self.sampler = sampler
         self.skip = self._left = skip
         self._items: Iterator[Any] = iter(())
+        self._is_picked = False
 
     def __iter__(self) -> Iterator[Any]:
-        self._items, self._left = iter(self.sampler), self.skip
+        picked = pick(self.sampler, (self.skip, None)) if self.skip else None
+        self._is_picked = picked is not None
+        self._items, self._left = picked or iter(self.sampler), self.skip
         return self._rest()
 
     def _rest(self) -> Iterator[Any]:
@@ -220,12 +289,46 @@ class Later(Sampler[Any]):
 
     def start(self) -> None:
         """Draw the order, if the pass has begun and has not: samplers wait with it until the first item."""
-        for _ in range(self._left):
-            next(self._items, None)
+        if self._left and self._is_picked:
+            self._items = chain(list(islice(self._items, 1)), self._items)
+        elif self._left:
+            deque(islice(self._items, self._left), maxlen=0)
         self._left = 0
 
     def __len__(self) -> int:
         return max(0, len(self.sampler) - self.skip)
+
+
+def pick(sampler: Any, *spans: Span) -> Iterator[Any] | None:
+    """Iterate a sampler's items at some places, in ascending order; None if those before have to be drawn too.
+
+    hftrain's orders and torch's sequential one, plain batches of them and the ranks' shares of those can begin
+    anywhere; a class derived from one of these that iterates in its own way cannot.
+
+    Example:
+        >>> list(pick(BatchSampler(SequentialSampler(range(10)), 2, False), (0, 1), (3, None)))
+        [[0, 1], [6, 7], [8, 9]]
+    """
+    kind, start = type(sampler), spans[0][0]
+    if kind.__iter__ is ArraySampler.__iter__:
+        return sampler.pick(*spans)  # type: ignore[no-any-return]
+    if kind is SequentialSampler:
+        return chain.from_iterable(range(len(sampler))[slice(*span)] for span in spans)
+    if kind is Later:
+        return pick(sampler.sampler, *_scaled(spans, shift=sampler.skip))
+    if kind is BatchSampler:
+        items: Any = pick(sampler.sampler, *_scaled(spans, factor=sampler.batch_size))
+        return None if items is None else iter(BatchSampler(items, sampler.batch_size, sampler.drop_last))
+    if len(spans) > 1 or spans[0][1] is not None:
+        return None
+    if kind is SeededBatches:
+        batches = pick(sampler.batch_sampler, *spans)
+        return None if batches is None else sampler.seeded(batches, start)
+    return sampler.begin(start) if kind in (RankBatches, EvenedSampler) else None
+
+
+def _scaled(spans: Iterable[Span], *, factor: int = 1, shift: int = 0) -> list[Span]:
+    return [(start * factor + shift, None if stop is None else stop * factor + shift) for start, stop in spans]
 
 
 def samplers_of(loader: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -124,7 +124,11 @@ class SeededBatches(Sampler[list[Any]]):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
-        for position, batch in enumerate(self.batch_sampler):
+        return self.seeded(self.batch_sampler, 0)
+
+    def seeded(self, batches: Iterable[list[Any]], start: int) -> Iterator[list[Any]]:
+        """Send the seeds along with batches of which the first has the place `start` in its epoch."""
+        for position, batch in enumerate(batches, start):
             yield _SeededBatch(batch, (self._seed, self._epoch, self._rank, position))
 
     def __len__(self) -> int:
