@@ -28,7 +28,7 @@ XLA = ("torch==2.9.0", "torch_xla==2.9.0")
 # Tests with one of these marks have a session of their own.
 MARKS = (
     "slow", "guarantees", "distributed", "slurm", "mpi", "interop", "cuda", "mps", "xla", "deepspeed", "optimizers",
-    "trackers", "remote", "clients", "bench",
+    "trackers", "remote", "clients", "machines", "bench",
 )  # fmt: skip
 
 # What `tests-oldest` runs.
@@ -174,6 +174,16 @@ def tests_mpi(session: nox.Session) -> None:
     need_programs(session, "openmpi-bin mpich", "mpirun.openmpi", "mpiexec.hydra")
     install(session, "test")
     pytest(session, "mpi", "tests/distributed/test_mpi.py", *NO_HANG)
+
+
+@nox.session(name="tests-machines")
+def tests_machines(session: nox.Session) -> None:
+    """Run the tests on two machines that are made of network namespaces; needs Linux, iproute2 and root."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        session.skip("making network namespaces needs Linux and root")
+    need_programs(session, "iproute2 util-linux", "ip", "unshare")
+    install(session, "test")
+    pytest(session, "machines", "tests/machines", *NO_HANG)
 
 
 @nox.session(name="tests-interop")

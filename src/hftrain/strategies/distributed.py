@@ -27,6 +27,7 @@ from hftrain.strategies import collectives
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.board import Board
 from hftrain.strategies.environment import find_device_type
+from hftrain.strategies.links import link_timeout_s
 from hftrain.strategies.rendezvous import fresh_place
 from hftrain.strategies.watch import RankWatch
 
@@ -65,6 +66,7 @@ class DistributedStrategy(Strategy):
         self.rank, self.local_rank, self.world_size = launch.rank, launch.local_rank or 0, launch.world_size
         self.backend = backend or _BACKENDS.get(self.device_type)
         self.timeout = timedelta(seconds=timeout_s)
+        self._link_timeout_s = link_timeout_s()
         self._owns_group = False
         self._owns_accelerate_state = False
         self._excepthooks = (sys.excepthook, sys.excepthook)
@@ -93,7 +95,10 @@ class DistributedStrategy(Strategy):
             atexit.register(self.close)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if self._owns_group and self._has_store():
-            self.watch = RankWatch(self.make_board(), rank=self.rank, world_size=self.world_size)
+            # Processes of one machine have no network between them that could break.
+            timeout_s = 0.0 if read_launch().local_world_size == self.world_size else self._link_timeout_s
+            board = self.make_board()
+            self.watch = RankWatch(board, rank=self.rank, world_size=self.world_size, link_timeout_s=timeout_s)
         self._take(device)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hftrain.core.errors import StrategyError
 from hftrain.core.frames import user_line, waits_for_others
 from hftrain.strategies.board import Board
+from hftrain.strategies.links import Links
 
 _POLL_S = 1.0
 _NOTICE_S = 1.5 * _POLL_S
@@ -39,13 +40,14 @@ class RankWatch:
         board: Shared by the processes, and nobody else's.
         rank: This process's number.
         world_size: How many there are.
+        link_timeout_s: How long another machine may be silent before this process is ended; 0 for ever. See `Links`.
 
     Attributes:
         where: Says in words what this process does now; called when somebody asks.
         chore: What the thread does each time it looks; None for nothing.
     """
 
-    def __init__(self, board: Board, *, rank: int, world_size: int) -> None:
+    def __init__(self, board: Board, *, rank: int, world_size: int, link_timeout_s: float = 0.0) -> None:
         self.rank = rank
         self.world_size = world_size
         self.where: Callable[[], str] = lambda: "between training and evaluations"
@@ -60,10 +62,13 @@ class RankWatch:
         sys.excepthook = self._hooks[1]
         self._thread = threading.Thread(target=self._listen, name="hftrain-watch", daemon=True)
         self._thread.start()
+        self._links = Links(board, rank=rank, timeout_s=link_timeout_s, on_lost=self._lose) if link_timeout_s else None
 
     def stop(self) -> None:
         """Stop listening, and leave uncaught errors to whom they were left before; safe to call twice."""
         self._is_over.set()
+        if self._links is not None:
+            self._links.close()
         self._thread.join(timeout=2 * _POLL_S)
         if sys.excepthook is self._hooks[1]:
             sys.excepthook = self._hooks[0]
@@ -131,6 +136,15 @@ class RankWatch:
                 self._answered = asked
                 self._post(f"at {self.rank}", json.dumps([asked, *self._place()]))
             self._do_chore()
+
+    def _lose(self, failure: str) -> None:
+        """End this process, which cannot reach another one; its main thread may wait for that one in a collective."""
+        self.has_failed = True
+        self._end_line(failure)
+        # The store may be out of reach as well, and then does not return.
+        threading.Thread(target=self._post, args=("failed", failure), daemon=True).start()
+        time.sleep(_NOTICE_S)
+        os._exit(1)
 
     def _do_chore(self) -> None:
         try:
