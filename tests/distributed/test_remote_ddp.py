@@ -14,6 +14,7 @@ from support.tiny import Net, Task, make_arguments, make_rows, make_trainer
 
 from hftrain import CheckpointError, Trainer, TrainerCallback, set_seed
 from hftrain.run import output
+from hftrain.storage import files
 
 pytestmark = pytest.mark.distributed
 
@@ -45,7 +46,7 @@ def begin(root: str, *, is_apart: bool) -> tuple[str, Path]:
     """Return the store and this process's cache; two processes apart pretend to be two machines."""
     if is_apart:
         os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"
-        output._MAX_LOOKS = 1
+        files._MAX_LOOKS = 1
     cache = Path(root) / (f"cache{os.environ['RANK']}" if is_apart else "cache")
     os.environ["HFTRAIN_CACHE"] = str(cache)
     return f"local://{root}/store/run", cache

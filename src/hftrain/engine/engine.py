@@ -20,6 +20,7 @@ from hftrain.checkpoint.layout import OPTIMIZER, SCALER, rng_name
 from hftrain.checkpoint.manager import CheckpointConfig, CheckpointManager, Writer
 from hftrain.checkpoint.manifest import check_geometry, read_manifest
 from hftrain.checkpoint.parts import save_rng
+from hftrain.checkpoint.places import check_places
 from hftrain.checkpoint.shape import check_shape
 from hftrain.checkpoint.weights import load_weights, save_weights
 from hftrain.core.errors import CheckpointError, ConfigError
@@ -376,6 +377,7 @@ class Engine:
         if manager is None:
             raise _refused(call, "There is no folder for checkpoints.", "Pass Engine(output_dir=...).")
         if not self._is_claimed:
+            check_places(manager.config.output_dir, self.strategy, on_each_node=manager.config.on_each_node)
             manager.claim()
             self._is_claimed = True
         return manager

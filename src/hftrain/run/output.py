@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.remote import RemoteCheckpoints
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.log import get_logger
-from hftrain.storage.files import check_writable, write_text
+from hftrain.storage.files import appears, check_writable, write_text
 from hftrain.storage.mirrors import Mirror, local_folder, mirror_of
 from hftrain.storage.remote import RemoteFolder, check_url, is_url
 from hftrain.strategies.base import Strategy
-
-_MAX_LOOKS, _LOOK_S = 10, 0.3
 
 logger = get_logger(__name__)
 
@@ -68,7 +65,13 @@ class Output:
         return self._remote_text_of(folder) or str(folder)
 
     def check_writable(self) -> None:
-        """Prove that it can be written to, if remote by the main process; before anything is launched."""
+        """Prove that it can be written to, if remote by the main process; before anything is launched.
+
+        Several processes find it out together, once they are launched: one that raised alone would leave those on
+        other machines waiting for it. See `check_places`.
+        """
+        if self.url is None and self._strategy.world_size > 1:
+            return
         check_writable(self.folder)
         if self.url is not None and self._strategy.is_main:
             RemoteFolder(self.url).check_writable()
@@ -88,7 +91,7 @@ class Output:
         if strategy.is_main:
             write_text(probe, "test")
         strategy.barrier()
-        is_seen = _appears(probe)
+        is_seen = appears(probe)
         is_shared = strategy.all_true(is_seen)
         if strategy.is_main:
             probe.unlink()
@@ -194,12 +197,3 @@ class Output:
 def _fetch(text: str) -> Path:
     url, _, name = text.rstrip("/").rpartition("/")
     return RemoteCheckpoints(url, mirror=mirror_of(url)).fetch(name)
-
-
-def _appears(path: Path) -> bool:
-    """Tell whether a file is there, or comes within seconds: network file systems show it late."""
-    for _ in range(_MAX_LOOKS):
-        if path.exists():
-            return True
-        time.sleep(_LOOK_S)
-    return False

@@ -18,6 +18,7 @@ from hftrain.checkpoint.background import BackgroundWrite
 from hftrain.checkpoint.consensus import Consensus, Group
 from hftrain.checkpoint.manager import CheckpointManager, NoSpaceError, Writer
 from hftrain.checkpoint.parcels import Parcels
+from hftrain.checkpoint.places import check_places
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.snapshot import HostCopies
 from hftrain.checkpoint.states import Keep, shard_writers
@@ -104,6 +105,9 @@ class CheckpointWrites:
         parts, optimizer = self._parts, self._ready.optimizer
         saves = saves_at_all(parts.args, self._policy)
         if saves:
+            config = self.manager.config
+            if config.url is None:  # a mirror need not be shared
+                check_places(config.output_dir, parts.strategy, on_each_node=config.on_each_node)
             check_room(
                 self.manager,
                 partial(self.checkpoint_bytes, is_first=True),

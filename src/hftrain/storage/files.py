@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.log import get_logger
 
 _CHUNK_BYTES = 1 << 20
-_PROBE = ".write-test-"
+WRITE_TEST = ".write-test-"
+_MAX_LOOKS, _LOOK_S = 10, 0.3
 _MAX_JSON_BYTES = 1 << 28
 _MAX_JSON_VALUES = 10_000_000
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/.*", re.IGNORECASE)
@@ -40,13 +42,22 @@ def check_writable(folder: str | Path) -> None:
     asked = f"Writing to {str(folder)!r} was asked for."
     if _URL.fullmatch(str(folder)):
         raise ConfigError(asked, "This version writes to local folders only.", "Give a path without scheme.")
-    probe = Path(folder) / f"{_PROBE}{secrets.token_hex(4)}"
+    probe = Path(folder) / f"{WRITE_TEST}{secrets.token_hex(4)}"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_text(probe, "test")
         probe.unlink()
     except OSError as error:
         raise ConfigError(asked, f"{error}.", "Give a folder in which this user may create files.") from error
+
+
+def appears(path: Path) -> bool:
+    """Tell whether a file is there, or comes within seconds: network file systems show it late."""
+    for _ in range(_MAX_LOOKS):
+        if path.exists():
+            return True
+        time.sleep(_LOOK_S)
+    return False
 
 
 def write_text(path: Path, text: str) -> None:
@@ -175,7 +186,7 @@ def sweep(parent: Path, *, is_ours: Callable[[str], bool]) -> None:
     for path, _, name in _leftovers(parent):
         if is_ours(name):
             discard(path)
-    for pattern in (f"{_PROBE}*", f".{_PROBE}*"):
+    for pattern in (f"{WRITE_TEST}*", f".{WRITE_TEST}*"):
         for probe in parent.glob(pattern):
             probe.unlink(missing_ok=True)
 
