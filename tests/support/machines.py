@@ -147,13 +147,16 @@ class Machines:
         """Return what a machine has printed."""
         return (self.folder / f"{name}.log").read_text("utf-8", errors="replace")
 
+    def _logs(self) -> str:
+        return "\n".join(self.log(name) for name in self.agents)
+
     def until(self, is_so: Callable[[], bool], timeout_s: float = 120) -> float:
         """Wait until something is so, and return the seconds it took."""
         begun_s = time.monotonic()
         while not is_so():
-            is_over = all(agent.poll() is not None for agent in self.agents.values()) and not is_so()
-            is_late = time.monotonic() - begun_s > timeout_s
-            assert not (is_over or is_late), "".join(self.log(name) for name in self.agents)
+            if all(agent.poll() is not None for agent in self.agents.values()) and not is_so():
+                pytest.fail(f"The machines have ended: {self._logs()}")
+            assert time.monotonic() - begun_s < timeout_s, self._logs()
             time.sleep(0.05)
         return time.monotonic() - begun_s
 
