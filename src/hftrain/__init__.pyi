@@ -47,6 +47,7 @@ from hftrain.core.errors import CheckpointError as CheckpointError
 from hftrain.core.errors import ConfigError as ConfigError
 from hftrain.core.errors import HFTrainError as HFTrainError
 from hftrain.core.errors import MissingDependencyError as MissingDependencyError
+from hftrain.core.errors import NonFiniteError as NonFiniteError
 from hftrain.core.errors import StrategyError as StrategyError
 from hftrain.core.errors import TaskError as TaskError
 from hftrain.core.nested import denumpify_detensorize as denumpify_detensorize

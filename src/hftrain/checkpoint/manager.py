@@ -23,7 +23,15 @@ from hftrain.checkpoint.layout import (
 from hftrain.checkpoint.manifest import Manifest, refuse_links, verify, write_manifest
 from hftrain.checkpoint.parcels import Parcels
 from hftrain.checkpoint.remote import RemoteCheckpoints, UnreachableError
-from hftrain.checkpoint.rotation import Manifests, best_names, by_commit, highest_number, readable, surplus
+from hftrain.checkpoint.rotation import (
+    Manifests,
+    best_names,
+    by_commit,
+    highest_number,
+    last_finite_name,
+    readable,
+    surplus,
+)
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
 from hftrain.storage import files
@@ -165,25 +173,24 @@ class CheckpointManager:
         """Whether this process commits: the main one, or with `on_each_node` each machine's."""
         return self.group.is_local_main if self.config.on_each_node else self.group.is_main
 
-    def latest(self) -> Path | None:
+    def latest(self, is_asked_for: Callable[[Manifest], bool] = lambda manifest: True) -> Path | None:
         """Return the newest checkpoint that is whole, or None; those passed over are named in a warning.
 
         Not collective: the main process asks, and tells the others. It reads every byte of the answer, and first puts
-        back a checkpoint that a killed save had set aside.
+        back a checkpoint that a killed save had set aside. Only those count whose manifests `is_asked_for` accepts.
         """
         if self.group.is_main:
             files.restore(self.config.output_dir, is_ours=_is_ours)
         if self.remote is not None:
-            return self.remote.latest()
+            return self.remote.latest(is_asked_for)
         for path in reversed(by_commit(self.config.output_dir)):
             try:
                 if not (path / MANIFEST).exists():
                     raise CheckpointError(f"It has no {MANIFEST}, which proves it whole. Name it to resume from it.")
-                verify(path)
+                if is_asked_for(verify(path)):
+                    return path
             except CheckpointError as error:
                 logger.warning("Passed over %s when looking for the newest checkpoint: %s", path, error)
-            else:
-                return path
         return None
 
     def names(self) -> list[str]:
@@ -218,8 +225,8 @@ class CheckpointManager:
     def rotate(self, *, best: Path | None = None) -> None:
         """Delete the oldest checkpoints beyond the limit; for the main process alone, others do nothing.
 
-        The newest, the best and the one committed last always stay, and so does every folder without a manifest that
-        can be read.
+        The newest, the last finite one, the best and the one committed last always stay, and so does every folder
+        without a manifest that can be read.
         """
         if not self.is_committer:
             return
@@ -228,20 +235,19 @@ class CheckpointManager:
             limit = 1  # the newest; the best are protected
         if self.remote is not None:
             kept_names = {path.name for path in (best, self._committed) if path is not None}
-            self.remote.rotate(run_id=self.run_id, limit=limit, protected=kept_names, choose=self._best_names)
+            self.remote.rotate(run_id=self.run_id, limit=limit, protected=kept_names, choose=self._kept_names)
             limit = 1  # of their copies here
         if limit is None or limit < 1:
             return
-        known = self.own_checkpoints()
-        for path in surplus(known, protected=self._protected(known, best), limit=limit):
-            self._delete(path)
+        known = self._own_manifests()
+        for name in surplus([*known], protected=self._protected(known, best), limit=limit):
+            self._delete(self.config.output_dir / name)
 
-    def _protected(self, known: Sequence[Path], best: Path | None) -> list[Path]:
-        """Return the newest, the best, the one committed last, and those that `keep_best` keeps."""
-        folder = self.config.output_dir.resolve()
-        protected = {path.resolve() for path in (*known[-1:], best, self._committed) if path is not None}
-        good = self._best_names(self._own_manifests()) if self.config.keep_best else ()
-        return [path for path in known if folder / path.name in protected or path.name in good]
+    def _protected(self, known: Mapping[str, Manifest], best: Path | None) -> set[str]:
+        """Return the newest, the last finite one, the best, the one committed last, and those `keep_best` keeps."""
+        folder, names = self.config.output_dir.resolve(), [*known]
+        protected = {path.resolve() for path in (best, self._committed) if path is not None}
+        return {name for name in names if folder / name in protected} | {*names[-1:]} | self._kept_names(known)
 
     def _own_manifests(self) -> dict[str, Manifest]:
         """Map this run's checkpoints to their manifests, in the order of their commits."""
@@ -256,23 +262,24 @@ class CheckpointManager:
         if manifest is not None and self._is_own(path.name, manifest) and not path.is_symlink():
             files.discard(path)
 
-    def _best_names(self, manifests: Mapping[str, Manifest]) -> set[str]:
+    def _kept_names(self, manifests: Mapping[str, Manifest]) -> set[str]:
         config = self.config
-        return best_names(manifests, number=config.keep_best, is_greater_better=config.is_greater_better)
+        good = best_names(manifests, number=config.keep_best, is_greater_better=config.is_greater_better)
+        return good | last_finite_name(manifests)
 
     def prune(self, needed_bytes: int, *, best: Path | None = None) -> bool:
         """Delete this run's oldest checkpoints, at least one, until there is room, and return whether any was deleted.
 
-        For the committer alone. The newest, the best and those that `keep_best` keeps stay.
+        For the committer alone. The newest, the last finite one, the best and those that `keep_best` keeps stay.
         """
-        known = self.own_checkpoints() if self.is_committer else []
+        known = self._own_manifests() if self.is_committer else {}
         protected = self._protected(known, best)
         has_deleted = False
-        for path in known:
-            if path in protected or (has_deleted and free_bytes(self.config.output_dir) >= needed_bytes):
+        for name in known:
+            if name in protected or (has_deleted and free_bytes(self.config.output_dir) >= needed_bytes):
                 continue
-            self._delete(path)
-            has_deleted = has_deleted or not path.exists()
+            self._delete(self.config.output_dir / name)
+            has_deleted = has_deleted or not (self.config.output_dir / name).exists()
         return has_deleted
 
     def _look(self) -> None:
@@ -286,22 +293,27 @@ class CheckpointManager:
     def keep_only(self, path: Path) -> None:
         """Delete all other checkpoints at a run's end, if this one is whole; for the main process alone.
 
+        The last finite one stays if this one is not finite.
+
         Source: the documented `save_total_limit=1` where the best checkpoint is not the last.
         """
         if not self.is_committer:
             return
-        others = [each for each in self.own_checkpoints() if each.resolve() != path.resolve()]
+        known = self._own_manifests()
+        others = [name for name in known if (self.config.output_dir / name).resolve() != path.resolve()]
         if not (others or self.remote):
             return
         try:
-            verify(path)
+            is_finite = verify(path).is_finite
         except CheckpointError as error:
             logger.warning("Kept all checkpoints, for the one to keep is not whole: %s", error)
             return
-        for other in others:
-            self._delete(other)
+        kept = {path.name} if is_finite else {path.name} | last_finite_name(known)
+        for name in others:
+            if name not in kept:
+                self._delete(self.config.output_dir / name)
         if self.remote is not None:
-            self.remote.rotate(run_id=self.run_id, limit=1, protected={path.name}, keeps_newest=False)
+            self.remote.rotate(run_id=self.run_id, limit=1, protected=kept, keeps_newest=False)
 
     def _is_own(self, name: str, manifest: Manifest) -> bool:
         return manifest.step == checkpoint_step(name) and manifest.facts.get("run_id") == self.run_id

@@ -42,6 +42,11 @@ class Manifest:
         """Whether it was saved without what a resume needs. Source: the documented `save_only_model`."""
         return bool(self.facts.get("only_model", False))
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether its weights, and the losses since the save before it, were finite; taken for so if it is not told."""
+        return bool(self.facts.get("is_finite", True))
+
 
 def write_manifest(folder: Path, facts: Mapping[str, Any], *, step: int) -> Manifest:
     """Hash every file of a folder and write its manifest, durably; the last thing before the commit."""
@@ -197,6 +202,8 @@ _FACTS: dict[str, Callable[[Any], bool]] = {
     "progress": _is_progress,
     "geometry": _is_geometry,
     "only_model": lambda value: isinstance(value, bool),
+    "is_finite": lambda value: isinstance(value, bool),
+    "restored_in_a_row": _is_count,
     "run_id": lambda value: isinstance(value, str),
     "commit_number": _is_count,
     "saved_at_s": lambda value: type(value) in (int, float),

@@ -9,6 +9,9 @@ from typing import Literal, get_args
 from hftrain.core.errors import ConfigError
 
 OnFullDisk = Literal["warn", "prune", "stop"]
+OnNonfinite = Literal["warn", "stop", "restore"]
+
+_CHOICES = {"on_full_disk": get_args(OnFullDisk), "on_nonfinite": get_args(OnNonfinite)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +35,10 @@ class SavePolicy:
             documented.
         on_full_disk: What to do about a checkpoint for which there is no room: ``"warn"`` and train on with the last
             one, ``"prune"`` older ones first, or ``"stop"`` the run with an error.
+        on_nonfinite: What to do if, at a save, weights are NaN or infinite, or a loss since the last save was:
+            ``"warn"``, save, and keep the last finite checkpoint, too; ``"stop"`` the run with an error and save
+            nothing; or ``"restore"`` weights and optimizer from the last finite checkpoint, and train on with the next
+            batches.
 
     Units:
         every_s, grace_s: seconds.
@@ -47,21 +54,22 @@ class SavePolicy:
     every_s: float | None = None
     keep_best: int | None = None
     on_full_disk: OnFullDisk = "warn"
+    on_nonfinite: OnNonfinite = "warn"
 
     def __post_init__(self) -> None:
         is_wrong = {
             "every_s": self.every_s is not None and not (_is_number(self.every_s) and self.every_s > 0),
             "grace_s": self.grace_s is not None and not (_is_number(self.grace_s) and self.grace_s > 0),
             "keep_best": self.keep_best is not None and not (_is_number(self.keep_best, int) and self.keep_best > 0),
-            "on_full_disk": self.on_full_disk not in get_args(OnFullDisk),
+            **{name: getattr(self, name) not in choices for name, choices in _CHOICES.items()},
         }
         for name in (name for name, wrong in is_wrong.items() if wrong):
             raise ConfigError(
                 f"SavePolicy({name}={getattr(self, name)!r}) was asked for.",
                 "It has no such meaning.",
-                f"Give {name} a number above 0, or leave it out."
-                if name != "on_full_disk"
-                else f"Use one of {', '.join(get_args(OnFullDisk))}.",
+                f"Use one of {', '.join(_CHOICES[name])}."
+                if name in _CHOICES
+                else f"Give {name} a number above 0, or leave it out.",
             )
 
 

@@ -78,8 +78,11 @@ class RemoteCheckpoints:
         """List the folders that are named like checkpoints, in the order of their commits; see `commit_order`."""
         return list(self._manifests())
 
-    def latest(self) -> Path | None:
+    def latest(self, is_asked_for: Callable[[Manifest], bool] = lambda manifest: True) -> Path | None:
         """Fetch the newest checkpoint that is whole, or return None; those passed over are named in a warning.
+
+        Args:
+            is_asked_for: Tells by its manifest whether one counts.
 
         Raises:
             UnreachableError: The store cannot be used; that is no reason to take an older one.
@@ -91,8 +94,9 @@ class RemoteCheckpoints:
             try:
                 if manifest is None:
                     raise self._damaged(name, f"It has no {MANIFEST} that can be trusted")
-                found = self.fetch(name)
-                break
+                if is_asked_for(manifest):
+                    found = self.fetch(name)
+                    break
             except UnreachableError:
                 raise
             except CheckpointError as error:

@@ -86,6 +86,16 @@ def surplus(known: Sequence[T], *, protected: Collection[T], limit: int) -> Sequ
     return others[: max(0, len(known) - max(limit, num_kept))]
 
 
+def finite_of(run_id: str) -> Callable[[Manifest], bool]:
+    """Return what tells whether a run of this name can go back to a checkpoint: a complete one that is finite."""
+    return lambda manifest: manifest.is_finite and not manifest.only_model and manifest.facts.get("run_id") == run_id
+
+
+def last_finite_name(manifests: Mapping[str, Manifest]) -> set[str]:
+    """Return the name of the last checkpoint, in the mapping's order, that is finite; empty if none is."""
+    return {*[name for name, manifest in manifests.items() if manifest.is_finite][-1:]}
+
+
 def best_names(manifests: Mapping[str, Manifest], *, number: int | None, is_greater_better: bool) -> set[str]:
     """Return the names of the checkpoints with the best metrics, None for none; of equal ones the earlier.
 

@@ -34,6 +34,10 @@ class CheckpointError(HFTrainError, RuntimeError):
     """A checkpoint cannot be written, found or trusted."""
 
 
+class NonFiniteError(CheckpointError):
+    """A checkpoint was not written because weights or losses are NaN or infinite, as `on_nonfinite` asks."""
+
+
 class TaskError(HFTrainError, TypeError):
     """A task, model or dataset does not keep its side of the contract."""
 

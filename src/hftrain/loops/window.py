@@ -72,9 +72,9 @@ class LossWindow:
     def _add_to_sum(self, loss: torch.Tensor) -> None:
         loss = loss.detach()
         total = torch.zeros_like(loss) if self.sum is None else self.sum
+        is_finite = loss.isfinite()
+        self.num_finite = self.num_finite + is_finite
         if self._filters:
-            is_finite = loss.isfinite()
-            self.num_finite = self.num_finite + is_finite
             # The window's mean so far, as documented.
             loss = torch.where(is_finite, loss, total / (1 + self.num_steps))
         self.sum = total + loss
@@ -84,9 +84,9 @@ class LossWindow:
         if self.pending:
             losses = torch.stack(self.pending)
             self.pending = []
+            is_finite = losses.isfinite()
+            self.num_finite = self.num_finite + is_finite.sum()
             if self._filters:
-                is_finite = losses.isfinite()
-                self.num_finite = self.num_finite + is_finite.sum()
                 losses = torch.where(is_finite, losses, 0.0)
             total = losses.sum()
             self.sum = total if self.sum is None else self.sum + total
@@ -120,8 +120,8 @@ class LossWindow:
             if math.isfinite(total) or not self._filters:
                 self.run_total += total
                 self.run_steps += self.num_steps
-        if self.num_nonfinite:
-            logs["nonfinite_losses"] = int(self.num_nonfinite)
+        if self.num_hidden:
+            logs["nonfinite_losses"] = self.num_hidden
             warn_once(
                 "The loss was NaN or infinite at least once. logging_nan_inf_filter=True keeps it out of the logged "
                 "mean; 'nonfinite_losses' in the logs counts it. Set logging_nan_inf_filter=False to see it."
@@ -135,17 +135,28 @@ class LossWindow:
     def _filled_up(self, total: torch.Tensor) -> torch.Tensor:
         """Put the mean of the finite losses in the place of the others; NaN if there is no finite one."""
         num_micro_steps, num_finite = self.num_micro_steps, self.num_finite
-        if self._count_nonfinite():
+        if self._count_nonfinite() and self._filters:
             total = total if self._is_live else total * (num_micro_steps / num_finite)
             return torch.where(torch.as_tensor(num_finite) > 0, total, float("nan"))
         return total
 
     def _count_nonfinite(self) -> int:
         """Count the losses that were not finite, and return how many; synchronises."""
-        num_missing = self.num_micro_steps - int(self.num_finite) if self._filters else 0
+        num_missing = self.num_micro_steps - int(self.num_finite)
         self.num_nonfinite += num_missing
         self.num_finite = self.num_micro_steps = 0
         return num_missing
+
+    @property
+    def num_hidden(self) -> int:
+        """How many losses that were not finite do not show in what was logged."""
+        return self.num_nonfinite if self._filters else 0
+
+    def total_nonfinite(self) -> int:
+        """Return how many losses of the run were not finite, with those that nobody has read yet; synchronises."""
+        # Not summed up here: a resumed sum would be another one in its last bits.
+        num_finite = int(self.num_finite) + (int(torch.stack(self.pending).isfinite().sum()) if self.pending else 0)
+        return self.num_nonfinite + self.num_micro_steps - num_finite
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything summed so far, as tensors and plain numbers; collective if the norm is sharded."""
@@ -167,7 +178,7 @@ class LossWindow:
     def mean_over_run(self) -> float:
         """Return the mean loss per step of all readings so far: 0 before the first, NaN if none was finite."""
         if not self.run_steps:
-            return math.nan if self.num_nonfinite else 0.0
+            return math.nan if self.num_hidden else 0.0
         return self.run_total / self.run_steps
 
 

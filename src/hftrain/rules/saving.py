@@ -26,9 +26,10 @@ from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, task_state
 
 
-def check_save_policy(args: TrainingArguments, policy: SavePolicy) -> None:
+def check_save_policy(args: TrainingArguments, policy: SavePolicy, strategy: Strategy) -> None:
     """Raise where what a `SavePolicy` asks for could not happen."""
     is_ranked = args.metric_for_best_model is not None and args.eval_strategy != "no"
+    restores = policy.on_nonfinite == "restore"
     refuse(
         (
             (
@@ -43,6 +44,18 @@ def check_save_policy(args: TrainingArguments, policy: SavePolicy) -> None:
                 "SavePolicy(on_exception=True) was asked for with auto_find_batch_size='smaller_batch'.",
                 "That starts the run again after an error, while a checkpoint is for going on.",
                 "Use auto_find_batch_size=True, which cuts the batches of the step instead.",
+            ),
+            (
+                restores and args.save_only_model,
+                "SavePolicy(on_nonfinite='restore') was asked for with save_only_model=True.",
+                "Checkpoints without the optimizer's state cannot be gone back to.",
+                "Leave save_only_model out, or use on_nonfinite='stop'.",
+            ),
+            (
+                restores and not strategy.restores_in_a_run,
+                f"SavePolicy(on_nonfinite='restore') was asked for with strategy={strategy.name!r}.",
+                "Its engine takes a checkpoint's weights when it is built, and not while it trains.",
+                "Use on_nonfinite='stop', and resume from the last finite checkpoint.",
             ),
         )
     )

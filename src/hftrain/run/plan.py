@@ -15,6 +15,7 @@ from hftrain.checkpoint.foreign import check_foreign, is_foreign, read_foreign
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import Manifest, read_manifest
 from hftrain.checkpoint.parts import load_arguments
+from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.log import get_logger
@@ -293,8 +294,25 @@ def find_resume(
                 f"There is no valid checkpoint with a manifest in {args.output_dir!r}.",
                 "Leave resume_from_checkpoint out to start a new run, or name a checkpoint's folder.",
             )
+        if latest is not None:
+            _warn_of_nonfinite(manager, latest)
         return latest
     folder = output.fetch_named(resume) or output.find(resume)
     if manager.open(folder) is None:
         check_foreign(folder)
     return folder
+
+
+def _warn_of_nonfinite(manager: CheckpointManager, newest: Path) -> None:
+    """Name the last finite checkpoint where the newest one, with which the run goes on, is not finite."""
+    manifest = read_manifest(newest)
+    if manifest.is_finite:
+        return
+    finite = manager.latest(finite_of(manifest.facts["run_id"]))
+    logger.warning(
+        "%s holds weights that are NaN or infinite, or follows such losses, and the run goes on with it. %s",
+        newest,
+        "No finite checkpoint of its run is left; start again with a lower learning_rate."
+        if finite is None
+        else f"The last finite one is {finite.name}: resume_from_checkpoint={str(finite)!r} goes back to it.",
+    )

@@ -274,7 +274,7 @@ class Run:
         self.checkpoints.untrained.check_unfrozen()
         parts.losses.read()
         self._count()
-        training_loss, num_nonfinite = parts.losses.mean_over_run(), parts.losses.num_nonfinite
+        training_loss, num_nonfinite = parts.losses.mean_over_run(), parts.losses.num_hidden
         metrics = speed_metrics(
             "train",
             start_s,

@@ -13,9 +13,17 @@ from torch import nn
 
 from hftrain.checkpoint.fitting import check_state, restoring
 from hftrain.checkpoint.foreign import check_foreign_optimizer, is_foreign
-from hftrain.checkpoint.layout import OPTIMIZER, OUTSIDE_WEIGHTS, OWN_OPTIMIZERS, SCALER, SCHEDULER, checkpoint_name
+from hftrain.checkpoint.layout import (
+    MANIFEST,
+    OPTIMIZER,
+    OUTSIDE_WEIGHTS,
+    OWN_OPTIMIZERS,
+    SCALER,
+    SCHEDULER,
+    checkpoint_name,
+)
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.manifest import check_geometry
+from hftrain.checkpoint.manifest import check_geometry, read_manifest
 from hftrain.checkpoint.participants import InFile, InManifest, Participant, gather, restore, writers
 from hftrain.checkpoint.parts import load_scheduler, save_rng, save_trainer_state
 from hftrain.checkpoint.states import (
@@ -35,6 +43,7 @@ from hftrain.optim.schedules import refresh_rate
 from hftrain.run.best import BestMetric
 from hftrain.run.capture import frozen_state, model_writer
 from hftrain.run.data import RunData
+from hftrain.run.finiteness import Finiteness
 from hftrain.run.loop_states import LoopStates
 from hftrain.run.own_optimizers import OwnOptimizers
 from hftrain.run.parts import Ready, RunHooks, RunParts
@@ -81,6 +90,7 @@ class RunCheckpoints:
         self.own = OwnOptimizers(parts.strategy, ready.task, holders=hooks.holders, known=self._known)
         self.loops = LoopStates(parts.loops)
         self.metric = BestMetric(parts.args, parts.state)
+        self._finiteness = Finiteness(parts, hooks, ready, manager, self.own)
         self.saved_step: int | None = None
         self.tried_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
@@ -111,6 +121,7 @@ class RunCheckpoints:
         parts, hooks, ready, writes = self._parts, self._hooks, self._ready, self.writes
         args, strategy, state, keep = parts.args, parts.strategy, parts.state, writes.keep
         writes.finish(for_next=True)
+        self._finiteness.check()
         # A callback may have changed them.
         limit, only_model = args.save_total_limit, bool(args.save_only_model)
         self.manager.config = replace(self.manager.config, save_total_limit=limit, only_model=only_model)
@@ -205,7 +216,7 @@ class RunCheckpoints:
                 refresh_rate(schedule)
 
         def load_scale(folder: Path) -> None:
-            saved = self._plan.saved
+            saved = read_manifest(folder) if (folder / MANIFEST).exists() else self._plan.saved
             # A run in another precision begins with a loss scale of its own.
             if saved is None or saved.facts["geometry"]["precision"] == precision.policy.name:
                 restore_scaler(folder, precision)
@@ -264,6 +275,7 @@ class RunCheckpoints:
             InManifest(left, lambda facts: setattr(self, "left", left_in(facts))),
             InManifest(self._unfreezing.state_dict, self._unfreezing.load_state_dict),
             InManifest(self.metric.state_dict),
+            InManifest(self._finiteness.state_dict, self._finiteness.load_state_dict),
         ]
 
     def _known(self) -> list[Any]:
@@ -310,6 +322,7 @@ class RunCheckpoints:
         num_saved = saved.facts["geometry"]["world_size"]
         own = load_own(folder, rank=strategy.rank, world_size=strategy.world_size, num_saved=num_saved)
         restore(self._own_parts(), own)
+        self._finiteness.begin()
         parts.events.restore(parts.state.stateful_callbacks, is_full=parts.args.restore_callback_states_from_checkpoint)
         with preserved_rng():  # now, for the loop that restores them is no place to find out that they are none
             for numbers in (self.epoch_rng, own) if self.epoch_rng else (own,):

@@ -48,6 +48,7 @@ class Strategy:
         schedule: The schedule that it made there.
         saves_in_background: Whether copies of the states that it gives are all that a checkpoint needs, to be written
             while training goes on.
+        restores_in_a_run: Whether model and optimizer can be loaded from a checkpoint between two steps.
         watch: What tells the other processes of an error in this one, between `launch` and `close`; None where nothing
             does.
         shards_model: Whether each process holds a part of the model, in parameters that `setup` makes.
@@ -67,7 +68,7 @@ class Strategy:
 
     name = ""
     owns = Owns.NOTHING
-    saves_in_background = True
+    saves_in_background = restores_in_a_run = True
     shards_model = False
     recomputes = False
     recompute: Callable[[nn.Module, Mapping[str, Any]], Callable[[], None]] | None = None

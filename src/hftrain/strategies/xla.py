@@ -61,7 +61,7 @@ class XLAStrategy(Strategy):
     """
 
     name = "xla"
-    saves_in_background = False
+    saves_in_background = restores_in_a_run = False
 
     def __init__(
         self,

@@ -298,7 +298,7 @@ class DataMethods(FileMethods):
             sets = self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else [self.eval_dataset]
             for dataset in sets:
                 check_kind(dataset, "eval_dataset")
-        check_save_policy(self.args, self.save_policy)
+        check_save_policy(self.args, self.save_policy, self.strategy)
         check_cadences(self.args, self._eval_sets, eval_steps=self.args.eval_steps)
         has_own_loader = self._is_overridden("get_eval_dataloader")
         check_eval_data(self.args, self.eval_dataset, has_own_loader=has_own_loader)

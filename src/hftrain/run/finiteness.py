@@ -1,0 +1,225 @@
+"""Whether what a save is about to write is finite, and what `SavePolicy(on_nonfinite=...)` does if it is not."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
+
+from hftrain.checkpoint.fitting import restoring
+from hftrain.checkpoint.layout import checkpoint_name
+from hftrain.checkpoint.manager import CheckpointManager
+from hftrain.checkpoint.manifest import read_manifest
+from hftrain.checkpoint.rotation import finite_of, last_finite_name
+from hftrain.core.errors import NonFiniteError, explain
+from hftrain.core.log import get_logger, warn_once
+from hftrain.core.seed import preserved_rng
+from hftrain.run.nodes import own_checkpoint
+from hftrain.run.own_optimizers import OwnOptimizers
+from hftrain.run.parts import Ready, RunHooks, RunParts
+from hftrain.run.writing import saves_at_all
+
+_MAX_RESTORES = 3
+_NUM_NAMES = 3
+# What schedules, and callbacks, set in an optimizer's groups: where a run stands, and not what it has learned.
+_SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay", "max_lr", "min_lr")
+
+logger = get_logger(__name__)
+
+
+class Finiteness:
+    """Look at weights and losses once per save, and act as the policy says. No step costs anything.
+
+    Losses count unless the precision is fp16, whose scaler leaves out the updates of losses that overflow.
+
+    Args:
+        own: The optimizers and schedules that user code keeps.
+    """
+
+    def __init__(
+        self, parts: RunParts, hooks: RunHooks, ready: Ready, manager: CheckpointManager, own: OwnOptimizers
+    ) -> None:
+        self._parts, self._hooks, self._ready, self._manager, self._own = parts, hooks, ready, manager, own
+        self._policy = parts.save_policy.on_nonfinite
+        self._is_finite = True
+        self._num_losses = self._num_restores = 0
+        if self._policy != "warn" and not saves_at_all(parts.args, parts.save_policy) and parts.strategy.is_main:
+            warn_once(
+                f"SavePolicy(on_nonfinite={self._policy!r}) acts at saves, and save_strategy='no' plans none. Set "
+                "save_strategy, or every_s."
+            )
+        # The step of the last look, and of the last that found everything finite.
+        self._step = self._finite_step = parts.progress.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the manifest tells."""
+        return {"is_finite": self._is_finite, "restored_in_a_row": self._num_restores}
+
+    def load_state_dict(self, facts: Mapping[str, Any]) -> None:
+        """Go on from what a manifest tells."""
+        self._num_restores = facts.get("restored_in_a_row", 0)
+
+    def begin(self) -> None:
+        """Leave out the losses that the checkpoint's save has looked at."""
+        self._num_losses = self._parts.losses.total_nonfinite()
+
+    def check(self) -> None:
+        """Look at weights and losses, and warn, stop, or restore the last finite checkpoint; collective.
+
+        Raises:
+            NonFiniteError: As the policy asks, or because there is nothing to restore, on all processes.
+        """
+        parts, strategy, step = self._parts, self._parts.strategy, self._parts.state.global_step
+        names, num_losses = self._nonfinite_names(), parts.losses.total_nonfinite() - self._num_losses
+        self._num_losses += num_losses
+        has_losses = bool(num_losses) and parts.precision.policy.name != "fp16"
+        was_finite, self._is_finite = self._is_finite, strategy.all_true(not names and not has_losses)
+        is_later, self._step = step > self._step, step
+        if self._is_finite:
+            self._num_restores = 0 if is_later else self._num_restores
+            self._finite_step = step
+            return
+        found = _describe(strategy.gather_object([names, num_losses]), since=self._finite_step)
+        if self._policy == "warn":
+            if was_finite and strategy.is_main:
+                logger.warning("%s Said once until a save is finite again.", self._explain_warning(step, found))
+        elif self._policy == "stop":
+            raise self._error(step, found, "SavePolicy(on_nonfinite='stop') saves no such state.")
+        else:
+            self._restore(step, found)
+
+    def _explain_warning(self, step: int, found: str) -> str:
+        last = self._last_finite()
+        kept = f"{last} is the last finite checkpoint, and stays." if last else "No checkpoint before it is finite."
+        remedy = (
+            "Resume from a finite checkpoint with a lower learning_rate or max_grad_norm; "
+            "SavePolicy(on_nonfinite='stop') ends such a run, and 'restore' lets it go back by itself."
+        )
+        return explain(f"{checkpoint_name(step)} is not finite: {found}.", kept, remedy)
+
+    def _error(self, step: int, found: str, reason: str) -> NonFiniteError:
+        last = self._parts.strategy.broadcast_object(self._last_finite() if self._parts.strategy.is_main else None)
+        resume = f"Resume from {last}, the last finite one, with" if last else "Start again with"
+        remedy = f"{resume} a lower learning_rate or max_grad_norm" + (
+            ", or let SavePolicy(on_nonfinite='restore') skip the batches." if self._policy == "stop" else "."
+        )
+        return NonFiniteError(f"Cannot save step {step}: {found}.", reason, remedy)
+
+    def _last_finite(self) -> str | None:
+        manifests = {path.name: read_manifest(path) for path in self._manager.own_checkpoints()}
+        return next(iter(last_finite_name(manifests)), None)
+
+    # -- going back ----------------------------------------------------------------------------------------------
+
+    def _restore(self, step: int, found: str) -> None:
+        """Load weights, optimizers and loss scale from the last finite checkpoint; all else goes on. Collective."""
+        parts, strategy = self._parts, self._parts.strategy
+        if self._num_restores == _MAX_RESTORES:
+            raise self._error(step, found, f"Restoring {_MAX_RESTORES} times in a row has not helped.")
+        newest = self._manager.latest(finite_of(self._manager.run_id)) if strategy.is_main else None
+        told = strategy.broadcast_object(None if newest is None else str(newest))
+        if told is None:
+            raise self._error(step, found, "There is no finite checkpoint to restore.")
+        folder = own_checkpoint(parts.args, strategy, parts.output.folder, parts.output.own_copy(Path(told)))
+        with preserved_rng(), self._schedules_go_on(), restoring(folder):
+            self._hooks.load_model(str(folder))
+            self._hooks.load_optimizer(str(folder))
+        self._is_finite = True
+        self._num_restores += 1
+        if strategy.is_main:
+            logger.warning(
+                "Restored weights and optimizer from %s at step %d: %s. The run goes on with the next batches, and "
+                "%s saves the restored state.",
+                *(folder.name, step, found, checkpoint_name(step)),
+            )
+
+    @contextmanager
+    def _schedules_go_on(self) -> Iterator[None]:
+        """Put back what schedules have reached, after optimizers were loaded together with them."""
+        own = list(self._own.find().values())
+        schedules = [each for each in own if isinstance(each, LRScheduler)]
+        if self._hooks.schedule() is not None:
+            schedules.append(self._hooks.schedule())
+        optimizers = [each for each in (self._ready.optimizer, *own) if isinstance(each, torch.optim.Optimizer)]
+        groups = [
+            [{name: copy.deepcopy(group[name]) for name in _SCHEDULED if name in group} for group in each.param_groups]
+            for each in optimizers
+        ]
+        states = [copy.deepcopy(each.state_dict()) for each in schedules]
+        yield
+        for optimizer, kept in zip(optimizers, groups, strict=True):
+            for group, settings in zip(optimizer.param_groups, kept, strict=True):
+                group.update(settings)
+        for schedule, state in zip(schedules, states, strict=True):
+            schedule.load_state_dict(state)
+
+    # -- looking -------------------------------------------------------------------------------------------------
+
+    def _nonfinite_names(self) -> list[str]:
+        """Return which weights are not finite, of this process's part of them; synchronises."""
+        task, model = self._ready.task, self._ready.model
+        trained = (each for group in self._ready.optimizer.param_groups for each in group["params"])
+        outside = ((f"outside weight {number}", each) for number, each in enumerate(trained))
+        return nonfinite_names(chain(_tensors(model), _tensors(task), outside))
+
+
+@torch.no_grad()
+def nonfinite_names(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return the names of tensors that hold NaN, or infinity where they are trained; one pass, synchronises.
+
+    What is not trained, such as the mask of an attention, may hold infinity on purpose. A tensor counts under its first
+    name; of one that is split, this process's part does.
+    """
+    groups: dict[Any, list[tuple[str, bool, torch.Tensor]]] = defaultdict(list)
+    seen: set[int] = set()
+    for name, tensor in tensors:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            part = _own_part(tensor)
+            if part is not None:
+                groups[part.device, part.dtype].append((name, tensor.requires_grad, part))
+    found = []
+    for group in groups.values():
+        # The largest magnitude: it cannot overflow, as a sum could, and NaN and infinity pass through.
+        norms = torch.stack([torch.linalg.vector_norm(part, math.inf) for *_, part in group]).tolist()
+        found += [
+            name
+            for (name, is_trained, _), norm in zip(group, norms, strict=True)
+            if norm != norm or (is_trained and math.isinf(norm))
+        ]
+    return found
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return what this process holds of a tensor; None if it holds no floating-point numbers that can be looked at."""
+    if is_lazy(tensor):
+        return None
+    part: torch.Tensor = getattr(tensor, "ds_tensor", tensor).detach()  # what ZeRO-3 has split is empty in itself
+    part = part.to_local() if hasattr(part, "to_local") else part
+    is_plain = type(part) in (torch.Tensor, nn.Parameter) and part.layout is torch.strided and not part.is_meta
+    has_numbers = (part.is_floating_point() and part.itemsize > 1) or part.is_complex()
+    return part if is_plain and has_numbers and part.numel() else None
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return chain(module.named_parameters(), module.named_buffers())
+
+
+def _describe(told: list[Any], *, since: int) -> str:
+    """Word what all processes have found."""
+    names = list(dict.fromkeys(chain.from_iterable(found for found, _ in told)))
+    num_losses = sum(number for _, number in told)
+    shown = ", ".join(names[:_NUM_NAMES]) + (f" and {len(names) - _NUM_NAMES} more" if names[_NUM_NAMES:] else "")
+    parts = [f"NaN or infinity in {shown}"] if names else []
+    parts += [f"{num_losses} loss{'es' * (num_losses != 1)}"] if num_losses else []
+    return f"{' and '.join(parts)}, after step {since}"
