@@ -27,8 +27,8 @@ XLA = ("torch==2.9.0", "torch_xla==2.9.0")
 
 # Tests with one of these marks have a session of their own.
 MARKS = (
-    "slow", "guarantees", "distributed", "slurm", "mpi", "interop", "cuda", "mps", "xla", "deepspeed", "optimizers",
-    "trackers", "remote", "clients", "machines", "bench",
+    "slow", "guarantees", "distributed", "slurm", "mpi", "ray", "interop", "cuda", "mps", "xla", "deepspeed",
+    "optimizers", "trackers", "remote", "clients", "machines", "bench",
 )  # fmt: skip
 
 # What `tests-oldest` runs.
@@ -184,6 +184,15 @@ def tests_machines(session: nox.Session) -> None:
     need_programs(session, "iproute2 util-linux", "ip", "unshare")
     install(session, "test")
     pytest(session, "machines", "tests/machines", *NO_HANG)
+
+
+@nox.session(name="tests-ray")
+def tests_ray(session: nox.Session) -> None:
+    """Run the tests inside a real Ray: workers of Ray Train, and its Tune as a search's backend."""
+    install(session, "test", "search")
+    session.install(*CONSTRAINTS, "ray[train,tune]")
+    files = ("tests/distributed/test_ray_train.py", "tests/unit/search/test_ray_tune.py")
+    session.run("python", "-m", "pytest", *files, *NO_HANG, *session.posargs, env=ENV)
 
 
 @nox.session(name="tests-interop")

@@ -51,6 +51,7 @@ DEVICES: dict[str, tuple[Callable[[], bool], str]] = {
     "cuda": (torch.cuda.is_available, "torch sees no GPU"),
     "mps": (torch.backends.mps.is_available, "torch sees no Apple GPU"),
     "xla": (lambda: is_available("torch_xla"), "torch_xla is not installed"),
+    "ray": (lambda: is_available("ray"), "ray is not installed"),
     "deepspeed": (lambda: is_available("deepspeed"), "deepspeed is not installed"),
     "remote": (lambda: is_available("s3fs") and is_available("moto"), "s3fs or moto is not installed"),
     "optimizers": (

@@ -90,8 +90,9 @@ def test_tasks_of_a_step_train_one_run(slurm: Slurm, tmp_path: Path) -> None:
     assert (first["strategy"], first["world_size"], first["begun"]) == ("ddp", 2, [0])
 
 
-def test_tasks_know_their_places(slurm: Slurm, tmp_path: Path) -> None:
-    told = slurm.run("srun", "--ntasks=3", "bash", "-c", ASK, folder=tmp_path)
+@pytest.mark.parametrize("mpi", ["none", "pmi2"])
+def test_tasks_know_their_places(slurm: Slurm, tmp_path: Path, mpi: str) -> None:
+    told = slurm.run("srun", "--ntasks=3", f"--mpi={mpi}", "bash", "-c", ASK, folder=tmp_path)
     assert sorted(told.splitlines()) == [task_of_slurm(rank, 3) for rank in range(3)]
 
 
@@ -162,22 +163,41 @@ def test_requeued_job_goes_on(slurm: Slurm, tmp_path: Path, uninterrupted: dict[
     assert "start 1" in (tmp_path / "out").read_text()
 
 
-def test_signal_before_the_time_limit_saves_and_the_script_requeues(
+def script_of_the_page(command: str) -> str:
+    """Return the script of docs/clusters/slurm.md, cut down to two tasks on one node without GPUs."""
+    page = Path(__file__).parents[2] / "docs/clusters/slurm.md"
+    lines = page.read_text(encoding="utf-8").split("```bash\n#!/bin/bash\n")[1].split("```")[0].splitlines()
+    kept = "\n".join(line for line in lines if "--gpus" not in line and "--cpus" not in line)
+    changes = {"--nodes=2": "--nodes=1", "--ntasks-per-node=8": "--ntasks-per-node=2", "python train.py": command}
+    for old, new in changes.items():
+        assert old in kept
+        kept = kept.replace(old, new)
+    return kept
+
+
+def test_script_of_the_page_saves_and_requeues_at_the_signal(
     slurm: Slurm, tmp_path: Path, uninterrupted: dict[str, Any]
 ) -> None:
-    """`scancel --signal` sends at once, and to the same processes, what `--signal=TERM@60` has SLURM send in time."""
-    script = (
-        f"srun {worker('train', tmp_path, folder=str(tmp_path), holds_at=3)}\n"
-        "status=$?; echo status $status; [ $status -eq 143 ] && scontrol requeue $SLURM_JOB_ID"
-    )
-    job = slurm.submit(script, "--requeue", "--signal=TERM@60", "--time=10", "--ntasks=2", folder=tmp_path)
+    """`scancel --signal` sends at once, and to the same processes, what `--signal=TERM@120` has SLURM send in time."""
+    script = script_of_the_page(worker("train", tmp_path, folder=str(tmp_path), holds_at=3))
+    job = slurm.submit(script, folder=tmp_path)
     wait_for((tmp_path / "running").exists, "the run to be at its third step", timeout_s=120)
     slurm.run("scancel", "--signal=USR1", job, folder=tmp_path)
     slurm.run("scancel", "--signal=TERM", job, folder=tmp_path)
     (tmp_path / "go").touch()
     slurm.wait(job, "PENDING", folder=tmp_path)
     slurm.run("scontrol", "update", f"job={job}", "starttime=now", folder=tmp_path)
-    wait_for((tmp_path / "result_0.json").exists, "the second start to end", timeout_s=120)
+    assert slurm.wait(job, folder=tmp_path) == "COMPLETED"
     assert 2 < result(tmp_path)["begun"][0] < 20
     assert result(tmp_path)["weights"] == uninterrupted["weights"]
-    assert "status 143" in (tmp_path / "out").read_text()
+
+
+def test_scancel_ends_a_run_with_a_checkpoint(slurm: Slurm, tmp_path: Path) -> None:
+    command = worker("train", tmp_path, folder=str(tmp_path), holds_at=3)
+    job = slurm.submit(f"srun {command}", "--ntasks=2", folder=tmp_path)
+    wait_for((tmp_path / "running").exists, "the run to be at its third step", timeout_s=120)
+    slurm.run("scancel", job, folder=tmp_path)
+    (tmp_path / "go").touch()
+    assert slurm.wait(job, folder=tmp_path) == "CANCELLED"
+    newest = max(int(each.name.split("-")[1]) for each in (tmp_path / "runs").glob("checkpoint-*"))
+    assert 2 < newest < 20, (tmp_path / "out").read_text(encoding="utf-8")
