@@ -34,7 +34,7 @@ from hftrain.checkpoint.rotation import (
 )
 from hftrain.core.errors import CheckpointError, ConfigError, explain
 from hftrain.core.log import get_logger
-from hftrain.storage import files
+from hftrain.storage import files, hashing
 from hftrain.storage.locks import FolderLock
 from hftrain.storage.space import free_bytes, is_disk_full
 
@@ -98,6 +98,7 @@ class CheckpointManager:
         self._parcels = parcels
         self._committed: Path | None = None
         self._begun: Path | None = None
+        self._hashes: dict[hashing.Mark, str] = {}
 
     def save(
         self,
@@ -338,8 +339,9 @@ class CheckpointManager:
 
     def _write(self, target: Path, writers: Sequence[Writer]) -> None:
         staged = files.find_staging(target)
-        for writer in writers:
-            writer(staged)
+        with hashing.noting() as self._hashes:
+            for writer in writers:
+                writer(staged)
         files.fsync_tree(staged)  # on shared storage each machine can flush only what it wrote itself
 
     def _send(self, target: Path, step: int) -> None:
@@ -352,7 +354,7 @@ class CheckpointManager:
         own["commit_number"] = self._number = self._last_number() + 1
         if self._parcels is not None:
             self._parcels.collect(staged, step=step)
-        manifest = write_manifest(staged, {**facts, **own}, step=step)
+        manifest = write_manifest(staged, {**facts, **own}, step=step, hashes=self._hashes)
         files.commit(staged, target)
         self._manifests.note(target.name, manifest)
         if self.remote is not None:

@@ -14,6 +14,7 @@ from hftrain.checkpoint.layout import MANIFEST, checkpoint_step, is_part
 from hftrain.core.errors import CheckpointError
 from hftrain.core.optional import installed_versions
 from hftrain.storage.files import read_json, sha256, walk_files, write_text
+from hftrain.storage.hashing import Mark, mark
 
 FORMAT_VERSION = 1
 _PACKAGES = ("hftrain", "torch", "safetensors", "numpy", "accelerate", "transformers")
@@ -48,10 +49,18 @@ class Manifest:
         return bool(self.facts.get("is_finite", True))
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any], *, step: int) -> Manifest:
-    """Hash every file of a folder and write its manifest, durably; the last thing before the commit."""
+def write_manifest(
+    folder: Path, facts: Mapping[str, Any], *, step: int, hashes: Mapping[Mark, str] | None = None
+) -> Manifest:
+    """Hash every file of a folder and write its manifest, durably; the last thing before the commit.
+
+    Args:
+        hashes: The SHA-256 of files that need not be read again, see `noting`.
+    """
     files = {
-        path.relative_to(folder).as_posix(): _record(path) for path in walk_files(folder) if path != folder / MANIFEST
+        path.relative_to(folder).as_posix(): _record(path, hashes or {})
+        for path in walk_files(folder)
+        if path != folder / MANIFEST
     }
     manifest = Manifest(step=step, facts=dict(facts), versions=installed_versions(*_PACKAGES), files=files)
     body = json.loads(json.dumps(asdict(manifest), allow_nan=False))
@@ -160,12 +169,13 @@ def _verify_file(folder: Path, name: str, record: Any) -> None:
         raise _refused(path, "Its SHA-256 is not the recorded one")
 
 
-def _record(path: Path) -> dict[str, Any]:
-    if not stat.S_ISREG(path.lstat().st_mode):
+def _record(path: Path, hashes: Mapping[Mark, str]) -> dict[str, Any]:
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(
             f"{path} should be saved.", "It is a link or no regular file.", "Write its content instead."
         )
-    return {"size": path.stat().st_size, "sha256": sha256(path)}
+    return {"size": status.st_size, "sha256": hashes.get(mark(status)) or sha256(path)}
 
 
 def _is_well_typed(body: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -12,10 +13,11 @@ from typing import Any
 import numpy
 import torch
 from safetensors import safe_open
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 
 from hftrain.core.errors import CheckpointError
 from hftrain.storage.archives import check_archive, is_key
+from hftrain.storage.hashing import create
 
 _ALIASES = "hftrain.aliases"
 _MAX_HEADER_BYTES = 1 << 25
@@ -49,22 +51,15 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: M
     notes = {"format": "pt", **(metadata or {})}
     if aliases:
         notes[_ALIASES] = json.dumps(aliases, sort_keys=True)
-    try:
-        save_file(kept, path, metadata=notes)
-    except KeyError as error:  # the dtype, looked up in the format's table
-        raise _unsupported(*next(item for item in kept.items() if item[1].dtype == error.args[0])) from error
+    _write(kept, path, notes)
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise `CheckpointError` where `save_tensors` would; writes nothing and reads no tensor's memory."""
-    kinds = {(tensor.layout, tensor.dtype): (name, tensor) for name, tensor in tensors.items()}
-    for (layout, dtype), (name, tensor) in kinds.items():
-        try:
-            is_known = layout == torch.strided and bool(save({"a": torch.empty(0, dtype=dtype)}))
-        except KeyError:  # the dtype, looked up in the format's table
-            is_known = False
-        if not is_known:
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
             raise _unsupported(name, tensor)
+        _format_dtype(name, tensor)
 
 
 def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
@@ -94,7 +89,7 @@ def save_containers(tree: Any, path: Path) -> None:
     """Write tensors, numbers and text in nested dictionaries, lists, tuples and sets: all that safe loading accepts."""
     plain = plain_containers(tree)
     # Given a path, torch forgets why a write failed; a full disk must be told from other errors.
-    with open(path, "wb") as file:
+    with create(path) as file:
         torch.save(plain, file)
 
 
@@ -144,6 +139,42 @@ def tensor_identity(tensor: Any) -> tuple[Any, ...] | None:
         return None
     storage = tensor.untyped_storage().data_ptr()
     return (tensor.device, storage, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _write(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write the safetensors format, whose library opens the file itself: nobody could hash the bytes on their way."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, tensor in ordered:
+        dtype, shape = _format_dtype(name, tensor), list(tensor.shape)
+        if dtype == "F4":  # two numbers in each byte
+            shape[-1] *= 2
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + tensor.nbytes]}
+        offset += tensor.nbytes
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with create(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            if tensor.numel():
+                plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+                # Not by `reshape`: a single number may keep another stride.
+                file.write(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())
+
+
+def _format_dtype(name: str, tensor: torch.Tensor) -> str:
+    try:
+        return _known_dtype(tensor.dtype)
+    except KeyError as error:
+        raise _unsupported(name, tensor) from error
+
+
+@functools.cache
+def _known_dtype(dtype: torch.dtype) -> str:
+    """Return what the format calls a dtype, by its library's own answer; KeyError if it has no word for it."""
+    data = save({"a": torch.empty(0, dtype=dtype)})
+    return str(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["a"]["dtype"])
 
 
 def _check_regular(path: Path) -> None:

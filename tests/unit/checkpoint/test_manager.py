@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from hftrain.checkpoint import manifest
 from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.parts import load_rng
 from hftrain.core.errors import CheckpointError
 from hftrain.storage import files
+from hftrain.storage.tensors import save_containers
 
 NAMES = [
     "manifest.json",
@@ -70,6 +72,28 @@ def test_save_replaces_a_checkpoint_of_the_same_step(make_manager, output_dir):
     make_manager().save(5, main=[lambda folder: (folder / "note").write_text("again")], facts={})
     assert (make_manager().latest() / "note").read_text() == "again"
     assert listing(output_dir) == ["checkpoint-5"]
+
+
+def test_own_files_are_not_read_again_for_their_hash_unless_somebody_changed_them(make_manager, monkeypatch):
+    """Whatever a hook of the user's does to a file afterwards, with the same size and at once."""
+    read: list[str] = []
+    monkeypatch.setattr(manifest, "sha256", lambda path: read.append(path.name) or files.sha256(path))
+
+    def write(folder: Path) -> None:
+        for name in ("kept.pt", "changed.pt", "replaced.pt"):
+            save_containers({"a": 1}, folder / name)
+
+    def hook(folder: Path) -> None:
+        data = (folder / "changed.pt").read_bytes()
+        (folder / "changed.pt").write_bytes(data[::-1])
+        shutil.copy2(folder / "kept.pt", folder / "copy")
+        (folder / "copy").replace(folder / "replaced.pt")
+        write_note(folder)
+
+    path = make_manager().save(5, main=[write, hook], facts={})
+    assert sorted(read) == ["changed.pt", "note", "replaced.pt"]
+    monkeypatch.undo()
+    verify(path)
 
 
 @pytest.mark.parametrize("where", ["main", "each"])

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from hftrain.core.errors import CheckpointError
 from hftrain.storage.tensors import check_tensors, load_containers, load_tensors, save_containers, save_tensors
@@ -47,6 +48,33 @@ def test_tensors_round_trip_with_aliases_views_and_strides(tmp_path):
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
         assert set(file.keys()) == saved.keys() - {"tied"}
         assert file.metadata()["format"] == "pt"
+
+
+DTYPES = sorted({getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}, key=str)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of its rarer kinds
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_file_has_the_bytes_that_the_formats_library_writes(tmp_path, dtype):
+    memory = torch.arange(6 * dtype.itemsize, dtype=torch.uint8) % 2  # which no kind of number changes
+    tensors = {"b": memory.view(dtype).reshape(2, 3), 'ä\n"': memory[: dtype.itemsize].clone().view(dtype)}
+    try:
+        check_tensors(tensors)
+    except CheckpointError:
+        with pytest.raises(CheckpointError, match="b should be saved"):
+            save_tensors(tensors, tmp_path / "ours")
+        return
+    save_tensors(tensors, tmp_path / "ours")
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "theirs", {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_lazily_conjugated_and_negated_tensors_are_saved_as_they_are(tmp_path):
+    number = torch.tensor([1 + 2j], dtype=torch.complex64)
+    saved = {"conjugate": number.conj(), "negative": number.conj().imag}
+    save_tensors(saved, tmp_path / "x.safetensors")
+    loaded = load_tensors(tmp_path / "x.safetensors")
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
 
 def test_loaded_tensors_do_not_change_with_the_file(tmp_path):

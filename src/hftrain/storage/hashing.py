@@ -1,0 +1,134 @@
+"""Large files that are passed over once: hashed while they are written, and not read again for their hash."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import mmap
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+# What a file looks like to the system; see `mark`.
+Mark = tuple[int, ...]
+
+_PIECE_BYTES = 1 << 22
+_BACKWARDS_NS = 2_000_000_000
+_DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux
+
+_notes: ContextVar[dict[Mark, str] | None] = ContextVar("hftrain_hashes", default=None)
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[dict[Mark, str]]:
+    """Let `create` hash what this thread writes; yields the SHA-256 of those files by their `mark`."""
+    notes: dict[Mark, str] = {}
+    token = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+
+
+def mark(status: os.stat_result) -> Mark:
+    """Return what tells a file from every other one, and from itself once it was changed or moved."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+@contextlib.contextmanager
+def create(path: Path) -> Iterator[IO[bytes]]:
+    """Open a new file for writing from its begin to its end; under `noting` it is hashed, and durable when closed."""
+    notes = _notes.get()
+    if notes is None:
+        with open(path, "wb") as plain:
+            yield plain
+        return
+    with open(path, "wb", buffering=0) as raw, ThreadPoolExecutor(1, "hftrain-hash") as pool:
+        file = _Hashed(raw, pool)
+        yield cast("IO[bytes]", file)
+        digest = file.finish()
+        os.fsync(raw.fileno())
+    status = path.stat()
+    # The system's clock for files ticks every few milliseconds. A change within the tick of the last write would leave
+    # the same time, so that time is moved to the past, where no later change can put it.
+    with contextlib.suppress(OSError):  # not every network file system can
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - _BACKWARDS_NS))
+        moved = path.stat()
+        if moved.st_mtime_ns < status.st_mtime_ns:
+            notes[mark(moved)] = digest
+
+
+class _Hashed(io.RawIOBase):
+    """Copy what is written into pieces, and write each while a thread hashes it.
+
+    Both see the same bytes even if somebody changes the memory meanwhile. Where the file system allows it, pieces go to
+    the disk past the system's cache: its pages would cost more time than the hash.
+    """
+
+    def __init__(self, raw: io.FileIO, pool: ThreadPoolExecutor) -> None:
+        self._raw, self._pool = raw, pool
+        self._digest = hashlib.sha256()
+        # Pages, as writing past the cache wants them; one piece is filled while the one before is hashed.
+        self._pieces = [numpy.frombuffer(mmap.mmap(-1, _PIECE_BYTES), numpy.uint8) for _ in range(2)]
+        self._hashed: Future[None] | None = None
+        self._used = 0
+        self._is_direct: bool | None = None  # until the first whole piece
+
+    def write(self, data: Any) -> int:
+        """Take bytes in; they may change afterwards."""
+        left = numpy.frombuffer(data, numpy.uint8)
+        num_bytes = len(left)
+        while len(left):
+            part = left[: _PIECE_BYTES - self._used]
+            self._pieces[0][self._used : self._used + len(part)] = part  # lets other threads run, as bytes do not
+            self._used += len(part)
+            left = left[len(part) :]
+            if self._used == _PIECE_BYTES:
+                self._put()
+        return num_bytes
+
+    def finish(self) -> str:
+        """Write what is left, and return the SHA-256 of all."""
+        if self._is_direct:  # its last piece need not be whole
+            self._set_direct(False)
+        self._put()
+        if self._hashed is not None:
+            self._hashed.result()
+        return self._digest.hexdigest()
+
+    def _put(self) -> None:
+        piece = memoryview(self._pieces[0])[: self._used]
+        if self._is_direct is None and self._used == _PIECE_BYTES:
+            self._set_direct(True)
+        before, self._hashed = self._hashed, self._pool.submit(self._digest.update, piece)
+        while piece:
+            try:
+                piece = piece[self._raw.write(piece) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._is_direct:
+                    raise
+                self._set_direct(False)
+        if before is not None:
+            before.result()
+        self._pieces.reverse()
+        self._used = 0
+
+    def _set_direct(self, is_direct: bool) -> None:
+        self._is_direct = False
+        if _DIRECT and fcntl is not None:
+            with contextlib.suppress(OSError):
+                flags = fcntl.fcntl(self._raw, fcntl.F_GETFL) & ~_DIRECT
+                fcntl.fcntl(self._raw, fcntl.F_SETFL, flags | (_DIRECT if is_direct else 0))
+                self._is_direct = is_direct
