@@ -181,6 +181,7 @@ class CheckpointManager:
         back a checkpoint that a killed save had set aside. Only those count whose manifests `is_asked_for` accepts.
         """
         if self.group.is_main:
+            self.lock.settle()
             files.restore(self.config.output_dir, is_ours=_is_ours)
         if self.remote is not None:
             return self.remote.latest(is_asked_for)

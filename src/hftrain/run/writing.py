@@ -254,6 +254,8 @@ class CheckpointWrites:
                 logger.error("The last checkpoint could not be written in the background: %s", failure)
         if self._copies is not None and (flight is None or flight.is_over):
             self._copies.close()
+        if flight is not None:
+            self.manager.lock.linger(flight.wait)
         self._consensus = self._copies = None
         self._is_closed = True
         if flight is None or self._is_written.is_set():

@@ -15,7 +15,7 @@ from support.resuming import StopAt, assert_same, outcome
 from support.tiny import Net
 from support.writes import At, Gate, make_trainer, same_files
 
-from hftrain import CheckpointError, ConfigError, SavePolicy, Trainer
+from hftrain import CheckpointError, SavePolicy, Trainer
 from hftrain.checkpoint.layout import list_checkpoints
 from hftrain.checkpoint.manifest import verify
 from hftrain.checkpoint.snapshot import HostCopies
@@ -210,7 +210,10 @@ def test_an_error_in_training_comes_before_that_of_the_write(
     assert "could not be written in the background" in caplog.text
 
 
-def test_an_interrupt_does_not_wait_for_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("resume", [None, True])
+def test_an_interrupt_does_not_wait_for_the_write_and_the_next_run_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, resume: bool | None
+) -> None:
     gate = Gate(monkeypatch)
 
     def interrupt() -> None:
@@ -222,12 +225,13 @@ def test_an_interrupt_does_not_wait_for_the_write(tmp_path: Path, monkeypatch: p
     assert gate.threads[0].is_alive()
     assert list_checkpoints(tmp_path) == []
     # A run that began now would take the half-written checkpoint for one that a kill has left, and delete it.
-    with pytest.raises(ConfigError, match="Another run is saving there"):
-        make_trainer(tmp_path).train()
-    gate.opened.set()
-    gate.threads[0].join()
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
-    make_trainer(tmp_path).train(resume_from_checkpoint=True)
+    threading.Timer(0.2, gate.opened.set).start()
+    later = At()
+    make_trainer(tmp_path, later).train(resume_from_checkpoint=resume)
+    assert not gate.threads[0].is_alive()
+    assert "Waiting for the checkpoint that the interrupted run still writes" in caplog.text
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-12"]
+    assert min(later.weights) == (3 if resume else 1)
 
 
 def test_async_save_rotates_after_each_commit(tmp_path: Path) -> None:
