@@ -109,7 +109,7 @@ class _Hashed(io.RawIOBase):
         return self._digest.hexdigest()
 
     def _put(self) -> None:
-        piece = memoryview(self._pieces[0])[: self._used]
+        piece = self._pieces[0].data[: self._used]
         if self._is_direct is None and self._used == _PIECE_BYTES:
             self._set_direct(True)
         before, self._hashed = self._hashed, self._pool.submit(self._digest.update, piece)

@@ -160,7 +160,7 @@ def _write(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[st
             if tensor.numel():
                 plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
                 # Not by `reshape`: a single number may keep another stride.
-                file.write(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())
+                file.write(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data)
 
 
 def _format_dtype(name: str, tensor: torch.Tensor) -> str:
