@@ -43,7 +43,7 @@ def checkpoint_step(path: str | Path) -> int | None:
         >>> checkpoint_step("out/checkpoint-500")
         500
     """
-    match = _FOLDER.fullmatch(Path(path).name)
+    match = _FOLDER.fullmatch(str(path)) or _FOLDER.fullmatch(Path(path).name)  # a plain name at once
     return None if match is None else int(match[1])
 
 

@@ -18,10 +18,14 @@ from hftrain.checkpoint.layout import (
 )
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.core.errors import CheckpointError
+from hftrain.core.history import HistoryText
 from hftrain.core.state import TrainerState, find_misfit
 from hftrain.storage.files import read_json, write_text
 from hftrain.storage.shards import load_shards
 from hftrain.storage.tensors import load_containers, save_containers
+
+# An entry of the log history has about ten values: room for ten million entries.
+_HISTORY_SCALE = 10
 
 
 def load_part(folder: Path, name: str, *, with_numpy: bool = False) -> dict[str, Any]:
@@ -59,10 +63,16 @@ def load_rng(folder: Path, *, rank: int, world_size: int) -> dict[str, Any]:
     return load_part(folder, rng_name(rank=rank, world_size=world_size), with_numpy=True)
 
 
-def save_trainer_state(state: TrainerState, folder: Path) -> None:
-    """Write the documented, human-readable state; raises `CheckpointError` if a callback's is not plain data."""
+def save_trainer_state(state: TrainerState, folder: Path, history: HistoryText | None = None) -> None:
+    """Write the documented, human-readable state; raises `CheckpointError` if a callback's is not plain data.
+
+    Args:
+        state: What to write.
+        folder: Where.
+        history: Has taken the log history to write; None takes the state's.
+    """
     try:
-        text = state.to_json()
+        parts = state.json_parts(history)
     except (TypeError, ValueError) as error:
         names = [name for name, own in state.stateful_callbacks.items() if not _is_json(own)]
         raise CheckpointError(
@@ -70,7 +80,7 @@ def save_trainer_state(state: TrainerState, folder: Path) -> None:
             f"It cannot hold the state of {', '.join(names) or 'this run'}: {error}.",
             "Let a callback's state() return numbers, text, lists and dictionaries; tensors belong into the model.",
         ) from error
-    write_text(folder / TRAINER_STATE, text)
+    write_text(folder / TRAINER_STATE, *parts)
 
 
 def _is_json(value: Any) -> bool:
@@ -84,11 +94,11 @@ def _is_json(value: Any) -> bool:
 def load_trainer_state(folder: Path) -> TrainerState:
     """Read the documented, human-readable state; raises `CheckpointError` if it is absent or damaged."""
     path = folder / TRAINER_STATE
-    content = read_json(path)
+    content = read_json(path, scale=_HISTORY_SCALE)
     problem = find_misfit(content)
     if problem is not None:
         raise _unusable(path, f"It is damaged: {problem}")
-    state = TrainerState.from_json(json.dumps(content))
+    state = TrainerState.from_dict(content)
     if (folder / MANIFEST).exists() and state.global_step != read_manifest(folder).step:
         raise _unusable(path, f"It says step {state.global_step}, and the manifest another")
     return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -29,13 +30,15 @@ def require(requirement: str, *, feature: str, extra: str | None = None) -> None
 
 def installed_versions(*packages: str) -> dict[str, str]:
     """Return the versions of those of these packages that are installed."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {package: found for package in packages if (found := _version(package)) is not None}
+
+
+@cache  # it is asked for at each save, and parses the package's metadata
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _cache(requirement: str) -> Any:

@@ -7,9 +7,15 @@ import json
 import math
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hftrain.core.history import HistoryText
+
+# Only there: what is nested deeper is indented further, and a line break within a text is escaped.
+_NO_HISTORY = '\n  "log_history": []'
 
 
 @dataclass
@@ -46,14 +52,35 @@ class TrainerState:
 
     def to_json(self) -> str:
         """Return the state as JSON text, keys sorted."""
+        return "".join(self.json_parts())
+
+    def json_parts(self, history: HistoryText | None = None) -> list[str]:
+        """Return the state as JSON text in pieces, of which those of the log history may be known already.
+
+        Args:
+            history: Has taken the history to write; None takes the state's.
+        """
+        if history is None:
+            history = HistoryText()
+            history.take(self.log_history or [])
         # Not dataclasses.asdict, which copies the whole history.
-        return json.dumps(vars(self), indent=2, sort_keys=True) + "\n"
+        text = json.dumps({**vars(self), "log_history": []}, indent=2, sort_keys=True) + "\n"
+        entries = history.parts()
+        if not entries:
+            return [text]
+        before, after = text.split(_NO_HISTORY)
+        return [before, _NO_HISTORY[:-1], "\n    ", *entries, "\n  ]", after]
 
     @classmethod
     def from_json(cls, text: str) -> TrainerState:
         """Build the state from JSON text; keys this version does not know are dropped."""
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> TrainerState:
+        """Build the state from what its JSON text holds."""
         known = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in json.loads(text).items() if name in known})
+        return cls(**{name: value for name, value in content.items() if name in known})
 
     def save_to_json(self, json_path: str) -> None:
         """Write the state to a file."""

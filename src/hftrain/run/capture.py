@@ -67,10 +67,9 @@ def saved_tool(processing_class: Any, collator: Any) -> Any:
 
 
 def frozen_state(state: TrainerState) -> TrainerState:
-    """Return a copy of the documented state that later steps do not change."""
+    """Return a copy of the documented state that later steps do not change, without the log history."""
     frozen = copy.copy(state)
-    # Entries are plain numbers and text; a deep copy of a long history takes a thousand times as long.
-    frozen.log_history = [dict(entry) for entry in state.log_history]
+    frozen.log_history = []  # which `HistoryText` takes
     frozen.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
     return frozen
 

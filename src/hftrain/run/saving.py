@@ -36,6 +36,7 @@ from hftrain.checkpoint.states import (
     whole_state,
 )
 from hftrain.checkpoint.weights import load_task_state, load_weights
+from hftrain.core.history import HistoryText
 from hftrain.core.log import get_logger
 from hftrain.core.seed import capture_rng, preserved_rng, restore_rng
 from hftrain.core.tree import map_tensors
@@ -91,6 +92,7 @@ class RunCheckpoints:
         self.loops = LoopStates(parts.loops)
         self.metric = BestMetric(parts.args, parts.state)
         self._finiteness = Finiteness(parts, hooks, ready, manager, self.own)
+        self._history = HistoryText()
         self.saved_step: int | None = None
         self.tried_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
@@ -141,7 +143,9 @@ class RunCheckpoints:
             else lambda folder: hooks.save_model(str(folder))
         ]
         frozen = frozen_state(state) if writes.is_async else state
-        main: list[Writer] = [lambda folder: save_trainer_state(frozen, folder)]
+        if self.manager.is_committer:
+            self._history.take(state.log_history or [])
+        main: list[Writer] = [lambda folder: save_trainer_state(frozen, folder, self._history)]
         if not only_model:
             if hooks.is_overridden("_save_optimizer_and_scheduler"):
                 each.append(lambda folder: hooks.save_optimizer(str(folder)))

@@ -60,12 +60,17 @@ def appears(path: Path) -> bool:
     return False
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it holds the old text or the new, whenever the machine stops; returns when durable."""
+def write_text(path: Path, *parts: str) -> None:
+    """Write a file so that it holds the old text or the new, whenever the machine stops; returns when durable.
+
+    Args:
+        path: The file.
+        *parts: The text, in pieces that follow each other.
+    """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         with open(part, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+            file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
@@ -74,16 +79,21 @@ def write_text(path: Path, text: str) -> None:
     _fsync_folder(path.parent)
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file of a bounded size."""
+def read_json(path: Path, *, scale: int = 1) -> Any:
+    """Read a JSON file of a bounded size.
+
+    Args:
+        path: The file.
+        scale: How many times larger than 256 MB, or 10 million values, it may be.
+    """
     try:
         if not path.is_file():
             raise ValueError("it is not a file")
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ValueError(f"it is larger than {_MAX_JSON_BYTES} bytes")
+        if path.stat().st_size > scale * _MAX_JSON_BYTES:
+            raise ValueError(f"it is larger than {scale * _MAX_JSON_BYTES} bytes")
         text = path.read_bytes()
-        if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_JSON_VALUES:  # each takes tens of bytes once it is read
-            raise ValueError(f"it holds more than {_MAX_JSON_VALUES} values")
+        if sum(map(text.count, (b",", b"[", b"{"))) > scale * _MAX_JSON_VALUES:  # tens of bytes each once read
+            raise ValueError(f"it holds more than {scale * _MAX_JSON_VALUES} values")
         return json.loads(text.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
@@ -186,9 +196,9 @@ def sweep(parent: Path, *, is_ours: Callable[[str], bool]) -> None:
     for path, _, name in _leftovers(parent):
         if is_ours(name):
             discard(path)
-    for pattern in (f"{WRITE_TEST}*", f".{WRITE_TEST}*"):
-        for probe in parent.glob(pattern):
-            probe.unlink(missing_ok=True)
+    for name in os.listdir(parent) if parent.is_dir() else ():
+        if name.startswith((WRITE_TEST, f".{WRITE_TEST}")):
+            (parent / name).unlink(missing_ok=True)
 
 
 def _beside(target: Path, kind: str) -> Path:
@@ -199,12 +209,14 @@ def _leftovers(parent: Path) -> list[tuple[Path, str, str]]:
     """List path, kind and target name of the folders of this layout; links are not of this layout."""
     if not parent.is_dir():
         return []
-    found = []
-    for path in sorted(parent.iterdir()):
-        match = _LEFTOVER.fullmatch(path.name)
-        if match is not None and path.is_dir() and not path.is_symlink():
-            found.append((path, match["kind"], match["name"] or match["older_name"]))
-    return found
+    with os.scandir(parent) as entries:  # a run's folder may hold thousands of checkpoints
+        found = [
+            (entry.name, match)
+            for entry in entries
+            if (match := _LEFTOVER.fullmatch(entry.name)) is not None and entry.is_dir(follow_symlinks=False)
+        ]
+    found.sort(key=lambda each: each[0])
+    return [(parent / name, match["kind"], match["name"] or match["older_name"]) for name, match in found]
 
 
 def _fsync_file(path: Path) -> None:

@@ -126,3 +126,13 @@ def test_callback_whose_state_came_to_hold_a_tensor_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot hold the state of Average: .*Tensor"):
         parts.save_trainer_state(state, tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+def test_the_state_may_be_ten_times_as_large_as_other_files(tmp_path, monkeypatch):
+    state = TrainerState(log_history=[{"loss": 0.5, "step": step} for step in range(200)])
+    parts.save_trainer_state(state, tmp_path)
+    monkeypatch.setattr("hftrain.storage.files._MAX_JSON_VALUES", 100)
+    assert parts.load_trainer_state(tmp_path) == state
+    monkeypatch.setattr("hftrain.storage.files._MAX_JSON_VALUES", 10)
+    with pytest.raises(CheckpointError, match="it holds more than 100 values"):
+        parts.load_trainer_state(tmp_path)
