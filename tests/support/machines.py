@@ -106,7 +106,8 @@ class Machines:
         """
         path, hosts = self.folder / "script.py", self.folder / "hosts"
         path.write_text(script, encoding="utf-8")
-        hosts.write_text("".join(f"{_ADDRESSES[each]} {each}\n" for each in NAMES), encoding="utf-8")
+        lines = ["127.0.0.1 localhost", *(f"{_ADDRESSES[each]} {each}" for each in NAMES)]
+        hosts.write_text("\n".join(lines), encoding="utf-8")
         mounts: list[str] = []
         for place, own in (disks or {}).items():
             mounts += [str(own or place), str(place), "rw" if own else "ro"]
