@@ -86,6 +86,15 @@ def test_device_is_the_cpu_when_asked():
     assert (args.device, args.n_gpu) == (torch.device("cpu"), 0)
 
 
+@pytest.mark.parametrize(("num_gpus", "index"), [(4, 3), (1, 0)])
+def test_device_is_the_only_gpu_that_a_launcher_shows_a_process(monkeypatch, num_gpus, index):
+    # A stand-in: the number of GPUs is pretended.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    launch(monkeypatch, rank=3, local_rank=3)
+    assert TrainingArguments("out").device == torch.device("cuda", index)
+
+
 @pytest.mark.cuda
 def test_device_is_the_gpu_of_the_local_rank():
     args = TrainingArguments("out")
