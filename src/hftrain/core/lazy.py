@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import opcode
 import pkgutil
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from hftrain.core.errors import suggest
@@ -39,7 +41,7 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
         if home_of.get(name) == package:
             return importlib.import_module(f"{package}.{name}")
         if name in home_of:
-            value = getattr(importlib.import_module(home_of[name]), name)
+            value = getattr(_imported(home_of[name]), name)
             setattr(sys.modules[package], name, value)
             return value
         message = _missing(package, name, public)
@@ -56,6 +58,17 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
         return sorted({*vars(sys.modules[package]), *public})
 
     return get, list_names, sorted(public)
+
+
+def _imported(module: str) -> ModuleType:
+    """Import a module without looking for garbage meanwhile: a pass over all that torch made takes as long as ours."""
+    if not gc.isenabled():
+        return importlib.import_module(module)
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    finally:
+        gc.enable()
 
 
 def _missing(package: str, name: str, public: set[str]) -> str:
