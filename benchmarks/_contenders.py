@@ -55,9 +55,9 @@ class Size:
 SIZES = {
     size.name: size
     for size in (
-        Size(name="1ms", width=192, depth=2, batch_size=16, steps_per_turn=10, num_turns=80, budget=1.10),
-        Size(name="5ms", width=448, depth=3, batch_size=32, steps_per_turn=3, num_turns=70),
-        Size(name="20ms", width=800, depth=4, batch_size=32, steps_per_turn=1, num_turns=100, budget=1.02),
+        Size(name="1ms", width=448, depth=2, batch_size=16, steps_per_turn=10, num_turns=80, budget=1.10),
+        Size(name="5ms", width=640, depth=3, batch_size=32, steps_per_turn=3, num_turns=70),
+        Size(name="20ms", width=1152, depth=4, batch_size=32, steps_per_turn=1, num_turns=100, budget=1.02),
         Size(name="100 tensors", width=16, depth=49, batch_size=16, steps_per_turn=2, num_turns=60, budget=1.05),
         Size(name="1,000 tensors", width=16, depth=499, batch_size=16, steps_per_turn=1, num_turns=20, budget=1.02),
         Size(name="10,000 tensors", width=16, depth=4999, batch_size=16, steps_per_turn=1, num_turns=8, budget=1.02),

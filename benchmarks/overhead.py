@@ -107,8 +107,9 @@ class CallCounter:
     """A probe that counts the Python functions entered between the end of the warm-up and the last step."""
 
     def __init__(self, size: Size, num_steps: int) -> None:
-        self.job = make_job(size, self.note_entry, num_steps=NUM_WARMUP + num_steps)
+        self.job = make_job(size, self.note_entry, num_steps=min(NUM_WARMUP, num_steps) + num_steps)
         self.num_steps = num_steps
+        self.num_warmup = min(NUM_WARMUP, num_steps)
         self.calls: Counter[CodeType] = Counter()
         self.form = "loop"
         self._num_entries = 0
@@ -120,10 +121,10 @@ class CallCounter:
 
     def note_entry(self) -> None:
         self._num_entries += 1
-        if self._num_entries == NUM_WARMUP + 1:
+        if self._num_entries == self.num_warmup + 1:
             self._hook.remove()
             sys.setprofile(self._note)
-        elif self._num_entries == NUM_WARMUP + 1 + self.num_steps:
+        elif self._num_entries == self.num_warmup + 1 + self.num_steps:
             sys.setprofile(None)
 
     def _note(self, frame: Any, event: str, argument: Any) -> None:
@@ -221,7 +222,7 @@ def measure(
         AssertionError: A contender ends with other parameters than the plain loop: it does other work.
     """
     names = ["plain", *(name for name in names if name != "plain")]
-    num_steps = min(20, size.num_turns * size.steps_per_turn)
+    num_steps = min(20, size.num_turns * size.steps_per_turn // 4)
     counters = {name: count_calls(name, size, num_steps=num_steps, contenders=contenders) for name in names}
     for counter in counters.values():
         torch.testing.assert_close(counter.job.net.state_dict(), counters["plain"].job.net.state_dict())
