@@ -177,6 +177,26 @@ def _collate_named(features: list[Any]) -> dict[str, Any]:
     return batch
 
 
+def collate_columns(columns: Mapping[str, numpy.ndarray[Any, Any]]) -> dict[str, torch.Tensor]:
+    """Return the batch that `default_data_collator` makes of samples whose parts are Python numbers, or lists of them.
+
+    Example:
+        >>> collate_columns({"x": numpy.array([[1.0], [2.0]]), "label": numpy.array([0, 1], "int8")})
+        {'labels': tensor([0, 1]), 'x': tensor([[1.],
+                [2.]])}
+    """
+    label = next((name for name in _LABELS if name in columns), None)
+    batch = {} if label is None else {"labels": _as_tensor(columns[label], real=torch.float32, truth=torch.int64)}
+    return batch | {name: _as_tensor(values) for name, values in columns.items() if name not in _LABELS}
+
+
+def _as_tensor(
+    values: numpy.ndarray[Any, Any], *, real: torch.dtype | None = None, truth: torch.dtype = torch.bool
+) -> torch.Tensor:
+    types = {"f": real or torch.get_default_dtype(), "b": truth}
+    return torch.tensor(values, dtype=types.get(values.dtype.kind, torch.int64), device="cpu")
+
+
 def _column(rows: list[Mapping[str, Any]], name: str, stack: Callable[[list[Any]], torch.Tensor]) -> torch.Tensor:
     try:
         return stack([row[name] for row in rows])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -99,6 +99,10 @@ class _Before:
         """Pass the epoch on to a collator that wants it."""
         tell_epoch(self.collator, epoch)
 
+    def keeps(self, names: Collection[str]) -> bool:
+        """Tell whether columns of numbers reach the collator, all of them."""
+        return True
+
     def _tell(self, message: str) -> None:
         """Log a message, once for all workers."""
         if not self._has_reported:
@@ -133,6 +137,10 @@ class ColumnPruner(_Before):
                 for f in features
             ]
         )
+
+    def keeps(self, names: Collection[str]) -> bool:
+        """Tell whether columns reach the collator, all of them."""
+        return self._keep.issuperset(names)
 
     def _prune(self, feature: Mapping[str, Any]) -> Mapping[str, Any]:
         kept = {name: value for name, value in feature.items() if name in self._keep}

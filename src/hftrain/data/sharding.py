@@ -20,6 +20,7 @@ from hftrain.data.samplers import (
     samplers_of,
 )
 from hftrain.data.streams import BatchShardStream, EpochStream, EvenedStream, splits_among_workers
+from hftrain.data.whole_batches import as_it_is, whole_batches
 
 _COPIED = (
     "dataset",
@@ -37,7 +38,15 @@ _COPIED = (
 
 
 class RankLoader(DataLoader[Any]):
-    """A `DataLoader` that already yields the share of its rank."""
+    """A `DataLoader` that already yields the share of its rank; reads by whole batches what `whole_batches` can."""
+
+    def _get_iterator(self) -> Any:
+        # torch's `__iter__` calls this; without the call, all is read by rows, which gives the same.
+        whole = None if self.batch_sampler is None else whole_batches(self.dataset, self.collate_fn)
+        if whole is None:
+            return super()._get_iterator()
+        options = {"dataset": whole, "collate_fn": as_it_is, "batch_sampler": self.batch_sampler}
+        return rebuild_loader(self, kind=DataLoader, **options)._get_iterator()
 
 
 def is_plain_loader(loader: Any) -> bool:
