@@ -59,7 +59,7 @@ def test_folders_are_looked_at_before_the_first_step(tmp_path: Path) -> None:
         "own not said": f"What north writes to {tmp_path}/disk/other, south does not find in {tmp_path}/disk/other.",
         "shared said to be own": f"south ({tmp_path}/both) and north ({tmp_path}/both) write to the same storage.",
         "two paths": f"What north writes to {tmp_path}/path-north, south does not find in {tmp_path}/path-south.",
-        "read-only": f"south cannot write there: [Errno 30] Read-only file system: '{tmp_path}/locked/run'.",
+        "read-only": f"south cannot write there: [Errno 30] Read-only file system: '{tmp_path}/locked/run",
     }
     for log in logs:
         for name, reason in refusals.items():
