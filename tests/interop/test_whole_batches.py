@@ -6,19 +6,22 @@ import pickle
 import warnings
 from typing import Any
 
-import datasets
 import numpy
 import pytest
 import torch
 from support.loading import build
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from hftrain.core.errors import TaskError
-from hftrain.data.collators import DefaultDataCollator, default_data_collator
-from hftrain.data.columns import ColumnPruner, TextRemover
-from hftrain.data.feed import TrainFeed
-from hftrain.data.sharding import RankLoader
-from hftrain.data.whole_batches import WholeBatches, whole_batches
+datasets: Any = pytest.importorskip("datasets")
+
+from hftrain.core.errors import TaskError  # noqa: E402
+from hftrain.data.collators import DefaultDataCollator, default_data_collator  # noqa: E402
+from hftrain.data.columns import ColumnPruner, TextRemover  # noqa: E402
+from hftrain.data.feed import TrainFeed  # noqa: E402
+from hftrain.data.sharding import RankLoader  # noqa: E402
+from hftrain.data.whole_batches import WholeBatches, whole_batches  # noqa: E402
+
+pytestmark = pytest.mark.interop
 
 NUM = 23
 INDICES = [3, 0, 3, 22]
@@ -38,7 +41,7 @@ def tensors(kind: type[TensorDataset] = TensorDataset) -> TensorDataset:
     return kind(torch.randn(NUM, 2, 3), torch.arange(NUM), torch.arange(NUM, dtype=torch.float16) > 4)
 
 
-def columns(**more: Any) -> datasets.Dataset:
+def columns(**more: Any) -> Any:
     rng = numpy.random.default_rng(0)
     features = {"x": datasets.List(datasets.Value("int32")), "label": datasets.ClassLabel(num_classes=3)}
     rows = {"x": rng.integers(0, 9, (NUM, 4)).tolist(), "label": rng.integers(0, 3, NUM).tolist()}
