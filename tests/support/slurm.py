@@ -53,7 +53,7 @@ class Slurm:
     def __init__(self, config: Path) -> None:
         self.env = {"SLURM_CONF": str(config)}
 
-    def run(self, *command: str, folder: Path, env: dict[str, str] | None = None, timeout_s: float = 120) -> str:
+    def run(self, *command: str, folder: Path, env: dict[str, str] | None = None, timeout_s: float = 240) -> str:
         """Run a command outside of every job, such as ``srun``, and return what it wrote; raise if it fails."""
         base = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         done = subprocess.run(
