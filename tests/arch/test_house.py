@@ -24,9 +24,9 @@ FOREIGN = {
 }
 # Public, though they look private: of named tuples, of `os` and of `sys`.
 PUBLIC = frozenset({"_replace", "_fields", "_exit", "_getframe", "_current_frames"})
-MAX_LINES = 42_900
+MAX_LINES = 43_000
 MAX_TEST_LINES = 65_000
-MAX_MEDIAN_FILE = 105
+MAX_MEDIAN_FILE = 107
 
 
 def circles() -> list[set[str]]:

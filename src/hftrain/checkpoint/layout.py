@@ -47,23 +47,27 @@ def checkpoint_step(path: str | Path) -> int | None:
     return None if match is None else int(match[1])
 
 
-def list_checkpoints(output_dir: str | Path, *, with_links: bool = True) -> list[Path]:
-    """List the folders that are named like checkpoints, by step, the highest last.
+def list_checkpoints(output_dir: str | Path) -> list[Path]:
+    """List the folders that are named like checkpoints; see `checkpoint_names`."""
+    return [Path(output_dir) / name for name in checkpoint_names(output_dir)]
+
+
+def checkpoint_names(output_dir: str | Path, *, with_links: bool = True) -> list[str]:
+    """List the names of the folders that are named like checkpoints, by step, the highest last.
 
     Args:
         output_dir: Where they are.
         with_links: Whether links to folders count as well.
     """
-    folder = Path(output_dir)
-    if not folder.is_dir():
+    if not os.path.isdir(output_dir):
         return []
-    with os.scandir(folder) as entries:  # it tells folders from files without asking for each
+    with os.scandir(output_dir) as entries:  # it tells folders from files without asking for each
         found = [
             (step, entry.name)
             for entry in entries
             if (step := checkpoint_step(entry.name)) is not None and entry.is_dir(follow_symlinks=with_links)
         ]
-    return [folder / name for _, name in sorted(found)]
+    return [name for _, name in sorted(found)]
 
 
 def get_last_checkpoint(folder: str | Path) -> str | None:

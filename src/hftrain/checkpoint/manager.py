@@ -15,9 +15,9 @@ from hftrain.checkpoint.layout import (
     MANIFEST,
     TRAINER_STATE,
     checkpoint_name,
+    checkpoint_names,
     checkpoint_step,
     contents,
-    list_checkpoints,
     nearby,
 )
 from hftrain.checkpoint.manifest import Manifest, refuse_links, verify, write_manifest
@@ -199,7 +199,7 @@ class CheckpointManager:
         """List the folders in the output folder, or the remote one, that are named like checkpoints."""
         if self.remote is not None:
             return self.remote.names()
-        return [path.name for path in list_checkpoints(self.config.output_dir)]
+        return checkpoint_names(self.config.output_dir)
 
     def open(self, path: str | Path) -> Manifest | None:
         """Verify a checkpoint that was named explicitly, and return its manifest.
@@ -247,14 +247,13 @@ class CheckpointManager:
 
     def _protected(self, known: Mapping[str, Manifest], best: Path | None) -> set[str]:
         """Return the newest, the last finite one, the best, the one committed last, and those `keep_best` keeps."""
-        folder, names = self.config.output_dir.resolve(), [*known]
-        protected = {path.resolve() for path in (best, self._committed) if path is not None}
-        return {name for name in names if folder / name in protected} | {*names[-1:]} | self._kept_names(known)
+        folder, others = self.config.output_dir.resolve(), [best, self._committed]
+        protected = {path.name for path in others if path is not None and path.resolve().parent == folder}
+        return protected | {*[*known][-1:]} | self._kept_names(known)
 
     def _own_manifests(self) -> dict[str, Manifest]:
         """Map this run's checkpoints to their manifests, in the order of their commits."""
-        names = [path.name for path in list_checkpoints(self.config.output_dir, with_links=False)]
-        found = self._manifests.of(names)
+        found = self._manifests.of(checkpoint_names(self.config.output_dir, with_links=False))
         return {name: manifest for name, manifest in found.items() if manifest and self._is_own(name, manifest)}
 
     def _delete(self, path: Path) -> None:
@@ -364,7 +363,7 @@ class CheckpointManager:
     def _last_number(self) -> int:
         """Return the highest number of a commit in the folder, to which nobody else writes, and in the remote one."""
         if self._number is None:
-            here = self._manifests.of(path.name for path in list_checkpoints(self.config.output_dir))
+            here = self._manifests.of(checkpoint_names(self.config.output_dir))
             there = 0 if self.remote is None else self.remote.highest_number()
             self._number = max(highest_number(here), there)
         return max(self._number, self._resumed_number)

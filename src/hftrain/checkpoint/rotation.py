@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from hftrain.checkpoint.layout import checkpoint_step, list_checkpoints
+from hftrain.checkpoint.layout import checkpoint_names, checkpoint_step
 from hftrain.checkpoint.manifest import Manifest, read_manifest
 from hftrain.core.errors import CheckpointError
 
@@ -47,7 +47,7 @@ class Manifests:
 def by_commit(output_dir: Path) -> list[Path]:
     """List the folders that are named like checkpoints as they were committed; see `commit_order`."""
     manifests = Manifests(lambda name: readable(output_dir / name))
-    return [output_dir / name for name in manifests.of(path.name for path in list_checkpoints(output_dir))]
+    return [output_dir / name for name in manifests.of(checkpoint_names(output_dir))]
 
 
 def readable(folder: Path) -> Manifest | None:

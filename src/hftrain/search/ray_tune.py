@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hftrain.checkpoint.layout import list_checkpoints
+from hftrain.checkpoint.rotation import by_commit
 from hftrain.core.errors import ConfigError
 from hftrain.search.config import Attempt, BestRun, SearchConfig
 
@@ -63,7 +63,7 @@ def run_trial(config: dict[str, Any], *, attempt: Attempt) -> None:
 
     def report(values: Any, *, step: int, folder: str) -> None:
         told.append(values)
-        saved = list_checkpoints(Path(folder))
+        saved = by_commit(Path(folder))
         checkpoint = tune.Checkpoint.from_directory(str(saved[-1])) if saved else None
         tune.report({OBJECTIVE: values, "step": step}, checkpoint=checkpoint)
 

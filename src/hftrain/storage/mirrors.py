@@ -62,12 +62,12 @@ class Mirror:
             remote.upload(self.folder / name, name)
             self._published[name] = stamp
 
-    def _stamps(self) -> dict[str, tuple[int, int]]:
-        """Map each file to what changes when it is written to."""
+    def _stamps(self) -> dict[str, tuple[int, int, int]]:
+        """Map each file to what changes when it is written to, or replaced, even within one tick of the clock."""
         found = {}
         for path in walk_files(self.folder):
             name = path.relative_to(self.folder)
             if path.is_file() and not any(part.startswith(".") or self._is_left_out(part) for part in name.parts):
                 stat = path.stat()
-                found[name.as_posix()] = (stat.st_mtime_ns, stat.st_size)
+                found[name.as_posix()] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         return found
