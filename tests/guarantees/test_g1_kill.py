@@ -29,7 +29,6 @@ import torch
 from support.forking import ForkServer, kill
 from support.tiny import Net, Noisy, make_rows, make_trainer
 
-import hftrain.storage.tensors
 from hftrain import CheckpointError, SavePolicy, Trainer, TrainerCallback, set_seed
 from hftrain.checkpoint import manager
 from hftrain.checkpoint.manifest import verify
@@ -63,11 +62,11 @@ class HoldWrite:
     def __init__(self, notes: Path, *, at_step: int) -> None:
         write_manifest = manager.write_manifest
 
-        def write(folder: Path, facts: Any, *, step: int) -> None:
+        def write(*args: Any, step: int, **options: Any) -> Any:
             if step == at_step:
                 notes.write_text(threading.current_thread().name)
                 time.sleep(60)
-            write_manifest(folder, facts, step=step)
+            return write_manifest(*args, step=step, **options)
 
         manager.write_manifest = write
 
@@ -253,14 +252,14 @@ class Armed(TrainerCallback):
 class Fault:
     """Let one of a save's operations fail, counted from the second save on, or it and all that follow.
 
-    The files that safetensors and torch write are opened in their own C++ and Rust, so there the call fails.
+    What `torch.save` writes without a file of ours it opens in C++, so there the call fails.
     """
 
     def __init__(self, folder: Path, *, nth: int, code: int, is_lasting: bool) -> None:
         self._folder, self._nth, self._code, self._is_lasting = str(folder), nth, code, is_lasting
         self.num_calls, self.is_armed, self.failed = 0, False, ""
         for owner, name in ((builtins, "open"), (os, "open"), (os, "mkdir"), (os, "rename"), (os, "replace"),
-                            (os, "fsync"), (torch, "save"), (hftrain.storage.tensors, "save_file")):  # fmt: skip
+                            (os, "fsync"), (torch, "save")):  # fmt: skip
             setattr(owner, name, self._wrapped(name, getattr(owner, name)))
 
     def _wrapped(self, name: str, function: Any) -> Any:
