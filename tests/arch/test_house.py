@@ -13,6 +13,7 @@ FOREIGN = {
         *("_C", "_HYBRID_SHARD_ZERO2", "_buffers", "_call_impl", "_comm_hooks", "_compiled_call_impl"),
         *("_fsdp_param_group", "_get_fsdp_state", "_get_lr_called_within_step", "_iterator", "_milestones"),
         *("_orig_mod", "_parameters", "_register_comm_hook", "_schedulers", "_training_state"),
+        *("_rcvd_idx", "_send_idx", "_timeout"),
     },
     "torch_xla": {"_sharded_param"},
     "accelerate": {"_set_sync_gradients", "_shared_state"},
@@ -24,7 +25,7 @@ FOREIGN = {
 }
 # Public, though they look private: of named tuples, of `os` and of `sys`.
 PUBLIC = frozenset({"_replace", "_fields", "_exit", "_getframe", "_current_frames"})
-MAX_LINES = 43_000
+MAX_LINES = 43_150
 MAX_TEST_LINES = 65_000
 MAX_MEDIAN_FILE = 107
 

@@ -13,10 +13,12 @@ SURFACE = json.loads((Path(__file__).parent / "documented_surface.json").read_te
 CLASSES = {"TrainingArguments": TrainingArguments, "Seq2SeqTrainingArguments": Seq2SeqTrainingArguments}
 # What docs/design/contradictions.md says of it: R665.
 NEWER_DEFAULTS = {"average_tokens_across_devices": True}
+# `dataloader_timeout` is torch's own option of a loader, under the name that the others have.
 LATER = {
     "activation_checkpointing": None,
     "activation_checkpointing_kwargs": None,
     "dataloader_in_order": True,
+    "dataloader_timeout": 0,
     "dataloader_multiprocessing_context": None,
     "ddp_static_graph": None,
     "enable_jit_checkpoint": False,

@@ -25,6 +25,7 @@ def loader_config(args: Any, *, is_training: bool, has_accelerator: bool = False
         pin_memory=bool(args.dataloader_pin_memory and has_accelerator),
         persistent_workers=bool(args.dataloader_persistent_workers and args.dataloader_num_workers > 0),
         prefetch_factor=args.dataloader_prefetch_factor,
+        timeout_s=args.dataloader_timeout,
         multiprocessing_context=args.dataloader_multiprocessing_context,
         shuffle=args.train_sampling_strategy != "sequential",
         use_seedable_sampler=bool(read_accelerator_config(args).get("use_seedable_sampler", True)),

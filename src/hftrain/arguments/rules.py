@@ -44,6 +44,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "neftune_noise_alpha": (0, math.inf),
     "eval_delay": (0, math.inf),
     "ddp_timeout": (1, math.inf),
+    "dataloader_timeout": (0, math.inf),
 }
 # Every run reads these.
 _NEEDED = ("gradient_accumulation_steps", "max_steps", "warmup_steps", "past_index", "seed", "dataloader_num_workers")
@@ -68,7 +69,10 @@ _SWITCHES: dict[str, dict[str, tuple[Any, ...]]] = {
     "use_liger_kernel": {"liger_kernel_config": (None, {})},
     "push_to_hub": {"hub_strategy": (HubStrategy.EVERY_SAVE,), "hub_always_push": (False,)},
 }
-_OF_WORKERS = ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context")
+_OF_WORKERS = (
+    *("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context"),
+    "dataloader_timeout",
+)
 _XLA_KEYS = ("xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 
 

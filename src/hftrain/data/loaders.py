@@ -34,6 +34,7 @@ class LoaderConfig:
         pin_memory: Put batches in page-locked memory.
         persistent_workers: Keep the workers between epochs.
         prefetch_factor: Batches that each worker loads ahead; None for torch's own choice.
+        timeout_s: Seconds to wait for a batch of a worker; 0 waits for ever.
         multiprocessing_context: How workers start; None for Python's own choice.
         shuffle: Whether training reads in random order; streams have their own.
         use_seedable_sampler: Whether the order depends on the data seed and the epoch alone; else torch's global
@@ -49,6 +50,7 @@ class LoaderConfig:
     pin_memory: bool = False
     persistent_workers: bool = False
     prefetch_factor: int | None = None
+    timeout_s: float = 0.0
     multiprocessing_context: str | None = None
     shuffle: bool = True
     use_seedable_sampler: bool = True
@@ -62,7 +64,7 @@ class LoaderConfig:
                 batch_size=self.batch_size,
                 num_workers=self.num_workers,
             )
-        if self.num_workers == 0 and (self.persistent_workers or self.prefetch_factor is not None):
+        if self.num_workers == 0 and (self.persistent_workers or self.timeout_s or self.prefetch_factor is not None):
             raise ConfigError(
                 "Options for loader workers were given.",
                 "There are no workers: batches are loaded in the main process.",
@@ -70,6 +72,7 @@ class LoaderConfig:
                 num_workers=self.num_workers,
                 persistent_workers=self.persistent_workers,
                 prefetch_factor=self.prefetch_factor,
+                timeout_s=self.timeout_s,
             )
 
 
@@ -102,6 +105,7 @@ def build_loader(
         pin_memory=config.pin_memory,
         persistent_workers=config.persistent_workers,
         prefetch_factor=config.prefetch_factor,
+        timeout=config.timeout_s,
         multiprocessing_context=config.multiprocessing_context,
         generator=new_generator(plan.seed),
         # In evaluations, the same random numbers at each pass.

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
+import signal
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy
@@ -46,6 +51,16 @@ def start_worker(worker_id: int, *, rank: int, seed: int | None = None) -> None:
     seed_process(derive_seed(torch.initial_seed() if seed is None else seed, rank, worker_id))
     if get_worker_info() is not None and hasattr(os, "setpgid"):
         os.setpgid(0, 0)
+        # What `dump_signal` names; standard error may be none in a notebook.
+        with suppress(OSError, ValueError, AttributeError):
+            faulthandler.register(signal.SIGUSR1, all_threads=False)
+
+
+def dump_signal(worker_init_fn: Any) -> int | None:
+    """Return the signal that makes a worker print its stack; None for workers that `start_worker` has not started."""
+    inner = getattr(worker_init_fn, "inner", worker_init_fn)
+    is_ours = isinstance(inner, partial) and inner.func is start_worker
+    return signal.SIGUSR1 if is_ours and hasattr(signal, "SIGUSR1") else None
 
 
 def with_own_numbers(open_batches: Callable[[], Iterator[Any]], *, seed: int) -> Iterator[Any]:
@@ -109,9 +124,13 @@ class SeededBatches(Sampler[list[Any]]):
 
     Workers fetch ahead, and after a resume another worker makes a batch than before. With a seed that depends on the
     batch's place only, what a dataset or collator draws at random in a worker is the same in every run.
+
+    Args:
+        num_kept: How many of the last batches to keep in `sent`: as many as workers may have at a time.
     """
 
-    def __init__(self, batch_sampler: Any, *, seed: int, rank: int) -> None:
+    def __init__(self, batch_sampler: Any, *, seed: int, rank: int, num_kept: int = 0) -> None:
+        self.sent: deque[list[Any]] = deque(maxlen=num_kept)
         self.batch_sampler = batch_sampler
         self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
@@ -129,6 +148,7 @@ class SeededBatches(Sampler[list[Any]]):
     def seeded(self, batches: Iterable[list[Any]], start: int) -> Iterator[list[Any]]:
         """Send the seeds along with batches of which the first has the place `start` in its epoch."""
         for position, batch in enumerate(batches, start):
+            self.sent.append(batch)
             yield _SeededBatch(batch, (self._seed, self._epoch, self._rank, position))
 
     def __len__(self) -> int:

@@ -12,6 +12,7 @@ from hftrain.arguments.enums import DebugOption
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.foreign import is_foreign
 from hftrain.checkpoint.grace import GracePeriod
+from hftrain.data.workers import report_worker
 from hftrain.loops.contract import check_features
 from hftrain.loops.fit import FitLoop
 from hftrain.run.counting import RunCounts, token_counter
@@ -35,7 +36,8 @@ def open_run(parts: RunParts, hooks: RunHooks, resume: Path | None) -> Iterator[
     with ExitStack() as stack:
         try:
             yield _build(parts, hooks, resume, stack)
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:
+            report_worker(error)
             report_late_ranks(parts.strategy, error)  # as long as the run knows what it was about
             raise
 

@@ -9,6 +9,7 @@ from hftrain.callbacks.runner import CallbackHandler
 from hftrain.data.feed import TrainFeed
 from hftrain.data.persistent import end_workers
 from hftrain.data.states import resumable_loader
+from hftrain.data.workers import WorkerDeaths
 from hftrain.strategies.base import Strategy
 
 
@@ -21,12 +22,14 @@ class RunData:
 
     Attributes:
         feed: What the loop reads; a loop may let other data take its place.
+        deaths: Holds back what torch says of dead workers, until `close`.
     """
 
     def __init__(
         self, open_loader: Callable[..., Any], strategy: Strategy, events: CallbackHandler, *, seed: int
     ) -> None:
         self._open_loader, self._strategy, self._events, self._seed = open_loader, strategy, events, seed
+        self.deaths = WorkerDeaths()
         self.feed = self._open()
 
     def replace(self, dataset: Any) -> TrainFeed:
@@ -41,6 +44,7 @@ class RunData:
         # Workers that persist live as long as their loader, which torch's optimizers keep the frame of.
         end_workers(self.feed.loader)
         self.feed.close()
+        self.deaths.close()
 
     def _open(self, *dataset: Any) -> TrainFeed:
         strategy, seed = self._strategy, self._seed

@@ -190,6 +190,7 @@ class Run:
 
     def _restore_rng(self) -> bool:
         """Put back the checkpoint's random numbers, do what its run had left to do, and tell if that ends the epoch."""
+        self._data.deaths.watch()
         self._load_numbers()
         control, left = self._parts.control, self.checkpoints.left
         self.checkpoints.left = frozenset()

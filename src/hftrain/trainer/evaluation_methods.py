@@ -17,6 +17,7 @@ from hftrain.core.seed import preserved_rng
 from hftrain.core.speed import speed_metrics
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput
 from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
+from hftrain.data.workers import report_worker
 from hftrain.evaluation.generating import generates
 from hftrain.evaluation.ready import ready
 from hftrain.evaluation.recurrence import read_memory
@@ -326,6 +327,7 @@ class EvaluationMethods(StepMethods):
             with sharing_verbosity():
                 yield
         except Exception as error:
+            report_worker(error)
             if isinstance(error, RuntimeError):
                 report_late_ranks(self.strategy, error)
             maker = f"{type(self).__name__}.compute_loss" if self._is_overridden("compute_loss") else None

@@ -1,0 +1,205 @@
+"""Loader workers that die or hang: when the run hears of it, and what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from hftrain.core.errors import StrategyError
+from hftrain.data.samplers import samplers_of
+from hftrain.data.seeding import SeededBatches, dump_signal
+
+_THEIRS = "torch.utils.data._utils.signal_handling"
+_OF_A_WORKER = re.compile(r"DataLoader worker|DataLoader timed out")
+_PIDS = re.compile(r"pid(?:\(s\))? ([\d, ]+)")
+_POKE_S = _DUMP_S = _JOIN_S = 0.2
+_MOST_SAMPLES = 8
+
+
+class WorkerDeaths:
+    """Let torch report a worker's death only where the main thread waits for that worker's batches.
+
+    torch's handler of SIGCHLD raises in the main thread wherever that is: in a save, in an optimizer's step, in an
+    evaluation, whose state is sound. Its error is held back here, and raised when the worker's loader is asked for the
+    next batch. A handler of the program's own that was there before torch's is called by torch's as ever, and one
+    that was set later is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._theirs: Any = None
+        self._held: RuntimeError | None = None
+        self._poker: threading.Thread | None = None
+
+    def watch(self) -> None:
+        """Take the place of torch's handler, if there is one by now; called whenever a loader has begun."""
+        if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
+            return
+        found = signal.getsignal(signal.SIGCHLD)
+        if getattr(found, "__module__", None) == _THEIRS:
+            self._theirs = found
+            signal.signal(signal.SIGCHLD, self._hear)
+
+    def close(self) -> None:
+        """Put torch's handler back; a death that no loader was asked about is forgotten."""
+        if self._theirs is not None and signal.getsignal(signal.SIGCHLD) == self._hear:
+            signal.signal(signal.SIGCHLD, self._theirs)
+        self._held = None
+        if self._poker is not None:
+            self._poker.join()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._held is None:
+            try:
+                self._theirs(number, frame)
+                return
+            except RuntimeError as error:
+                if not _OF_A_WORKER.match(str(error)):
+                    raise
+                self._held = error
+        if _waits_for(frame, _pids(self._held)):
+            held, self._held = self._held, None
+            raise held
+        if self._poker is None or not self._poker.is_alive():
+            self._poker = threading.Thread(target=self._poke, name="hftrain-worker-death", daemon=True)
+            self._poker.start()
+
+    def _poke(self) -> None:
+        """Have the handler look again, until the main thread waits for the worker: torch would not tell it twice."""
+        while self._held is not None:
+            time.sleep(_POKE_S)
+            if self._held is not None:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
+
+
+def report_worker(error: BaseException) -> None:
+    """Raise `StrategyError` in place of torch's error about a worker that died, or gave no batch in time.
+
+    Raises:
+        StrategyError: It names the worker, its signal, and the samples that it was loading.
+    """
+    is_told = isinstance(error, RuntimeError) and _OF_A_WORKER.match(str(error))
+    # A batch that a dead worker has left in the queue cannot be opened any more.
+    if not is_told and not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)):
+        return
+    iterator, pids = _iterator_in(error.__traceback__), _pids(error)
+    info = getattr(iterator, "_task_info", {})
+    for number, worker in enumerate(getattr(iterator, "_workers", ())):
+        if is_told and not pids:
+            if number == info.get(iterator._rcvd_idx, [None])[0]:
+                raise _hung(iterator, number, worker) from error
+            continue
+        if not is_told or worker.pid in pids:
+            worker.join(_JOIN_S)  # else its exit status may not be known yet
+        if worker.exitcode and (not is_told or worker.pid in pids):
+            raise _died(iterator, number, worker) from error
+
+
+def _died(iterator: Any, number: int, worker: Any) -> StrategyError:
+    code = worker.exitcode
+    name = signal.Signals(-code).name if code is not None and code < 0 else f"exit status {code}"
+    reason, remedy = "", "Set dataloader_num_workers=0 to see the error where it happens."
+    fewer = "Use fewer workers (dataloader_num_workers), a smaller dataloader_prefetch_factor, or smaller samples."
+    if name == "SIGKILL":
+        reason, remedy = (
+            f" Memory is the likely cause: the kernel kills with SIGKILL what does not fit{_memory()}.",
+            fewer,
+        )
+    elif name == "SIGBUS":
+        reason = f" Shared memory is the likely cause: batches travel through /dev/shm{_shared_memory()}."
+        remedy = f"Give it more room (docker run --shm-size). {fewer}"
+    elif name == "SIGSEGV":
+        reason = " Native code that the dataset or the collator calls has crashed."
+    return StrategyError(
+        f"Loader worker {number} (pid {worker.pid}) ended with {name}.",
+        f"{_open_batch(iterator, number)}{reason}",
+        remedy,
+    )
+
+
+def _hung(iterator: Any, number: int, worker: Any) -> StrategyError:
+    stack = ""
+    if dump_signal(getattr(iterator, "_worker_init_fn", None)) is not None:
+        with suppress(OSError):
+            os.kill(worker.pid, dump_signal(getattr(iterator, "_worker_init_fn", None)) or 0)
+            time.sleep(_DUMP_S)  # it writes to the same standard error
+            stack = " Its stack is printed above, the innermost call first."
+    return StrategyError(
+        f"Loader worker {number} (pid {worker.pid}) gave no batch in {iterator._timeout:g} s.",
+        f"{_open_batch(iterator, number)}{stack}",
+        "Look at what loading them waits for, or raise dataloader_timeout.",
+    )
+
+
+def _open_batch(iterator: Any, number: int) -> str:
+    """Return in words what a worker's oldest batch that has not come is made of; torch keeps its number only."""
+    info = getattr(iterator, "_task_info", {})
+    # A batch that has come out of turn holds its data, too.
+    waiting = sorted(index for index, entry in info.items() if entry[0] == number and len(entry) == 1)
+    if not waiting:
+        return "It had no batch to load."
+    sampler = getattr(iterator, "_index_sampler", None)
+    seeded = [part for part in (sampler, *samplers_of(sampler)) if isinstance(part, SeededBatches)]
+    back = iterator._send_idx - waiting[0]
+    if not seeded or len(seeded[0].sent) < back:
+        return f"Its oldest open batch is number {waiting[0]} of this pass."
+    samples = list(seeded[0].sent[-back])
+    more = f" and {len(samples) - _MOST_SAMPLES} more" if len(samples) > _MOST_SAMPLES else ""
+    return f"Its oldest open batch has the samples {', '.join(map(str, samples[:_MOST_SAMPLES]))}{more}."
+
+
+def _memory() -> str:
+    """Return what this machine knows of its memory, in parentheses, or nothing."""
+    found = []
+    with suppress(OSError, ValueError, KeyError):
+        events = dict(line.split() for line in Path("/sys/fs/cgroup/memory.events").read_text().splitlines())
+        found.append(f"this cgroup has seen {events['oom_kill']} such kills")
+    with suppress(OSError, ValueError, KeyError):
+        sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free, total = (int(sizes[name].split()[0]) / 2**20 for name in ("MemAvailable", "MemTotal"))
+        found.append(f"{free:.1f} of {total:.1f} GiB are free now")
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _shared_memory() -> str:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return ""
+    return f" ({usage.free / 2**20:.0f} of {usage.total / 2**20:.0f} MiB are free now)"
+
+
+def _pids(error: BaseException) -> set[int]:
+    found = _PIDS.search(str(error))
+    return {int(pid) for pid in found[1].replace(",", " ").split()} if found else set()
+
+
+def _waits_for(frame: FrameType | None, pids: set[int]) -> bool:
+    """Tell whether a frame is within the iterator of a loader that has one of these workers, and not ending them."""
+    while frame is not None and frame.f_code.co_name != "_shutdown_workers":
+        if any(worker.pid in pids for worker in _workers_of(frame)):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _iterator_in(trace: TracebackType | None) -> Any:
+    """Return the innermost loader iterator with workers that an error came through."""
+    found = None
+    while trace is not None:
+        found = trace.tb_frame.f_locals["self"] if _workers_of(trace.tb_frame) else found
+        trace = trace.tb_next
+    return found
+
+
+def _workers_of(frame: FrameType) -> list[Any]:
+    """Return the workers of the loader's iterator whose method a frame is; torch's and torchdata's name it alike."""
+    owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
+    return list(getattr(owner, "_workers", ())) if "MultiProcessingDataLoaderIter" in type(owner).__name__ else []
