@@ -271,12 +271,17 @@ class EvaluateLoop(Loop[EvaluateParts]):
         return parts
 
     def _collect(self, name: str, is_interleaved: bool) -> Any:
-        joined = self._kept.pop(name).joined(self.parts.group, is_interleaved=is_interleaved)
+        kept, group, order = self._kept.pop(name), self.parts.group, self._order
+        if isinstance(kept, Kept):
+            joined = kept.joined(group, is_interleaved=is_interleaved, order=order)
+        else:
+            joined = kept.joined(group, is_interleaved=is_interleaved)
         if name == "outputs" and self.parts.hooks.finish_outputs is not None:
             joined = self.parts.hooks.finish_outputs(joined)
-        if self._order is None or not self.parts.config.joins_batches:
+        # Several ranks have put each row where it belongs.
+        if order is None or group.world_size > 1 or not self.parts.config.joins_batches:
             return joined
-        return put_back(joined, self._order, folder=self.parts.config.spill_dir)
+        return put_back(joined, order, folder=self.parts.config.spill_dir)
 
     def _add_loss(self, loss: torch.Tensor, counts: Any) -> None:
         loss = loss.to(self._loss_sums)

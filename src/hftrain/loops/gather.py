@@ -16,15 +16,21 @@ from hftrain.core.errors import TaskError
 from hftrain.core.tree import map_tensors
 from hftrain.loops.buffers import Array, Rows, allocate, common_kind, padded
 from hftrain.loops.objects import Objects, decode, encode, to_plain
+from hftrain.loops.shared_file import SharedFile
 
-# How much a rank sends at once.
-_CHUNK_BYTES = 1 << 24
+# How much the ranks together send at once.
+_CHUNK_BYTES = 1 << 22
+_CHUNK_OBJECTS = 1 << 14
 
 
 class Group(Protocol):
     """The collectives that gathering needs; every rank must call them."""
 
     world_size: int
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
 
     @property
     def device(self) -> torch.device:
@@ -134,10 +140,14 @@ class Kept(_Keeper):
     def _open(self, is_objects: bool) -> Any:
         return _ObjectRows() if is_objects else Rows(num_expected=self._num_samples, folder=self._folder)
 
-    def joined(self, group: Group, *, is_interleaved: bool) -> Any:
+    def joined(self, group: Group, *, is_interleaved: bool, order: Any = None) -> Any:
         """Return everything as NumPy arrays, concatenated over batches and ranks; None if nothing was kept.
 
-        Lengths that differ beyond the first dimension are padded on the right with -100. Collective.
+        Lengths that differ beyond the first dimension are padded on the right with -100. Of several ranks, those of one
+        machine share a file if there is a `folder`. Collective.
+
+        Args:
+            order: Where several ranks' rows go, see `put_back`.
 
         Raises:
             TaskError: Ranks hold what cannot be joined.
@@ -156,6 +166,7 @@ class Kept(_Keeper):
         # A rank without batches learns the form from the others, and sends nothing.
         for is_objects, mine in zip_longest(kinds, self._rows):
             places = _places(group.gather_object(mine.batch_sizes if mine else []), is_interleaved=is_interleaved)
+            places = _in_order(places, order)
             rows = None if mine is None else mine.array()
             joined.append(
                 _gather_objects(rows or [], group, places)
@@ -256,35 +267,61 @@ def _mismatch(of: str, forms: list[tuple[TreeSpec, list[bool]]]) -> TaskError:
 # -- over ranks ------------------------------------------------------------------------------------------------------
 
 
-def _places(batch_sizes: Sequence[Sequence[int]], *, is_interleaved: bool) -> list[torch.Tensor]:
+def _places(batch_sizes: Sequence[Sequence[int]], *, is_interleaved: bool) -> list[Array]:
     """Return for each rank where its rows stand in the data, from the sizes of its batches."""
-    places: list[list[range]] = [[] for _ in batch_sizes]
+    places: list[list[Array]] = [[numpy.empty(0, numpy.int64)] for _ in batch_sizes]
     in_runs = [[(rank, size) for size in sizes] for rank, sizes in enumerate(batch_sizes)]
     start = 0
     for rank, size in filter(None, chain.from_iterable(zip_longest(*in_runs) if is_interleaved else in_runs)):
-        places[rank].append(range(start, start + size))
+        places[rank].append(numpy.arange(start, start + size))
         start += size
-    return [torch.tensor([row for run in runs for row in run], dtype=torch.int64) for runs in places]
+    return [numpy.concatenate(runs) for runs in places]
 
 
-def _gather_rows(mine: Array | None, group: Group, places: list[torch.Tensor], *, folder: Path | None) -> Array:
-    """Bring all ranks' rows together piece by piece, each where it stands in the data; collective."""
+def _in_order(places: list[Array], order: Any) -> list[Array]:
+    """Return for each rank where its rows stand in the dataset, whose samples were read in an order; see `put_back`."""
+    total = sum(map(len, places))
+    if order is None or not len(order) or total % len(order):
+        return places
+    per_sample = total // len(order)
+    place = numpy.empty(len(order), numpy.int64)
+    place[numpy.argsort(order)] = numpy.arange(len(order))
+    return [place[rows // per_sample] * per_sample + rows % per_sample for rows in places]
+
+
+def _gather_rows(mine: Array | None, group: Group, places: list[Array], *, folder: Path | None) -> Array:
+    """Bring all ranks' rows together piece by piece, each where it stands in the data; collective.
+
+    Ranks that share a file each write their own rows into it, and nothing travels.
+    """
     own = None if mine is None else torch.from_numpy(mine)
     kinds = group.gather_object(None if own is None else [str(own.dtype).removeprefix("torch."), list(own.shape[1:])])
     examples = [torch.empty((0, *kind[1]), dtype=getattr(torch, kind[0])) for kind in kinds if kind is not None]
     shape, dtype = common_kind(examples)
     own = examples[0] if own is None else own
-    joined = allocate((sum(map(len, places)), *shape), dtype, folder=folder)
-    step = max(1, _CHUNK_BYTES // max(1, joined[:1].nbytes))
+    whole = sum(map(len, places)), *shape
+    shared = None
+    if folder is not None and 0 not in whole:
+        shared = SharedFile(whole, torch.empty(0, dtype=dtype).numpy().dtype, folder=folder, group=group)
+    joined = allocate(whole, dtype, folder=None) if shared is None else shared.space()
+    step = max(1, _CHUNK_BYTES // max(1, joined[:1].nbytes * group.world_size))
     for start in range(0, max(map(len, places)), step):
-        rows = group.gather(padded(own[start : start + step], shape, dtype).to(group.device)).cpu()
-        joined[torch.cat([rank[start : start + step] for rank in places]).numpy()] = rows.numpy()
-    return joined
+        rows = padded(own[start : start + step], shape, dtype)
+        if shared is not None and shared.is_of_all:
+            joined[places[group.rank][start : start + step]] = rows.numpy()
+            continue
+        found = group.gather(rows.to(group.device)).cpu()
+        if shared is None or shared.writes_all:
+            joined[numpy.concatenate([rank[start : start + step] for rank in places])] = found.numpy()
+    return joined if shared is None else shared.finished()
 
 
-def _gather_objects(mine: list[Any], group: Group, places: list[torch.Tensor]) -> list[Any]:
+def _gather_objects(mine: list[Any], group: Group, places: list[Array]) -> list[Any]:
     joined: list[Any] = [None] * sum(map(len, places))
-    for where, found in zip(places, group.gather_object(encode(mine)), strict=True):
-        for place, value in zip(where.tolist(), decode(found), strict=True):
-            joined[place] = value
+    step = max(1, _CHUNK_OBJECTS // group.world_size)
+    for start in range(0, max(map(len, places)), step):
+        told = group.gather_object(encode(mine[start : start + step]))
+        for where, found in zip(places, told, strict=True):
+            for place, value in zip(where[start : start + step].tolist(), decode(found), strict=True):
+                joined[place] = value
     return joined

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 from collections.abc import Callable
@@ -126,3 +127,27 @@ def test_ranks_gather_piece_by_piece_into_files(
     for joined in run_ranks(join, 2):
         assert isinstance(joined, numpy.memmap)
         numpy.testing.assert_array_equal(joined, data.numpy())
+
+
+@pytest.mark.parametrize("machines", [["a", "b"], ["a", "a", "b"]])
+def test_machines_have_a_file_each_and_ranks_of_one_share_theirs(
+    run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machines: list[str]
+) -> None:
+    names = itertools.cycle(machines)
+    monkeypatch.setattr("hftrain.loops.shared_file._machine", lambda: next(names))
+    monkeypatch.setattr("hftrain.loops.gather._CHUNK_BYTES", 64)
+    data = torch.arange(41 * 3).reshape(41, 3)
+    order = torch.randperm(41, generator=torch.Generator().manual_seed(0)).tolist()
+
+    def join(group: Any) -> Any:
+        kept = Kept(folder=tmp_path)
+        for start in range(5 * group.rank, 41, 5 * group.world_size):
+            kept.add(data[order[start : start + 5]])
+        return kept.joined(group, is_interleaved=True, order=order)
+
+    found = run_ranks(join, len(machines))
+    for joined in found:
+        numpy.testing.assert_array_equal(joined, data.numpy())
+    found[0][:] = 0  # as a compute_metrics may; the others do not see it
+    numpy.testing.assert_array_equal(found[1], data.numpy())
+    assert list(tmp_path.iterdir()) == []
