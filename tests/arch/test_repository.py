@@ -18,6 +18,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.:/~-])/(?:home/(?!someone\b)|(?:root|Users|m
 REGISTRY_HOST = re.compile(
     r"\b(?:pypi\.org|pythonhosted\.org|download\.pytorch\.org|anaconda\.org)|--(?:extra-)?index-url"
 )
+CONFLICT = re.compile(r"^(?:<{7}|>{7}) \S")
 TODO = re.compile(r"\b(?:TODO|FIXME|XXX)\b(?!\([^)]+\): \S)")
 
 # What reads pickles in other packages, or takes them from other processes. Objects travel between processes as JSON.
@@ -91,6 +92,10 @@ def test_repository_names_no_registry() -> None:
     assert lines_with(REGISTRY_HOST) == []
 
 
+def test_repository_holds_no_marks_of_a_merge() -> None:
+    assert lines_with(CONFLICT) == []
+
+
 def test_source_says_why_something_is_left_to_do() -> None:
     assert lines_with(TODO, ROOT / "src") == [], "write TODO(who or which issue): what and why"
 
@@ -130,6 +135,8 @@ def test_unsafe_loads_lets_safe_ones_pass() -> None:
         (MACHINE_PATH, "HOME=/home" + "/someone", False),
         (REGISTRY_HOST, "from https://" + "pypi." + "org/simple", True),
         (REGISTRY_HOST, "from https://pytorch.org", False),
+        (CONFLICT, "<" * 7 + " HEAD", True),
+        (CONFLICT, "=" * 7, False),
         (TODO, "# TO" + "DO: mend", True),
         (TODO, "# TO" + "DO(issue 12): mend once torch 3 is out", False),
     ],
