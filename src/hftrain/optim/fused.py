@@ -36,8 +36,12 @@ def can_fuse(
     is_unfit = has_chosen or bool(settings.get("momentum") or settings.get("differentiable"))
     if cls not in _FUSED or is_unfit or any(getattr(module, "sparse", False) is True for module in model.modules()):
         return False
+    parameters = list(parameters)
     kinds = {(type(p), p.dtype, p.device, getattr(p, "device_mesh", None)): p for p in parameters}
     try:
+        # The kernels walk through the memory of parameter, gradient and moments side by side, whatever their strides.
+        if not all(getattr(p, "_local_tensor", p).is_contiguous() for p in parameters):
+            return False
         # torch documents no list of devices, dtypes and kinds of tensor, so one parameter of each kind takes a step.
         stand_ins = [parameter.detach().new_zeros(2) for parameter in kinds.values()]
         for (kind, *_), stand_in in zip(kinds, stand_ins, strict=True):

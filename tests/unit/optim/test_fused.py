@@ -94,6 +94,14 @@ def test_sparse_gradients_are_taken(name: str) -> None:
     assert (model[0].weight != before).any(dim=1).tolist() == [False, True, False, False]
 
 
+@pytest.mark.parametrize("name", ["adamw_torch", "sgd", "adagrad"])
+def test_a_parameter_with_gaps_or_other_strides_is_looped_over(name: str) -> None:
+    for weight in (torch.rand(3, 14)[:, ::2], torch.rand(7, 3).t()):
+        model = make_model()
+        model[2].weight = nn.Parameter(weight)
+        assert not is_fused(build_optimizer(OptimizerConfig(name=name), model))
+
+
 def test_lazy_parameters_are_looped_over() -> None:
     model = nn.LazyLinear(2)
     assert not can_fuse(torch.optim.AdamW, {}, model, model.parameters())
