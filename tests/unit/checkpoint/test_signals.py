@@ -120,6 +120,8 @@ def test_a_thread_hears_of_signals_but_not_of_those_of_forked_processes() -> Non
     ear, mouth = socket.socketpair()
     mouth.setblocking(False)
     ear.settimeout(10.0)
+    # torch handles it in a process that has had loader workers, and then it is told of, too.
+    of_children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with SignalHandlers(make_requests(), mouth.fileno):
         assert signal.set_wakeup_fd(mouth.fileno()) == mouth.fileno()
         pid = os.fork()
@@ -130,6 +132,7 @@ def test_a_thread_hears_of_signals_but_not_of_those_of_forked_processes() -> Non
         send("SIGUSR1")
         assert ear.recv(10) == bytes([signal.SIGUSR1])
     assert signal.set_wakeup_fd(-1) == -1
+    signal.signal(signal.SIGCHLD, of_children)
     ear.close()
     mouth.close()
 
