@@ -309,12 +309,13 @@ class CheckpointManager:
         except CheckpointError as error:
             logger.warning("Kept all checkpoints, for the one to keep is not whole: %s", error)
             return
-        kept = {path.name} if is_finite else {path.name} | last_finite_name(known)
+        choose: Callable[[Mapping[str, Manifest]], set[str]] = (lambda _: set()) if is_finite else last_finite_name
         for name in others:
-            if name not in kept:
+            if name not in choose(known):
                 self._delete(self.config.output_dir / name)
-        if self.remote is not None:
-            self.remote.rotate(run_id=self.run_id, limit=1, protected=kept, keeps_newest=False)
+        if self.remote is not None:  # which may hold more than its copy here
+            own, protected = self.run_id, {path.name}
+            self.remote.rotate(run_id=own, limit=1, protected=protected, keeps_newest=False, choose=choose)
 
     def _is_own(self, name: str, manifest: Manifest) -> bool:
         return manifest.step == checkpoint_step(name) and manifest.facts.get("run_id") == self.run_id

@@ -82,8 +82,7 @@ def _order(name: str, manifest: Manifest | None) -> tuple[float, float, int]:
 def surplus(known: Sequence[T], *, protected: Collection[T], limit: int) -> Sequence[T]:
     """Return what to delete of `known`, the oldest first, so that `limit` stay, at least 1, and all `protected`."""
     others = [each for each in known if each not in protected]
-    num_kept = len(known) - len(others)
-    return others[: max(0, len(known) - max(limit, num_kept))]
+    return others[: max(0, len(known) - limit)]
 
 
 def finite_of(run_id: str) -> Callable[[Manifest], bool]:

@@ -42,7 +42,7 @@ class HistoryText:
         for index, start in enumerate(range(0, len(history), _CHUNK)):
             entries = history[start : start + _CHUNK]
             chunk = known[index] if index < len(known) else _Chunk()
-            if chunk.size > len(entries) or chunk.mark is None or chunk.mark != _mark(entries[: chunk.size]):
+            if chunk.mark is None or chunk.mark != _mark(entries[: chunk.size]):
                 chunk = _Chunk()
             if chunk.size < len(entries):
                 chunk.waiting += [dict(each) if isinstance(each, Mapping) else each for each in entries[chunk.size :]]

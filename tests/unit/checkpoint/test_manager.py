@@ -256,9 +256,21 @@ def test_rotate_never_touches_a_folder_it_does_not_know(make_manager, output_dir
     (output_dir / "checkpoint-2").symlink_to(tmp_path / "checkpoint-2")
     (output_dir / "checkpoint-0").mkdir()
     (output_dir / "best").mkdir()
+    shutil.copytree(output_dir / "checkpoint-3", output_dir / "checkpoint-30")
     save_notes(manager, 4)
     manager.rotate()
-    assert listing(output_dir) == ["best", "checkpoint-0", "checkpoint-1", "checkpoint-2", "checkpoint-4"]
+    kept = ["best", "checkpoint-0", "checkpoint-1", "checkpoint-2", "checkpoint-30", "checkpoint-4"]
+    assert listing(output_dir) == kept
+
+
+def test_rotate_counts_no_link(make_manager, output_dir, tmp_path):
+    manager = make_manager(save_total_limit=2)
+    save_notes(manager, 1, 2, 3)
+    (output_dir / "checkpoint-3").rename(tmp_path / "checkpoint-3")
+    (output_dir / "checkpoint-3").symlink_to(tmp_path / "checkpoint-3")
+    save_notes(manager, 4)
+    manager.rotate()
+    assert listing(output_dir) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
 
 
 def test_rotate_touches_no_other_run_and_latest_goes_by_commit(make_manager, output_dir):

@@ -89,6 +89,17 @@ def test_pruning_deletes_the_oldest_first(make_manager, output_dir, monkeypatch)
     assert steps_in(output_dir) == [4]
 
 
+def test_a_resumed_run_prunes_neither_the_newest_nor_the_last_finite_one(make_manager, output_dir, monkeypatch):
+    first = make_manager()
+    save(first, 1, 2)
+    first.save(3, main=[], facts={"is_finite": False})
+    manager = make_manager()
+    manager.run_id = first.run_id
+    monkeypatch.setattr(manager_module, "free_bytes", lambda _: 0)
+    assert manager.prune(50)
+    assert steps_in(output_dir) == [2, 3]
+
+
 def test_checkpoints_without_numbers_come_first_and_among_themselves_by_time(make_manager, output_dir, monkeypatch):
     times = iter([300.0, 200.0, 100.0])
     monkeypatch.setattr("hftrain.checkpoint.manager.time.time", lambda: next(times))

@@ -207,14 +207,15 @@ def test_a_failed_upload_names_the_copy_that_is_left(make, save_at, output_dir, 
     assert not any(".incomplete" in name for name in listing())
 
 
-def test_what_was_never_uploaded_is_named_and_not_taken(make, save_at, output_dir, monkeypatch, caplog):
+@pytest.mark.parametrize("step", [10, 3])
+def test_what_was_never_uploaded_is_named_and_not_taken(make, save_at, output_dir, monkeypatch, caplog, step):
     save_at(make(), 5)
     with monkeypatch.context() as patch:
         failing(patch, "put_file", times=99, error=OSError("gone"))
         with pytest.raises(CheckpointError, match="gone"):
-            save_at(make(), 10)
+            save_at(make(), step)
     assert make().latest() == output_dir / "checkpoint-5"
-    assert f"{output_dir / 'checkpoint-10'} is newer than what {URL} holds, and was never uploaded" in caplog.text
+    assert f"{output_dir / f'checkpoint-{step}'} is newer than what {URL} holds, and was never uploaded" in caplog.text
 
 
 def test_a_store_that_keeps_less_than_it_was_given_gets_no_manifest(make, save_at, monkeypatch):
@@ -303,6 +304,23 @@ def test_rotation_keeps_the_best_other_runs_and_what_it_does_not_know(make, make
     assert {"checkpoint-5", "checkpoint-15"} <= {path.name for path in output_dir.iterdir()}
     manager.keep_only(output_dir / "checkpoint-5")
     assert checkpoints() == ["checkpoint-1", "checkpoint-5"]
+
+
+def test_rotation_spares_what_another_run_has_put_in_a_checkpoints_place(make, make_manager, save_at):
+    manager = make(save_total_limit=1)
+    save_at(manager, 5)
+    save_at(make_manager(url=URL), 5)
+    save_at(manager, 10)
+    manager.rotate()
+    assert checkpoints() == ["checkpoint-10", "checkpoint-5"]
+
+
+def test_the_last_finite_one_stays_beside_the_one_to_keep_though_no_copy_is_here(make, output_dir):
+    for step in (5, 10):
+        make().save(step, main=[], facts={"is_finite": step == 5})
+    shutil.rmtree(output_dir / "checkpoint-5")
+    make().keep_only(output_dir / "checkpoint-10")
+    assert checkpoints() == ["checkpoint-10", "checkpoint-5"]
 
 
 def test_a_deletion_begins_with_the_manifest(make, save_at, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hftrain.checkpoint.manifest import Manifest
-from hftrain.checkpoint.rotation import Manifests, commit_order, surplus
+from hftrain.checkpoint.rotation import Manifests, commit_order, finite_of, surplus
 
 
 def test_checkpoints_are_ordered_by_number_then_by_time_and_those_without_manifest_come_last():
@@ -51,3 +51,13 @@ def test_manifests_are_read_once_and_forgotten_with_their_checkpoints():
 )
 def test_surplus_is_the_oldest_that_nobody_protects(protected, limit, expected):
     assert list(surplus([1, 2, 3, 4, 5], protected=protected, limit=limit)) == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [({}, True), ({"is_finite": True}, True), ({"is_finite": False}, False), ({"only_model": True}, False)],
+)
+def test_a_run_goes_back_to_its_own_complete_finite_checkpoints(facts, expected):
+    manifest = Manifest(step=1, facts={"run_id": "a", **facts})
+    assert finite_of("a")(manifest) == expected
+    assert not finite_of("b")(manifest)

@@ -21,7 +21,7 @@ def openmpi(rank: int, world_size: int, *, local_rank: int = 0, local_world_size
 def slurm(rank: int, tasks: str, *, gtids: str, node: int = 0, nodes: str = "n1") -> dict[str, str]:
     """Return what slurm-wlm 22.05 sets in a task of a step, as seen; `tasks` is by node."""
     ids = gtids.split(",")
-    count = {"2": 2, "4": 4, "2(x2)": 4, "1(x2)": 2}[tasks]
+    count = {"2": 2, "4": 4, "2(x2)": 4, "1(x2)": 2, "2,1": 3}[tasks]
     return {
         **{"SLURM_JOB_ID": "70", "SLURM_STEP_ID": "1", "SLURM_NTASKS": str(count), "SLURM_PROCID": str(rank)},
         **{"SLURM_STEP_NUM_TASKS": str(count), "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node)},
@@ -73,6 +73,7 @@ def launched(monkeypatch: pytest.MonkeyPatch):
         (slurm(3, "2(x2)", gtids="2,3", node=1), "SLURM", 3, 4, 1, 2),
         (slurm(0, "2(x2)", gtids="0,1"), "SLURM", 0, 4, 0, 2),
         (slurm(1, "2(x2)", gtids="1,3", node=1), "SLURM", 1, 4, 0, 2),
+        (slurm(2, "2,1", gtids="2", node=1), "SLURM", 2, 3, 0, 1),
         (JSM | JSM_LOCAL, "LSF", 3, 4, 1, 2),
         (SAGEMAKER, "SageMaker", 1, 2, 0, 1),
         # One inside the other.
@@ -83,6 +84,7 @@ def launched(monkeypatch: pytest.MonkeyPatch):
         ({"WORLD_SIZE": "9"} | slurm(1, "2", gtids="0,1"), "SLURM", 1, 2, 1, 2),
         # What tells a part, or that it is none.
         ({"WORLD_SIZE": "4"}, "torchrun", 0, 4, None, None),
+        ({"WORLD_SIZE": "1", "PMIX_RANK": "0"}, "torchrun", 0, 1, None, None),
         ({"RANK": "-1", "WORLD_SIZE": "-1", "LOCAL_RANK": "-1"}, None, 0, 1, None, None),
     ],
 )

@@ -107,6 +107,15 @@ def test_lazy_parameters_are_looped_over() -> None:
     assert not can_fuse(torch.optim.AdamW, {}, model, model.parameters())
 
 
+def test_parameters_of_a_class_of_their_own_are_looped_over() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    model = make_model()
+    model[0].bias = Own(torch.zeros(7))
+    assert not can_fuse(torch.optim.AdamW, {}, model, model.parameters())
+
+
 def test_split_parameters_are_fused_where_torch_can(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
