@@ -110,11 +110,19 @@ def test_processes_that_srun_did_not_start_are_alone(slurm: Slurm, tmp_path: Pat
 def test_shell_with_several_tasks_is_alone_and_its_own_steps_are_not(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "ask.sh").write_text(ASK, encoding="utf-8")
     (tmp_path / "shell.sh").write_text("bash ask.sh\nsrun --overlap --ntasks=2 bash ask.sh\n", encoding="utf-8")
-    pty = "srun --ntasks=2 --pty bash shell.sh"
+    pty = "srun --ntasks=2 --pty bash -i shell.sh"
     told = slurm.run("script", "--quiet", "--return", "--command", pty, "/dev/null", folder=tmp_path)
     said = [line.strip() for line in told.splitlines() if "Launch" in line]
     assert said[0].endswith(ALONE)
     assert sorted(said[1:]) == [task_of_slurm(rank, 2) for rank in range(2)]
+
+
+def test_tasks_of_a_step_with_a_terminal_are_one_run(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "task.sh").write_text(f"{ASK} > told-$SLURM_PROCID 2>&1\n", encoding="utf-8")
+    pty = "srun --ntasks=2 --pty bash task.sh"
+    slurm.run("script", "--quiet", "--return", "--command", pty, "/dev/null", folder=tmp_path)
+    told = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
+    assert told == [task_of_slurm(rank, 2) + "\n" for rank in range(2)]
 
 
 def test_torchrun_wins(slurm: Slurm, tmp_path: Path) -> None:

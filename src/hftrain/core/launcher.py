@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -164,8 +165,20 @@ def _is_alone(names: _Names) -> bool:
     # A batch script that a task of another job has submitted inherits that task's variables, but not this one.
     on_first_node = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     is_inherited = on_first_node is not None and int(on_first_node[0]) != _number(names.local_world_size)
-    # `srun --ntasks=4 --pty bash`: only this task has the terminal, and the shells of the others have ended.
-    return is_inherited or ("SLURM_PTY_PORT" in os.environ and os.isatty(0))
+    return is_inherited or ("SLURM_PTY_PORT" in os.environ and _is_in_shell())
+
+
+def _is_in_shell() -> bool:
+    """Tell whether somebody at a terminal started this: with `srun --ntasks=4 --pty bash` the other shells have ended.
+
+    A shell puts each command into a process group of its own. Steps that are started in it inherit its variables, and
+    their tasks lead no session; `srun --ntasks=4 --pty python train.py` leads one, and is the task itself.
+    """
+    task = _number("SLURM_TASK_PID") or 0
+    try:
+        return os.getsid(task) == task and (os.getpgrp() != task or hasattr(sys, "ps1"))
+    except OSError:  # in a container that numbers processes by itself
+        return os.isatty(0)
 
 
 def _read_sagemaker() -> Launch | None:

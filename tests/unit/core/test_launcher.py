@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -115,12 +117,27 @@ def test_process_that_is_alone_has_no_launcher(launched, variables) -> None:
     assert read_launch() == Launch()
 
 
-@pytest.mark.parametrize(("is_terminal", "world_size"), [(True, 1), (False, 2)])
-def test_shell_of_several_tasks_is_alone_at_its_terminal(launched, monkeypatch, is_terminal, world_size) -> None:
-    """`srun` in that shell starts tasks that inherit SLURM_PTY_PORT, and have no terminal."""
-    launched(slurm(0, "2", gtids="0,1") | {"SLURM_PTY_PORT": "40000"})
-    monkeypatch.setattr(os, "isatty", lambda descriptor: descriptor == 0 and is_terminal)
-    assert read_launch().world_size == world_size
+TASK = """
+import os, subprocess, sys
+os.environ["SLURM_TASK_PID"] = str(os.getpid())
+read = "from hftrain.core.launcher import read_launch; print(read_launch().world_size)"
+subprocess.run([sys.executable, "-c", read], preexec_fn=os.setpgrp if "command" in sys.argv else None, check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("has_terminal", "started_by", "world_size"), [(True, "command", 1), (True, "script", 2), (False, "command", 2)]
+)
+def test_shell_of_several_tasks_is_alone(has_terminal, started_by, world_size) -> None:
+    """A shell gives a command its own process group; `srun` there starts tasks that inherit SLURM_PTY_PORT.
+
+    SLURM makes the task that has the terminal the leader of a session. Nothing else of a terminal takes part here.
+    """
+    variables = slurm(0, "2", gtids="0,1") | {"SLURM_PTY_PORT": "40000"}
+    command = [sys.executable, "-c", TASK, started_by]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE"))}
+    kwargs = {"stdin": subprocess.DEVNULL, "text": True, "env": {**env, **variables}, "start_new_session": has_terminal}
+    assert int(subprocess.check_output(command, **kwargs)) == world_size
 
 
 @pytest.mark.parametrize(
