@@ -111,6 +111,7 @@ def test_every_chain_can_begin_anywhere(make: Any, drop: bool, num: int) -> None
         lambda: RandomSampler(range(9), generator=torch.Generator()),
         lambda: ContiguousShard(range(9), rank=0, world_size=2),
         lambda: BatchSampler(RandomSampler(range(9)), 2, False),
+        lambda: type("Own", (SequentialSampler,), {})(range(9)),
         lambda: type("Own", (BatchSampler,), {})(SequentialSampler(range(9)), 2, False),
         lambda: ranks(BatchSampler(RandomSampler(range(9)), 2, False)),
         lambda: SeededBatches(BatchSampler(RandomSampler(range(9)), 2, False), seed=0, rank=0),

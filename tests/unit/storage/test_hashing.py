@@ -144,6 +144,21 @@ def test_writes_past_the_cache_that_are_refused_go_through_it(tmp_path, monkeypa
     assert list(notes.values()) == [hashlib.sha256(data).hexdigest()]
 
 
+def test_writes_that_are_refused_in_any_way_are_an_error(tmp_path, monkeypatch):
+    class Deaf(io.FileIO):
+        """Refuses every write, until somebody would ask for ever."""
+
+        answers = itertools.chain([errno.EINVAL] * 5, itertools.repeat(errno.EIO))
+
+        def write(self, data):
+            raise OSError(next(self.answers), "refused")
+
+    monkeypatch.setattr(hashing, "open", lambda path, mode, **options: Deaf(path, mode), raising=False)
+    with pytest.raises(OSError, match="refused") as caught:
+        written(tmp_path / "a", random_bytes(PIECE))
+    assert caught.value.errno == errno.EINVAL
+
+
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="this system has no device that is always full")
 @pytest.mark.parametrize("num_bytes", [1, PIECE, 3 * PIECE])
 def test_full_disk_is_an_error_of_the_write(num_bytes):

@@ -57,6 +57,19 @@ def test_rank_0_may_leave_first(bed: Bed) -> None:
     assert bed.told == []
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has other options")
+def test_both_ends_let_the_system_ask_within_the_time(bed: Bed) -> None:
+    def ends() -> list[socket.socket]:
+        keys = [key for each in bed.links for key in each._selector.get_map().values()]
+        return [key.fileobj for key in keys if "_watch" in getattr(key.data, "__qualname__", "")]  # type: ignore[misc]
+
+    until(lambda: len(ends()) == 4)
+    for end in ends():
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+        assert [end.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names] == [10, 5, 4, 30_000]
+
+
 def test_connection_that_breaks_is_told_of_once_with_its_rank_and_host(bed: Bed) -> None:
     address, port, token, _ = json.loads(bed.board.read("links") or "")
     souths = [socket.create_connection((address, port)) for _ in range(2)]
