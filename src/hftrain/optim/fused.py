@@ -53,3 +53,22 @@ def can_fuse(
         # The errors of a missing kernel differ by class, device and version.
         return False
     return True
+
+
+def fit_gradients(optimizer: Optimizer, *_: Any) -> None:
+    """Before a step, lay gradients out as the kernels read them; leave groups with sparse ones to torch's loop.
+
+    autograd lays them out itself; those that a training step assigns, and of sparse functions, can be otherwise.
+    """
+    for group in optimizer.param_groups:
+        if not group.get("fused"):
+            continue
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                group["fused"] = None
+                break
+            if not grad.is_contiguous():
+                parameter.grad = grad.contiguous()

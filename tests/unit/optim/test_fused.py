@@ -102,6 +102,33 @@ def test_a_parameter_with_gaps_or_other_strides_is_looped_over(name: str) -> Non
         assert not is_fused(build_optimizer(OptimizerConfig(name=name), model))
 
 
+@pytest.mark.parametrize("name", ["adamw_torch", "sgd", "adagrad"])
+def test_gradients_that_are_assigned_may_have_any_strides(name: str) -> None:
+    models = make_model(), make_model()
+    for model, options in zip(models, ({}, {"fused": False}), strict=True):
+        optimizer = build_optimizer(OptimizerConfig(name=name, learning_rate=0.1, options=options), model)
+        for parameter in model.parameters():
+            grad = torch.arange(parameter.numel(), dtype=torch.float32)
+            parameter.grad = (
+                grad.reshape(parameter.shape[::-1]).t() if parameter.ndim == 2 else grad[:1].expand(7)[: len(grad)]
+            )
+        optimizer.step()
+    torch.testing.assert_close(list(models[0].parameters()), list(models[1].parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_sparse_gradients_of_functions_are_taken(name: str) -> None:
+    model = make_model()
+    optimizer = build_optimizer(OptimizerConfig(name=name, learning_rate=0.1), model)
+    before = model[0].weight.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        nn.functional.embedding(torch.tensor([1]), model[0].weight, sparse=True).sum().backward()
+        optimizer.step()
+    assert (model[0].weight != before).any(dim=1).tolist() == [row == 1 for row in range(7)]
+
+
 def test_lazy_parameters_are_looped_over() -> None:
     model = nn.LazyLinear(2)
     assert not can_fuse(torch.optim.AdamW, {}, model, model.parameters())
