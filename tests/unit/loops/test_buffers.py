@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,20 +129,26 @@ def test_ranks_gather_piece_by_piece_into_files(
         numpy.testing.assert_array_equal(joined, data.numpy())
 
 
-@pytest.mark.parametrize("machines", [["a", "b"], ["a", "a", "b"]])
+@pytest.mark.parametrize("machines", [["a", "b"], ["a", "a", "b"], ["a", "a"]])
+@pytest.mark.parametrize("per_sample", [1, 2])
 def test_machines_have_a_file_each_and_ranks_of_one_share_theirs(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machines: list[str]
+    run_ranks: Callable[..., list[Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    machines: list[str],
+    per_sample: int,
 ) -> None:
-    names = itertools.cycle(machines)
-    monkeypatch.setattr("hftrain.loops.shared_file._machine", lambda: next(names))
+    here = threading.local()
+    monkeypatch.setattr("hftrain.loops.shared_file._machine", lambda: machines[here.rank])
     monkeypatch.setattr("hftrain.loops.gather._CHUNK_BYTES", 64)
-    data = torch.arange(41 * 3).reshape(41, 3)
+    data = torch.arange(41 * per_sample * 3).reshape(41 * per_sample, 3)
     order = torch.randperm(41, generator=torch.Generator().manual_seed(0)).tolist()
 
     def join(group: Any) -> Any:
+        here.rank = group.rank
         kept = Kept(folder=tmp_path)
         for start in range(5 * group.rank, 41, 5 * group.world_size):
-            kept.add(data[order[start : start + 5]])
+            kept.add(data.reshape(41, -1)[order[start : start + 5]].reshape(-1, 3))
         return kept.joined(group, is_interleaved=True, order=order)
 
     found = run_ranks(join, len(machines))
