@@ -86,7 +86,7 @@ def check_optimizer(path: Path, optimizer: torch.optim.Optimizer, *, before: lis
         for name, value in settings.items():
             is_fit = name in group and is_alike(group[name], value)
             is_fit = is_fit and (name not in _CHOICES or isinstance(group[name], (bool, NoneType)))
-            if not is_fit or (name in _MODES and bool(group[name]) != bool(value)):
+            if not is_fit or (name in _MODES and group[name] != value):
                 raise misfit(path, f"{name!r} of group {number} is absent, or not what the optimizer has there")
         _check_ranges(path, optimizer, group)
     kind = type(optimizer)

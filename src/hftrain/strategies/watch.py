@@ -21,6 +21,8 @@ from hftrain.strategies.links import Links
 
 _POLL_S = 1.0
 _NOTICE_S = 1.5 * _POLL_S
+# On a busy machine the others look late; those that are gone never do.
+_HEARD_S = 6 * _POLL_S
 # A process whose peer failed usually ends by itself: the next exchange tells it.
 _GRACE_S = 5.0
 _ANSWER_S = 3 * _POLL_S
@@ -101,6 +103,7 @@ class RankWatch:
         while True:
             note = self._read("failed")
             if note is not None and not self.has_failed:
+                self._post(f"heard {self.rank}", "")
                 return note
             if time.monotonic() >= deadline:
                 return None
@@ -119,8 +122,16 @@ class RankWatch:
             self.has_failed = True
             first_line = str(error).strip().partition("\n")[0]
             self._post("failed", f"rank {self.rank} failed: {kind.__name__}: {first_line}")
-            # This process may keep the notes: the others must have looked before it goes.
-            time.sleep(_NOTICE_S)
+            self._post(f"heard {self.rank}", "")
+            self._await_others()
+
+    def _await_others(self) -> None:
+        """Return when the others have looked: this process may keep the notes, which go with it."""
+        deadline = time.monotonic() + _HEARD_S
+        while time.monotonic() < deadline and not self._is_over.is_set():
+            if all(self._read(f"heard {rank}") is not None for rank in range(self.world_size)):
+                return
+            time.sleep(0.05)
 
     def _listen(self) -> None:
         while not self._is_over.wait(_POLL_S):

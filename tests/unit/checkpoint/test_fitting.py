@@ -72,6 +72,7 @@ def stepped() -> torch.optim.Optimizer:
         (lambda optimizer, state: optimizer.param_groups[0].update(betas=(0.9,)), "'betas' of group 0"),
         (lambda optimizer, state: optimizer.param_groups[0].update(eps=10**30), "'eps' of group 0"),
         (lambda optimizer, state: optimizer.param_groups[0].update(foreach=torch.ones(2)), "'foreach' of group 0"),
+        (lambda optimizer, state: optimizer.param_groups[0].update(amsgrad=None), "'amsgrad' of group 0"),
         (lambda optimizer, state: optimizer.param_groups[0].update(maximize=True), "'maximize' of group 0"),
         (lambda optimizer, state: optimizer.param_groups[0].update(lr=-1.0), "Invalid learning rate"),
         (lambda optimizer, state: state.pop("exp_avg"), "has only"),

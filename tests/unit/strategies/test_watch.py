@@ -43,6 +43,25 @@ def test_broken_exchange_is_told_from_errors_of_ones_own(error: Exception, is_br
     assert is_broken_exchange(error) is is_broken
 
 
+def test_failed_process_stays_until_the_others_have_looked(
+    watches: tuple[RankWatch, RankWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = watches
+    monkeypatch.setattr(watch, "_HEARD_S", 60.0)
+    first._report(ValueError, ValueError("boom"), None)
+    assert second._read("heard 1") is not None
+
+
+def test_failed_process_does_not_wait_for_ever_for_one_that_is_gone(
+    watches: tuple[RankWatch, RankWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = watches
+    second.stop()
+    monkeypatch.setattr(watch, "_HEARD_S", 0.2)
+    first._report(ValueError, ValueError("boom"), None)
+    assert first._read("heard 1") is None
+
+
 def test_failure_is_printed_and_told_and_the_other_prints_a_line(
     watches: tuple[RankWatch, RankWatch], capsys: pytest.CaptureFixture[str]
 ) -> None:
