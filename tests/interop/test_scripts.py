@@ -121,7 +121,9 @@ def test_masked_images(tmp_path, monkeypatch, method):
 
 
 def test_semantic_segmentation(tmp_path, monkeypatch):
-    compare(tmp_path, monkeypatch, "semantic_segmentation", learning_rate=1e-4)
+    # With the fused kernel, rounding decides about one pixel of 8,650.
+    plain = {"optim": "adamw_torch", "optim_args": "fused=False"}
+    compare(tmp_path, monkeypatch, "semantic_segmentation", learning_rate=1e-4, **plain)
 
 
 def test_object_detection(tmp_path, monkeypatch):

@@ -83,7 +83,7 @@ def run_options(**options: Any) -> dict[str, Any]:
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
         "learning_rate": 1e-2,
-        "optim": "adamw_torch",
+        "optim": "adamw_torch_fused",
         "logging_steps": 1,
         "save_strategy": "no",
         "disable_tqdm": True,

@@ -18,7 +18,7 @@ THEIR_IMPORTS = ("from transformers import ", "from transformers.trainer_utils i
 OUR_IMPORT = "from hftrain import "
 FLAGS = {
     "num_train_epochs": "2", "per_device_train_batch_size": "4", "per_device_eval_batch_size": "4",
-    "learning_rate": "1e-3", "optim": "adamw_torch", "logging_steps": "1", "save_strategy": "epoch",
+    "learning_rate": "1e-3", "optim": "adamw_torch_fused", "logging_steps": "1", "save_strategy": "epoch",
     "eval_strategy": "epoch", "report_to": "none", "use_cpu": "True", "disable_tqdm": "True", "seed": "7",
 }  # fmt: skip
 # hftrain's list of a checkpoint's files, and its arguments as plain data where transformers pickles them.
