@@ -59,6 +59,7 @@ class RankWatch:
         self._watched = threading.get_ident()
         self._is_over = threading.Event()
         self._answered: str | None = None
+        self._failure: str | None = None
         self._gave_up = False
         self._hooks = sys.excepthook, self._report
         sys.excepthook = self._hooks[1]
@@ -101,10 +102,11 @@ class RankWatch:
         """Return which other process failed, and how, as soon as one says so; None if none does."""
         deadline = time.monotonic() + wait_s
         while True:
-            note = self._read("failed")
-            if note is not None and not self.has_failed:
+            # Whoever keeps the notes may be gone when the second thread asks.
+            self._failure = self._failure or self._read("failed")
+            if self._failure is not None and not self.has_failed:
                 self._post(f"heard {self.rank}", "")
-                return note
+                return self._failure
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.05)

@@ -52,6 +52,16 @@ def test_failed_process_stays_until_the_others_have_looked(
     assert second._read("heard 1") is not None
 
 
+def test_failure_is_known_after_whoever_keeps_the_notes_is_gone(
+    watches: tuple[RankWatch, RankWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = watches
+    first._report(ValueError, ValueError("boom"), None)
+    assert second.failure_elsewhere(wait_s=5.0) is not None
+    monkeypatch.setattr(second._board, "read", lambda key: None)
+    assert second.failure_elsewhere() == "rank 0 failed: ValueError: boom"
+
+
 def test_failed_process_does_not_wait_for_ever_for_one_that_is_gone(
     watches: tuple[RankWatch, RankWatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
