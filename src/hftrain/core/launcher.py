@@ -177,7 +177,7 @@ def _is_in_shell() -> bool:
     task = _number("SLURM_TASK_PID") or 0
     try:
         return os.getsid(task) == task and (os.getpgrp() != task or hasattr(sys, "ps1"))
-    except OSError:  # in a container that numbers processes by itself
+    except OSError:  # in a container with process numbers of its own
         return os.isatty(0)
 
 

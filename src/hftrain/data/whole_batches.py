@@ -116,7 +116,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _array(column: Any) -> numpy.ndarray[Any, Any] | None:
-    """Return an Arrow column of numbers, or of lists of equal lengths, as an array; None if it is no such column."""
+    """Return an Arrow column of numbers, or of lists of equal lengths, as an array; else None."""
     values = column.combine_chunks()
     shape = [len(values)]
     while hasattr(values, "flatten") and values.null_count == 0 and _length(values):

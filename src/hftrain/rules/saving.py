@@ -47,14 +47,14 @@ def check_save_policy(args: TrainingArguments, policy: SavePolicy, strategy: Str
             ),
             (
                 restores and args.save_only_model,
-                "SavePolicy(on_nonfinite='restore') was asked for with save_only_model=True.",
-                "Checkpoints without the optimizer's state cannot be gone back to.",
+                "Cannot use SavePolicy(on_nonfinite='restore') with save_only_model=True.",
+                "Its checkpoints lack the optimizer's state, which a restore needs.",
                 "Leave save_only_model out, or use on_nonfinite='stop'.",
             ),
             (
                 restores and not strategy.restores_in_a_run,
-                f"SavePolicy(on_nonfinite='restore') was asked for with strategy={strategy.name!r}.",
-                "Its engine takes a checkpoint's weights when it is built, and not while it trains.",
+                f"Cannot use SavePolicy(on_nonfinite='restore') with strategy={strategy.name!r}.",
+                "Its engine loads weights only when it is built, not during training.",
                 "Use on_nonfinite='stop', and resume from the last finite checkpoint.",
             ),
         )

@@ -103,7 +103,7 @@ class Finiteness:
         kept = f"{last} is the last finite checkpoint, and stays." if last else "No checkpoint before it is finite."
         remedy = (
             "Resume from a finite checkpoint with a lower learning_rate or max_grad_norm; "
-            "SavePolicy(on_nonfinite='stop') ends such a run, and 'restore' lets it go back by itself."
+            "SavePolicy(on_nonfinite='stop') ends such a run, and 'restore' resumes it from the last finite one."
         )
         return explain(f"{checkpoint_name(step)} is not finite: {found}.", kept, remedy)
 

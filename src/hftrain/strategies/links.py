@@ -33,7 +33,7 @@ class Links:
 
     The system acknowledges them for a process that is busy, holds the interpreter's lock or is stopped by a debugger,
     so none of these is taken for gone. What does not answer is a machine that is down, or behind a broken network. A
-    process that ends closes its connection, which is no alarm: its launcher and the next collective tell why it ended.
+    process that ends closes its connection, and that raises no alarm: its launcher and the next collective tell why.
 
     Args:
         board: Where rank 0 leaves its address.
