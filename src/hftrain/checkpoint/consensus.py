@@ -95,9 +95,11 @@ class Consensus:
 
     Attributes:
         on_stop: Called by the thread, among several processes, when all have agreed to stop because of SIGTERM.
+        is_waiting: Whether a save in the background waits for the other processes, and writes nothing here.
     """
 
     on_stop: Callable[[], None] | None = None
+    is_waiting: bool = False
 
     def __init__(
         self,
@@ -221,7 +223,11 @@ class Consensus:
                 "Look for its error; allow more time with ddp_timeout.",
             )
 
-        return bool(self._exchange("save", self._turn, flag, all, is_late))
+        self.is_waiting = True
+        try:
+            return bool(self._exchange("save", self._turn, flag, all, is_late))
+        finally:
+            self.is_waiting = False
 
     # -- the thread ----------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ class Watched:
         pulse: Returns something that is different whenever the run has got on; fast.
         share: Takes this process's pulse and returns that of all, with what is on its way to disk.
         where: Returns in words what the run does.
-        is_saving: Tells whether a checkpoint is being written.
+        is_saving: Takes what `share` returned last, None if nothing, and tells whether a process writes a checkpoint.
         missing: Returns which ranks did not come to where this one waits, and where they are; None if it is alone.
         interrupt: Takes a message, and raises `TrainingStopped` with it in the main thread; returns whether it could
             send the signal for that.
@@ -53,7 +53,7 @@ class Watched:
     pulse: Callable[[], Any]
     share: Callable[[Any], Any]
     where: Callable[[], str]
-    is_saving: Callable[[], bool]
+    is_saving: Callable[[Any], bool]
     missing: Callable[[], tuple[str, str]] | None
     interrupt: Callable[[str], bool]
     last_words: Callable[[], str]
@@ -164,7 +164,7 @@ class GracePeriod:
             latest = self._pulse()
             if latest is not None and latest != pulse:
                 pulse, changed_s = latest, now_s
-            is_saving, quiet_s = self._watched.is_saving(), now_s - changed_s
+            is_saving, quiet_s = self._watched.is_saving(latest), now_s - changed_s
             if is_hurried and (not is_saving or quiet_s > LAST_S):
                 return "a second SIGTERM came"
             if patience_s is not None and quiet_s > patience_s * (_SAVING_FACTOR if is_saving else 1.0):

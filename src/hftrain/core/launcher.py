@@ -185,10 +185,20 @@ def _read_sagemaker() -> Launch | None:
     """Return which of SageMaker's machines this is, where its job starts the script once on each."""
     if "SM_HOSTS" not in os.environ or "SM_CURRENT_HOST" not in os.environ:
         return None
-    hosts = sorted(json.loads(os.environ["SM_HOSTS"]))
+    text, host = os.environ["SM_HOSTS"], os.environ["SM_CURRENT_HOST"]
+    try:
+        hosts = sorted(json.loads(text))
+        rank = hosts.index(host)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            "Cannot read SageMaker's list of machines.",
+            "SM_HOSTS must be a list of names in JSON, with SM_CURRENT_HOST among them.",
+            "Correct the two, or unset them outside of a SageMaker job.",
+            SM_HOSTS=text,
+            SM_CURRENT_HOST=host,
+        ) from None
     if len(hosts) == 1:
         return None
-    rank = hosts.index(os.environ["SM_CURRENT_HOST"])
     return Launch(launcher="SageMaker", rank=rank, world_size=len(hosts), local_rank=0, local_world_size=1)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from hftrain.core.errors import ConfigError
+
 _FUSED = (Adam, AdamW, SGD, Adagrad)
+_GRAD, _IS_CONTIGUOUS = attrgetter("grad"), torch.Tensor.is_contiguous
 
 
 def can_fuse(
@@ -55,20 +59,51 @@ def can_fuse(
     return True
 
 
-def fit_gradients(optimizer: Optimizer, *_: Any) -> None:
+def fit_gradients(optimizer: Optimizer, *_: Any, is_chosen: bool = False) -> None:
     """Before a step, lay gradients out as the kernels read them; leave groups with sparse ones to torch's loop.
+
+    Where the user has chosen ``fused=True``, sparse ones are left to torch's error.
 
     autograd lays them out itself; those that a training step assigns, and of sparse functions, can be otherwise.
     """
     for group in optimizer.param_groups:
-        if not group.get("fused"):
+        if group.get("fused") and not _are_all_contiguous(group["params"]):
+            _lay_out(group, may_leave=not is_chosen)
+
+
+def _are_all_contiguous(parameters: list[torch.Tensor]) -> bool:
+    """Tell in one pass through C code whether all is as it nearly always is; this runs at every step."""
+    try:
+        return all(map(_IS_CONTIGUOUS, map(_GRAD, parameters))) and all(map(_IS_CONTIGUOUS, parameters))
+    except (TypeError, RuntimeError):  # a parameter without a gradient, a sparse gradient
+        return False
+
+
+def _lay_out(group: dict[str, Any], *, may_leave: bool) -> None:
+    for parameter in group["params"]:
+        grad = parameter.grad
+        if grad is None:
             continue
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is None:
-                continue
-            if grad.is_sparse:
+        if grad.is_sparse:
+            if may_leave:
                 group["fused"] = None
-                break
-            if not grad.is_contiguous():
-                parameter.grad = grad.contiguous()
+            return
+        if not (grad.is_contiguous() and parameter.is_contiguous()) and grad.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(grad)
+
+
+def check_fusible(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse ``fused=True`` where torch's kernels would update other elements than those of a parameter, silently.
+
+    Raises:
+        ConfigError: A parameter has gaps in memory: it is a slice of a larger tensor, or expanded.
+    """
+    for parameter in parameters:
+        parameter = getattr(parameter, "_local_tensor", parameter)
+        # A tensor without gaps keeps its strides here; the moments are laid out in the same way.
+        if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
+            raise ConfigError(
+                f"Cannot use fused=True with a parameter of shape {tuple(parameter.shape)}.",
+                f"It is not dense in memory (strides {parameter.stride()}), and torch's fused kernels ignore that.",
+                "Leave fused out, or make the parameter contiguous.",
+            )

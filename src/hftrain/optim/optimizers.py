@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.registry import Registry
-from hftrain.optim.fused import can_fuse, fit_gradients
+from hftrain.optim.fused import can_fuse, check_fusible, fit_gradients
 from hftrain.optim.groups import parameter_groups
 from hftrain.optim.options import cast_options, parse_options
 
@@ -106,12 +106,16 @@ def optimizer_from_class(
             optimizer_weight_decay=decay,
         )
     groups = parameter_groups(model, weight_decay=decay, decay_names=decay_names)
-    is_fused = can_fuse(cls, settings, model, chain.from_iterable(group["params"] for group in groups))
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    is_chosen = settings.get("fused") is True
+    if is_chosen:
+        check_fusible(parameters)
+    is_fused = not is_chosen and can_fuse(cls, settings, model, parameters)
     if is_fused:
         groups = [{**group, "fused": True} for group in groups]
     optimizer = cls(groups, **settings)
-    if is_fused:
-        optimizer.register_step_pre_hook(fit_gradients)
+    if is_fused or is_chosen:
+        optimizer.register_step_pre_hook(partial(fit_gradients, is_chosen=is_chosen))
     if "weight_decay" in optimizer.defaults:
         # Of groups that are added later; AdamW's own default is 0.01.
         optimizer.defaults["weight_decay"] = decay

@@ -174,13 +174,19 @@ class Interrupts:
         parts, strategy, folder, consensus = self._parts, self._strategy, self._marker.parent, self.consensus
         assert consensus is not None
         progress, losses, fired = parts.progress, parts.losses, parts.events.num_fired
+
+        def is_writing() -> bool:
+            is_under_way = (parts.phase.text or "").startswith("save") or staged_bytes(folder) > 0
+            return is_under_way and not consensus.is_waiting
+
         return Watched(
             label="" if strategy.world_size == 1 else f"rank {strategy.rank}: ",
             ask=lambda: consensus.ask("SIGTERM"),
             pulse=lambda: (progress.step, losses.num_micro_steps, *fired, parts.phase.text),
-            share=lambda pulse: consensus.share([*pulse, staged_bytes(folder)]),
+            share=lambda pulse: consensus.share([*pulse, staged_bytes(folder), is_writing()]),
             where=self._where,
-            is_saving=lambda: (parts.phase.text or "").startswith("save") or staged_bytes(folder) > 0,
+            # Of a process that was gone before the signal came there is no note.
+            is_saving=lambda notes: is_writing() or any(json.loads(note or "[false]")[-1] for note in notes or ()),
             missing=None if strategy.watch is None else strategy.watch.missing,
             interrupt=handlers.interrupt,
             last_words=self._last_words,

@@ -146,6 +146,9 @@ def test_shell_of_several_tasks_is_alone(has_terminal, started_by, world_size) -
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
         ({"PMIX_RANK": "1"}, "PMIX_RANK='1'"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK must be below WORLD_SIZE"),
+        (SAGEMAKER | {"SM_HOSTS": "algo-1,algo-2"}, "SM_HOSTS must be a list of names in JSON"),
+        (SAGEMAKER | {"SM_HOSTS": "2"}, "SM_HOSTS='2'"),
+        (SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"}, "SM_CURRENT_HOST='algo-3'"),
     ],
 )
 def test_contradiction_is_refused(launched, variables, said) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from hftrain.core.errors import ConfigError
 from hftrain.optim.fused import can_fuse
 from hftrain.optim.optimizers import OptimizerConfig, build_optimizer, optimizer_from_class
 
@@ -102,10 +103,24 @@ def test_a_parameter_with_gaps_or_other_strides_is_looped_over(name: str) -> Non
         assert not is_fused(build_optimizer(OptimizerConfig(name=name), model))
 
 
+@pytest.mark.parametrize("options", [{"name": "adamw_torch_fused"}, {"name": "sgd", "options": "fused=True"}])
+def test_the_fused_form_is_refused_for_a_parameter_with_gaps(options: dict[str, Any]) -> None:
+    model = make_model()
+    config = OptimizerConfig(**options)
+    model[2].weight = nn.Parameter(torch.rand(7, 3).t())
+    assert is_fused(build_optimizer(config, model))
+    model[2].weight = nn.Parameter(torch.rand(3, 14)[:, ::2])
+    with pytest.raises(ConfigError, match=r"fused=True with a parameter of shape \(3, 7\).*strides \(14, 2\)"):
+        build_optimizer(config, model)
+
+
+@pytest.mark.parametrize("is_chosen", [False, True])
 @pytest.mark.parametrize("name", ["adamw_torch", "sgd", "adagrad"])
-def test_gradients_that_are_assigned_may_have_any_strides(name: str) -> None:
+def test_gradients_that_are_assigned_may_have_any_strides(name: str, is_chosen: bool) -> None:
     models = make_model(), make_model()
-    for model, options in zip(models, ({}, {"fused": False}), strict=True):
+    for model, options in zip(models, ({"fused": True} if is_chosen else {}, {"fused": False}), strict=True):
+        if is_chosen:  # dense, in another order
+            model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
         optimizer = build_optimizer(OptimizerConfig(name=name, learning_rate=0.1, options=options), model)
         for parameter in model.parameters():
             grad = torch.arange(parameter.numel(), dtype=torch.float32)

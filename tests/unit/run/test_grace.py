@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -300,6 +301,42 @@ def test_all_ranks_end_and_name_the_one_that_has_not_come(tmp_path: Path) -> Non
             assert "rank 0: Rank 1 did not come: rank 1 is in 'train step 4', at sleep (" in first.output
         assert f"rank 1: SIGTERM interrupts train step 4, at {place} (" in second.output
         assert "The last checkpoint is checkpoint-2; 1 whole steps after it are lost" in first.output
+
+
+def one_of_two_is_killed(**options: Any) -> None:
+    """Let the second rank be killed while both write, and tell the first one to stop."""
+    trainer = make_resumable(
+        Path("out"), save_policy=SavePolicy(grace_s=1.0, save_async=True), max_steps=6, save_steps=2, **options
+    )
+    flush = files.fsync_tree
+
+    def fsync_tree(folder: Path) -> None:
+        if trainer.strategy.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        flush(folder)
+
+    class Strike(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3 and trainer.strategy.rank == 0:
+                begun_s = time.monotonic()
+                os.kill(os.getpid(), signal.SIGTERM)
+                with contextlib.suppress(BaseException):
+                    time.sleep(FOREVER_S)
+                print(f"waited {time.monotonic() - begun_s:.1f} s", flush=True)
+
+    files.fsync_tree = fsync_tree
+    trainer.add_callback(Strike)
+    trainer.train()
+
+
+def test_a_write_that_waits_for_a_rank_that_is_gone_gets_no_longer_grace(tmp_path: Path) -> None:
+    ((first, second),) = run_cases(one_of_two_is_killed, tmp_path, [{}], timeout_s=120)
+    print(first.output, second.output)
+    assert second.code == -signal.SIGKILL
+    assert first.code == 143
+    found = re.search(r"waited (.*) s", first.output)
+    assert found is not None
+    assert 0.9 < float(found[1]) < 4.0
 
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "30"])
