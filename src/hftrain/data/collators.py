@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -136,6 +138,8 @@ def pad_features(tokenizer: Any, features: list[Any], **options: Any) -> Any:
     if isinstance(known_warnings, dict):
         known_warnings.setdefault("Asking-to-pad-a-fast-tokenizer", True)
     try:
+        if options.get("return_tensors") == "pt" and _pads_lists(tokenizer, features):
+            return _with_tensors(tokenizer.pad(features, **{**options, "return_tensors": None}))
         return tokenizer.pad(features, **options)
     except (TypeError, ValueError) as error:
         texts = text_columns(features[0]) if isinstance(features[0], Mapping) else []
@@ -146,6 +150,29 @@ def pad_features(tokenizer: Any, features: list[Any], **options: Any) -> Any:
             "they hold text.",
             "Tokenize it first (dataset.map), remove the columns, or pass a data_collator that does either.",
         ) from error
+
+
+def _pads_lists(tokenizer: Any, features: list[Any]) -> bool:
+    """Tell whether `pad` is transformers' own, and returns lists for these features if it is not asked for tensors."""
+    module = sys.modules.get("transformers.tokenization_utils_base")
+    if module is None or getattr(tokenizer.pad, "__func__", None) is not module.PreTrainedTokenizerBase.pad:
+        return False
+    name = tokenizer.model_input_names[0]
+    rows = [feature.get(name) if isinstance(feature, Mapping) else None for feature in features]
+    # transformers decides by the first value that there is.
+    return all(type(row) is list for row in rows) and type(next((row[0] for row in rows if row), None)) is int
+
+
+def _with_tensors(batch: Any) -> Any:
+    """Make tensors as transformers does, which visits each number in Python to find out whether there is any."""
+    for name, rows in batch.items():
+        if type(rows) is list and type(rows[0]) is list and rows[0] and type(rows[0][0]) is int:
+            # Whatever does not become int64 is left to transformers, errors included.
+            with contextlib.suppress(TypeError, ValueError):
+                array = numpy.array(rows)
+                if array.dtype == numpy.int64:
+                    batch[name] = torch.tensor(array)
+    return batch.convert_to_tensors("pt")
 
 
 def pad_as_asked(collator: Any, features: list[Any], *, return_tensors: str = "pt") -> Any:
