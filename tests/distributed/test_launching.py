@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,33 @@ def test_launch_names_the_rank_that_failed_and_not_the_one_that_noticed(tmp_path
         launch(train_until, str(tmp_path), num_processes=2, fails_on=rank)
     assert f"The process of rank {rank} failed: Traceback" in str(caught.value)
     assert "\nValueError: something of the user's\n" in str(caught.value)
+
+
+def fail_in_turn(folder: str) -> None:
+    """Fail, rank 1 before rank 0; the clock of files goes back by an hour in between."""
+    rank, write = int(os.environ["RANK"]), Path.write_text
+    flags = [Path(folder, "0"), Path(folder, "1")]
+
+    def wait(flag: Path) -> None:
+        while not flag.exists():
+            time.sleep(0.01)
+
+    def note(path: Path, text: str, **options: Any) -> int:
+        size = write(path, text, **options)
+        os.utime(path, (10_000 + 3600 * rank,) * 2)  # a stand-in: the system's clock cannot be set here
+        flags[rank].touch()
+        wait(flags[1 - rank])  # so that the launcher ends neither before its note is written
+        return size
+
+    Path.write_text = note  # type: ignore[method-assign,assignment]
+    if rank == 0:
+        wait(flags[1])
+    raise ValueError(f"of rank {rank}")
+
+
+def test_launch_names_the_first_failure_although_the_clock_went_back(tmp_path: Path) -> None:
+    with pytest.raises(StrategyError, match=r"(?s)process of rank 1 failed: .*ValueError: of rank 1"):
+        launch(fail_in_turn, str(tmp_path), num_processes=2)
 
 
 def train_with(strategy: Any, folder: str) -> None:

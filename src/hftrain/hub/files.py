@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_step
 from hftrain.storage.files import begin, discard, walk_files
+from hftrain.storage.locks import FolderLock
 
 LAST_CHECKPOINT = "last-checkpoint"
 CARD = "README.md"
@@ -45,30 +46,42 @@ def folder_files(folder: Path, *, under: str = "") -> dict[str, Path]:
     return {f"{under}/{name}" if under else name: found[name] for name in sorted(found)}
 
 
-def take_snapshot(files: Mapping[str, Path], output_dir: Path) -> Path:
-    """Return a hidden folder in `output_dir`, where the files lie, with the same ones; nothing else touches them.
+def take_snapshot(files: Mapping[str, Path], output_dir: Path) -> FolderLock:
+    """Claim a hidden folder in `output_dir`, where the files lie, with the same ones; nothing else touches them.
 
     A committed checkpoint is never written to again, so its files are linked: that costs no space, and outlives the
     deletion of the checkpoint. All others, and links where the file system has none, are copied.
     """
     folder = begin(output_dir / _SNAPSHOT)
+    snapshot = FolderLock(folder)
     try:
+        snapshot.take()
         for name, source in files.items():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             is_committed = any(checkpoint_step(part) is not None for part in source.relative_to(output_dir).parts[:-1])
             (_link_or_copy if is_committed else shutil.copy2)(source, target)
     except BaseException:
-        discard(folder)
+        drop(snapshot)
         raise
-    return folder
+    return snapshot
+
+
+def drop(snapshot: FolderLock) -> None:
+    """Delete a snapshot."""
+    discard(snapshot.folder)
+    snapshot.release()
 
 
 def drop_abandoned(output_dir: Path) -> None:
-    """Delete the snapshots of pushes that were killed at least a day ago."""
+    """Delete the snapshots of pushes that were killed at least a day ago.
+
+    The lock tells which these are; the day is for file systems that cannot lock, because clocks may jump.
+    """
     for path in output_dir.glob(f".staging-*-{_SNAPSHOT}"):
-        if path.stat().st_mtime < time.time() - ABANDONED_S:
-            discard(path)
+        snapshot = FolderLock(path)
+        if path.stat().st_mtime < time.time() - ABANDONED_S and snapshot.take():
+            drop(snapshot)
 
 
 def _is_left_out(part: str) -> bool:

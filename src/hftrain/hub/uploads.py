@@ -13,8 +13,8 @@ from typing import Any
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.core.optional import require
-from hftrain.hub.files import drop_abandoned, folder_files, take_snapshot
-from hftrain.storage.files import discard
+from hftrain.hub.files import drop, drop_abandoned, folder_files, take_snapshot
+from hftrain.storage.locks import FolderLock
 
 REQUIREMENT = "huggingface_hub>=0.34"
 
@@ -146,10 +146,10 @@ class Uploads:
         # A checkpoint that rotation has deleted since is gone for good.
         return replace(push, folders={name: folder for name, folder in self._waiting.items() if folder.is_dir()})
 
-    def _run(self, push: Push, snapshot: Path, *, after: Future[Any] | None) -> Any:
+    def _run(self, push: Push, snapshot: FolderLock, *, after: Future[Any] | None) -> Any:
         wait([] if after is None else [after])
         try:
-            return self._commit(push, folder_files(snapshot))
+            return self._commit(push, folder_files(snapshot.folder))
         except Exception as error:
             logger.warning(
                 "Could not push %r to the Hub repository %s: %s Nothing is lost; what it left out goes with the next.",
@@ -159,7 +159,7 @@ class Uploads:
             )
             raise
         finally:
-            discard(snapshot)
+            drop(snapshot)
 
     def _commit(self, push: Push, files: Mapping[str, Path]) -> Any:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete

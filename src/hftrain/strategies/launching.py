@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
@@ -96,7 +97,9 @@ def _call(function: Callable[..., T], notes: str, args: tuple[Any, ...], kwargs:
     except Exception as error:
         # torch reports whichever process it looks at first: often one that only noticed that another is gone.
         if not is_broken_exchange(error):
-            Path(notes, str(read_launch().rank)).write_text(traceback.format_exc(), encoding="utf-8")
+            # Processes of one machine share this clock, which never goes back; that of files may.
+            name = f"{time.monotonic_ns()} {read_launch().rank}"
+            Path(notes, name).write_text(traceback.format_exc(), encoding="utf-8")
         raise
 
 
@@ -109,8 +112,8 @@ def _forget_single_process() -> None:
 
 def _first_failure(notes: str) -> tuple[int, str] | None:
     """Return the rank that failed first with an error of its own, and its traceback; None if none left any."""
-    first = min(Path(notes).iterdir(), key=lambda note: note.stat().st_mtime_ns, default=None)
-    return None if first is None else (int(first.name), first.read_text(encoding="utf-8"))
+    first = min(Path(notes).iterdir(), key=lambda note: int(note.name.split()[0]), default=None)
+    return None if first is None else (int(first.name.split()[1]), first.read_text(encoding="utf-8"))
 
 
 def _reported(error: Any) -> tuple[int, str]:

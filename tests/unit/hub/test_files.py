@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def test_folder_files_are_all_files(tmp_path: Path) -> None:
 def test_take_snapshot_outlives_rotation_and_costs_no_space(tmp_path: Path) -> None:
     checkpoint = fill(tmp_path / "checkpoint-3", *MODEL)
     before = (checkpoint / "model.safetensors").stat().st_ino
-    snapshot = take_snapshot(folder_files(checkpoint), tmp_path)
+    snapshot = take_snapshot(folder_files(checkpoint), tmp_path).folder
     assert (snapshot / "model.safetensors").stat().st_ino == before
     discard(checkpoint)
     assert (snapshot / "1_Pooling/config.json").read_text() == "1_Pooling/config.json"
@@ -62,7 +63,7 @@ def test_take_snapshot_outlives_rotation_and_costs_no_space(tmp_path: Path) -> N
 
 def test_take_snapshot_copies_what_may_be_written_again(tmp_path: Path) -> None:
     fill(tmp_path, "README.md")
-    snapshot = take_snapshot({"README.md": tmp_path / "README.md"}, tmp_path)
+    snapshot = take_snapshot({"README.md": tmp_path / "README.md"}, tmp_path).folder
     (tmp_path / "README.md").write_text("new", encoding="utf-8")
     assert (snapshot / "README.md").read_text() == "README.md"
 
@@ -70,7 +71,7 @@ def test_take_snapshot_copies_what_may_be_written_again(tmp_path: Path) -> None:
 def test_take_snapshot_copies_where_links_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Stands in for a file system without hard links.
     monkeypatch.setattr(os, "link", lambda *names: (_ for _ in ()).throw(OSError("no links here")))
-    snapshot = take_snapshot(folder_files(fill(tmp_path / "checkpoint-3", *MODEL)), tmp_path)
+    snapshot = take_snapshot(folder_files(fill(tmp_path / "checkpoint-3", *MODEL)), tmp_path).folder
     assert folder_files(snapshot).keys() == set(MODEL)
 
 
@@ -80,9 +81,16 @@ def test_take_snapshot_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_drop_abandoned_spares_what_may_be_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = (take_snapshot({"a": fill(tmp_path, "a") / "a"}, tmp_path) for _ in range(2))
-    day = hub_files.ABANDONED_S
-    os.utime(old, (time.time() - day - 60, time.time() - day - 60))
+@pytest.mark.skipif(sys.platform == "win32", reason="folders cannot be locked there")
+def test_drop_abandoned_spares_what_is_in_use_whatever_the_clock_says(tmp_path: Path) -> None:
+    lives, killed, new = (take_snapshot({"a": fill(tmp_path, "a") / "a"}, tmp_path) for _ in range(3))
+    before_s = time.time() - hub_files.ABANDONED_S - 60  # by a clock that has jumped ahead since
+    for snapshot in (lives, killed):
+        os.utime(snapshot.folder, (before_s, before_s))
+    for snapshot in (killed, new):
+        snapshot.release()  # as the end of its process does
     drop_abandoned(tmp_path)
-    assert (old.exists(), new.exists()) == (False, True)
+    assert [snapshot.folder.exists() for snapshot in (lives, killed, new)] == [True, False, True]
+    lives.release()
+    drop_abandoned(tmp_path)
+    assert not lives.folder.exists()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from support.tiny import Net, Task, make_arguments, make_rows, train
 from hftrain import ConfigError, MissingDependencyError, SavePolicy, Trainer, TrainerCallback, TrainingArguments
 from hftrain.checkpoint.manifest import verify
 from hftrain.hub import uploads
+from hftrain.hub.files import drop_abandoned
 
 # huggingface_hub's own upload of large files.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -386,6 +389,20 @@ def test_push_to_hub_returns_commit_or_future(hub: HubServer, tmp_path: Path) ->
     assert not future.done()
     hub.gate.set()
     assert future.result(30).commit_message == "two"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="folders cannot be locked there")
+def test_push_that_runs_keeps_its_snapshot_although_the_clock_jumps(hub: HubServer, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    hub.gate.clear()
+    future = trainer.push_to_hub("one", blocking=False)
+    (snapshot,) = tmp_path.glob(".staging-*-hub")
+    os.utime(snapshot, (0, 0))
+    drop_abandoned(tmp_path)  # as another Trainer's first push does
+    assert (snapshot / "model.safetensors").is_file()
+    hub.gate.set()
+    assert future.result(30).commit_message == "one"
+    assert not snapshot.exists()
 
 
 def test_push_to_hub_waits_for_the_one_that_runs(hub: HubServer, tmp_path: Path) -> None:
