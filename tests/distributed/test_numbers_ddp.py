@@ -10,46 +10,18 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import Net, make_arguments, make_rows, make_trainer
-from torch import nn
+from support.words import Measured, make_words
 
 from hftrain import Trainer, set_seed
 
 pytestmark = pytest.mark.distributed
 
 
-class Words(nn.Module):
-    """A classifier of token sequences that knows what it costs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(9, 4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, labels: Any = None) -> tuple[Any, ...]:
-        logits = self.head(self.table(input_ids).mean(1))
-        return (nn.functional.cross_entropy(logits, labels), logits)
-
-    def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> int:
-        return 10 * inputs["input_ids"].numel()
-
-
-def make_words(num: int) -> list[dict[str, torch.Tensor]]:
-    """Return samples of 5 tokens, of which the i-th has i modulo 5 of padding."""
-    return [
-        {
-            "input_ids": torch.ones(5, dtype=torch.long),
-            "attention_mask": (torch.arange(5) < 5 - index % 5).long(),
-            "labels": torch.tensor(index % 3),
-        }
-        for index in range(num)
-    ]
-
-
 def count(folder: str, *, resume: bool = False, **options: Any) -> dict[str, Any]:
     """Train on 20 samples twice and return what was counted."""
     set_seed(7)
     trainer = make_trainer(
-        Path(folder), Words(), train_dataset=make_words(20), eval_dataset=make_words(6),
+        Path(folder), Measured(), train_dataset=make_words(20), eval_dataset=make_words(6),
         include_num_input_tokens_seen="non_padding", include_tokens_per_second=True, skip_memory_metrics=False,
         per_device_train_batch_size=2, save_strategy="steps", save_steps=7, eval_strategy="epoch", **options,
     )  # fmt: skip

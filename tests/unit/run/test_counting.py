@@ -11,33 +11,11 @@ import torch
 from support import tiny
 from support.resuming import StopAt
 from support.tiny import Net, make_arguments, train
-from torch import nn
+from support.words import PAD, Measured, Words, make_words
 
 from hftrain import Trainer, TrainerCallback
 from hftrain.core.state import TrainerState
 from hftrain.run.counting import RunCounts, TokenCounter, count_tokens
-
-PAD = 0
-
-
-class Words(nn.Module):
-    """A classifier of token sequences."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(9, 4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, labels: Any = None) -> tuple[Any, ...]:
-        logits = self.head(self.table(input_ids).mean(1))
-        return (nn.functional.cross_entropy(logits, labels), logits)
-
-
-class Measured(Words):
-    """Knows what it costs."""
-
-    def floating_point_ops(self, inputs: dict[str, torch.Tensor]) -> int:
-        return 10 * inputs["input_ids"].numel()
 
 
 class Pixels(Words):
@@ -45,16 +23,6 @@ class Pixels(Words):
 
     def forward(self, pixels: torch.Tensor, labels: Any = None) -> tuple[Any, ...]:  # type: ignore[override]
         return super().forward(pixels, labels=labels)
-
-
-def make_words(num: int = 10, width: int = 5) -> list[dict[str, torch.Tensor]]:
-    """Return samples of which the i-th has i modulo `width` tokens of padding."""
-    rows = []
-    for index in range(num):
-        ids = torch.randint(1, 9, (width,), generator=torch.Generator().manual_seed(index))
-        ids[width - index % width :] = PAD
-        rows.append({"input_ids": ids, "attention_mask": (ids != PAD).long(), "labels": torch.tensor(index % 3)})
-    return rows
 
 
 def make_trainer(folder: Path, model: Any = None, **options: Any) -> Trainer:
