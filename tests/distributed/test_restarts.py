@@ -35,14 +35,34 @@ Path(f"end_{os.environ['RANK']}.json").write_text(
 """
 
 
-def test_restarted_processes_meet_and_resume(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+def run_torchrun(folder: Path, script: str) -> tuple[int | None, str]:
+    (folder / "script.py").write_text(script, encoding="utf-8")
     paths = [Path(__file__).parents[1], Path(hftrain.__file__).parents[1]]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    returncode, output = run_command(
-        [*command, "script.py"], tmp_path, {"PYTHONPATH": os.pathsep.join(map(str, paths))}, timeout_s=120
-    )
+    env = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    return run_command([*command, "script.py"], folder, env, timeout_s=120)
+
+
+def test_restarted_processes_meet_and_resume(tmp_path: Path) -> None:
+    returncode, output = run_torchrun(tmp_path, SCRIPT)
     assert returncode == 0, output
     assert "ValueError: a bad day" in output
     for rank in range(2):
         assert json.loads((tmp_path / f"end_{rank}.json").read_text()) == ["1", [*range(1, 9)]]
+
+
+def test_ranks_end_when_torchrun_is_killed(tmp_path: Path) -> None:
+    """Nobody waits for them, and the job that is started next may write to the same folder."""
+    script = SCRIPT.replace('"max_steps": 8', '"max_steps": 600').replace("import json", "import signal, time, json", 1)
+    changes = {
+        "        if os.environ": "        time.sleep(0.05)\n        if os.environ",
+        'raise ValueError("a bad day")': "os.kill(os.getppid(), signal.SIGKILL)",
+    }
+    for old, new in changes.items():
+        assert old in script
+        script = script.replace(old, new)
+    returncode, output = run_torchrun(tmp_path, script)  # returns when nobody holds the ends of the pipe any more
+    assert returncode == -9, output
+    for rank in range(2):
+        assert f"[rank{rank}]: ended, because torchrun, which started it, is gone" in output
+        assert not (tmp_path / f"end_{rank}.json").exists()

@@ -74,8 +74,8 @@ def test_guides_name_of_the_strategy_works() -> None:
 def test_levels_that_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     args = TrainingArguments("out")
     assert args.get_process_log_level() == logging.getLogger("hftrain").getEffectiveLevel()
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "1")
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     assert args.get_process_log_level() == logging.WARNING
 
 

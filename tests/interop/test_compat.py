@@ -127,6 +127,7 @@ def test_accelerates_loggers_work_before_a_launch(
 
     monkeypatch.setattr(PartialState, "_shared_state", {})
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(MultiProcessAdapter, "log", adapted_log(MultiProcessAdapter.log))
     logger = MultiProcessAdapter(logging.getLogger("client"), {})
     logger.warning("hello", main_process_only=main_only)

@@ -37,6 +37,7 @@ def test_level_of_the_process_serves_every_library(
 ) -> None:
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
     training_args = make_arguments(tmp_path, log_level="error", log_level_replica="critical")
     logger = logging.getLogger("my_script")
 
@@ -52,6 +53,7 @@ def test_level_of_the_process_serves_every_library(
 
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.delenv("WORLD_SIZE")
     assert log_level == level
     if rank == 0:
         Trainer(Net(), training_args, train_dataset=make_rows())

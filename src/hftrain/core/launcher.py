@@ -96,7 +96,7 @@ def read_launch() -> Launch:
                 return Launch() if _is_alone(names) else _read(names)
         if (found := _read_sagemaker()) is not None:
             return found
-        if "PMIX_RANK" in os.environ and world_size is None:
+        if os.environ.get("PMIX_RANK") and world_size is None:
             raise ConfigError(
                 "A launcher that speaks PMIx started this process.",
                 "It tells the rank and not how many processes there are.",
@@ -139,8 +139,11 @@ def first_of_node_list(nodes: str) -> str:
 
 
 def _read(names: _Names) -> Launch:
-    rank, world_size = _number(names.rank), _number(names.world_size)
-    if rank is not None and world_size is not None and rank >= world_size:
+    rank, world_size = _number(names.rank) or 0, _number(names.world_size)
+    if world_size is None:
+        # A rank that something else has left in the shell counts for nothing: a run as rank 1 of one saves no model.
+        return Launch()
+    if rank >= world_size:
         raise ConfigError(
             f"{names.launcher} started this process.",
             f"Ranks count from 0, so {names.rank} must be below {names.world_size}.",
@@ -148,9 +151,9 @@ def _read(names: _Names) -> Launch:
             **{names.rank: rank, names.world_size: world_size},
         )
     return Launch(
-        launcher=names.launcher if world_size is not None else None,
-        rank=rank or 0,
-        world_size=1 if world_size is None else world_size,
+        launcher=names.launcher,
+        rank=rank,
+        world_size=world_size,
         local_rank=_number(names.local_rank),
         local_world_size=_number(names.local_world_size),
     )
@@ -183,9 +186,9 @@ def _is_in_shell() -> bool:
 
 def _read_sagemaker() -> Launch | None:
     """Return which of SageMaker's machines this is, where its job starts the script once on each."""
-    if "SM_HOSTS" not in os.environ or "SM_CURRENT_HOST" not in os.environ:
+    text, host = os.environ.get("SM_HOSTS"), os.environ.get("SM_CURRENT_HOST")
+    if not text or not host:
         return None
-    text, host = os.environ["SM_HOSTS"], os.environ["SM_CURRENT_HOST"]
     try:
         hosts = sorted(json.loads(text))
         rank = hosts.index(host)

@@ -60,7 +60,8 @@ class RankWatch:
         self._is_over = threading.Event()
         self._answered: str | None = None
         self._failure: str | None = None
-        self._gave_up = False
+        self._gave_up = self._is_cut = False
+        self._parent = os.getppid()
         self._hooks = sys.excepthook, self._report
         sys.excepthook = self._hooks[1]
         self._thread = threading.Thread(target=self._listen, name="hftrain-watch", daemon=True)
@@ -149,6 +150,16 @@ class RankWatch:
                 self._answered = asked
                 self._post(f"at {self.rank}", json.dumps([asked, *self._place()]))
             self._do_chore()
+        if self._is_cut and self._is_orphan():
+            self._end_line("torchrun, which started it, is gone, and the ranks cannot agree on a last checkpoint")
+            os._exit(1)
+
+    def _is_orphan(self) -> bool:
+        """Tell whether the torchrun that started this process and kept the notes was killed.
+
+        The process group lives on, but nobody waits for its end, and the job that is started next may share its folder.
+        """
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.getppid() != self._parent
 
     def _lose(self, failure: str) -> None:
         """End this process, which cannot reach another one; its main thread may wait for that one in a collective."""
@@ -194,15 +205,19 @@ class RankWatch:
         try:
             self._board.post(key, text)
         except (RuntimeError, OSError):
-            # Whoever kept the notes is gone, and with them everybody's group.
-            self._is_over.set()
+            self._cut()
 
     def _read(self, key: str) -> str | None:
         try:
             return self._board.read(key)
         except (RuntimeError, OSError):
-            self._is_over.set()
+            self._cut()
             return None
+
+    def _cut(self) -> None:
+        """Note that whoever kept the notes is gone, and with them everybody's group, unless it was torchrun's."""
+        self._is_cut = True
+        self._is_over.set()
 
 
 def is_broken_exchange(error: BaseException) -> bool:

@@ -110,6 +110,11 @@ def test_launcher_is_told_by_its_variables(
         slurm(0, "2", gtids="0,1") | BATCH,
         openmpi(0, 1),
         {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
+        # Left in a shell, or set to nothing.
+        {"RANK": "1", "LOCAL_RANK": "1"},
+        {"PMIX_RANK": ""},
+        SAGEMAKER | {"SM_HOSTS": ""},
+        SAGEMAKER | {"SM_CURRENT_HOST": ""},
     ],
 )
 def test_process_that_is_alone_has_no_launcher(launched, variables) -> None:

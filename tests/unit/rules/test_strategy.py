@@ -90,3 +90,4 @@ def set_local_rank(monkeypatch: pytest.MonkeyPatch, launched: str | None) -> Non
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if launched is not None:
         monkeypatch.setenv("LOCAL_RANK", launched)
+        monkeypatch.setenv("WORLD_SIZE", "2")

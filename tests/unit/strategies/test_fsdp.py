@@ -114,6 +114,7 @@ def test_model_that_cannot_be_split_is_refused_before_launch(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module, options: dict[str, Any], rank: str, reason: str
 ) -> None:
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=reason):
         FSDPStrategy(use_cpu=True, **options).check_model(model)
 
