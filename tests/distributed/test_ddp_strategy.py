@@ -20,6 +20,7 @@ from hftrain.core.errors import StrategyError
 from hftrain.precision.registry import precisions
 from hftrain.step.assemble import assemble_stepper
 from hftrain.strategies.base import Strategy
+from hftrain.strategies.distributed import drain_at_exit
 from hftrain.strategies.registry import create_strategy
 
 pytestmark = pytest.mark.distributed
@@ -146,6 +147,7 @@ def joined() -> dict[str, Any]:
     answer = {"world": strategy.gather_object([strategy.rank, strategy.local_rank, str(strategy.device)])}
     strategy.close()
     answer["still there"] = torch.distributed.is_initialized()
+    answer["waits at exit"] = bool(drain_at_exit.cache_info().currsize)
     torch.distributed.destroy_process_group()
     return answer
 
@@ -281,7 +283,7 @@ def test_close_leaves_no_group_and_no_accelerate_state(answers: list[dict[str, A
 
 def test_group_of_somebody_else_is_used_and_left(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
-        assert answer["joined"] == {"world": [[0, 0, "cpu"], [1, 1, "cpu"]], "still there": True}
+        assert answer["joined"] == {"world": [[0, 0, "cpu"], [1, 1, "cpu"]], "still there": True, "waits at exit": True}
 
 
 SCRIPT = """

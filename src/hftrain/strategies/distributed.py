@@ -31,6 +31,8 @@ from hftrain.strategies.links import link_timeout_s
 from hftrain.strategies.rendezvous import fresh_place
 from hftrain.strategies.watch import RankWatch
 
+# A thread of the backend may still hold tensors of the last exchange, and needs the interpreter to let them go: at exit
+# it would find it gone, and abort the process after a good run.
 _DRAIN_S = 0.1
 _meetings = itertools.count()
 _boards = itertools.count()
@@ -112,8 +114,6 @@ class DistributedStrategy(Strategy):
             if dist.is_initialized() and not (has_failed and dist.get_backend() == "nccl"):
                 # NCCL would wait for the others, who wait for this process: it ends with the process.
                 if self.world_size > 1:
-                    # A thread of the backend may still hold tensors of the last exchange, and needs the interpreter
-                    # to let them go: at exit it would find it gone, and abort the process after a good run.
                     time.sleep(_DRAIN_S)
                 dist.destroy_process_group()
             # torch put its own hook in, and leaves it there.
@@ -173,6 +173,8 @@ class DistributedStrategy(Strategy):
 
     def _join(self) -> torch.device:
         """Find the device of this process in a group that somebody else made."""
+        if dist.get_world_size() > 1:
+            drain_at_exit()
         # Without a launcher's word, take the processes to be on one machine.
         local_rank = read_launch().local_rank
         self.local_rank = dist.get_rank() if local_rank is None else local_rank
@@ -248,6 +250,12 @@ def spare_forked_processes() -> None:
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=gc.freeze)
+
+
+@functools.cache
+def drain_at_exit() -> None:
+    """Let the backend's threads finish before the interpreter goes: nobody may leave the group that somebody made."""
+    atexit.register(time.sleep, _DRAIN_S)
 
 
 @functools.cache
