@@ -60,15 +60,22 @@ def can_fuse(
 
 
 def fit_gradients(optimizer: Optimizer, *_: Any, is_chosen: bool = False) -> None:
-    """Before a step, lay gradients out as the kernels read them; leave groups with sparse ones to torch's loop.
+    """Before a step, lay gradients out as the kernels read them; leave groups that do not fit to torch's loop.
 
-    Where the user has chosen ``fused=True``, sparse ones are left to torch's error.
+    Those are groups with sparse gradients, or with a parameter that has become channels_last, say. Where the user has
+    chosen ``fused=True``, sparse ones are left to torch's error, and moments are laid out like the parameter.
 
-    autograd lays them out itself; those that a training step assigns, and of sparse functions, can be otherwise.
+    autograd lays gradients out itself; those that a training step assigns, and of sparse functions, can be otherwise.
     """
     for group in optimizer.param_groups:
         if group.get("fused") and not _are_all_contiguous(group["params"]):
-            _lay_out(group, may_leave=not is_chosen)
+            _lay_out(group, optimizer.state, may_leave=not is_chosen)
+
+
+def fit_moments(optimizer: Optimizer) -> None:
+    """After a load, lay moments out like their parameters: a checkpoint of a channels_last model has others."""
+    for parameter, state in optimizer.state.items():
+        _fit(parameter, state)
 
 
 def _are_all_contiguous(parameters: list[torch.Tensor]) -> bool:
@@ -79,17 +86,32 @@ def _are_all_contiguous(parameters: list[torch.Tensor]) -> bool:
         return False
 
 
-def _lay_out(group: dict[str, Any], *, may_leave: bool) -> None:
+def _lay_out(group: dict[str, Any], states: Mapping[torch.Tensor, Any], *, may_leave: bool) -> None:
     for parameter in group["params"]:
         grad = parameter.grad
         if grad is None:
             continue
-        if grad.is_sparse:
-            if may_leave:
-                group["fused"] = None
+        if may_leave and (grad.is_sparse or not parameter.is_contiguous()):
+            group["fused"] = None
             return
-        if not (grad.is_contiguous() and parameter.is_contiguous()) and grad.stride() != parameter.stride():
-            parameter.grad = torch.empty_like(parameter).copy_(grad)
+        if grad.is_sparse:
+            return
+        parameter.grad = _like(parameter, grad)
+        if parameter in states:
+            _fit(parameter, states[parameter])
+
+
+def _fit(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            state[name] = _like(parameter, value)
+
+
+def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with a parameter's strides; the same one if it has them."""
+    if (value.is_contiguous() and parameter.is_contiguous()) or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def check_fusible(parameters: Iterable[torch.Tensor]) -> None:

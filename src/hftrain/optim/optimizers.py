@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
 from hftrain.core.registry import Registry
-from hftrain.optim.fused import can_fuse, check_fusible, fit_gradients
+from hftrain.optim.fused import can_fuse, check_fusible, fit_gradients, fit_moments
 from hftrain.optim.groups import parameter_groups
 from hftrain.optim.options import cast_options, parse_options
 
@@ -116,6 +116,7 @@ def optimizer_from_class(
     optimizer = cls(groups, **settings)
     if is_fused or is_chosen:
         optimizer.register_step_pre_hook(partial(fit_gradients, is_chosen=is_chosen))
+        optimizer.register_load_state_dict_post_hook(fit_moments)
     if "weight_decay" in optimizer.defaults:
         # Of groups that are added later; AdamW's own default is 0.01.
         optimizer.defaults["weight_decay"] = decay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -129,6 +130,49 @@ def test_gradients_that_are_assigned_may_have_any_strides(name: str, is_chosen: 
             )
         optimizer.step()
     torch.testing.assert_close(list(models[0].parameters()), list(models[1].parameters()))
+
+
+def train_images(options: dict[str, Any], formats: list[torch.memory_format], saved: Any = None) -> Any:
+    """Train with one memory format a step; return the weights and the optimizer's state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3)).to(memory_format=formats[0])
+    optimizer = build_optimizer(OptimizerConfig(learning_rate=0.1, options=options), model)
+    if saved is not None:
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    for step, memory_format in enumerate(formats):
+        model.to(memory_format=memory_format)
+        optimizer.zero_grad()
+        model(torch.arange(108.0).reshape(1, 3, 6, 6).sin() + step).square().mean().backward()
+        optimizer.step()
+    return list(model.parameters()), optimizer.state_dict()
+
+
+LAST, USUAL = torch.channels_last, torch.contiguous_format
+
+
+@pytest.mark.parametrize(
+    ("options", "formats"),
+    [({}, [USUAL, LAST, LAST]), ({}, [USUAL, LAST, USUAL]), ({"fused": True}, [USUAL, LAST, LAST])],
+)
+def test_a_model_may_become_channels_last_while_it_trains(
+    options: dict[str, Any], formats: list[torch.memory_format]
+) -> None:
+    looped, _ = train_images({"fused": False}, formats)
+    torch.testing.assert_close(train_images(options, formats)[0], looped)
+
+
+@pytest.mark.parametrize(("before", "after"), [(LAST, USUAL), (USUAL, LAST)])
+def test_a_model_takes_the_moments_of_another_memory_format(
+    before: torch.memory_format, after: torch.memory_format
+) -> None:
+    _, saved = train_images({"fused": True}, [before] * 2)
+    looped, _ = train_images({"fused": False}, [after], {**saved, "param_groups": unfused(saved)})
+    fused, _ = train_images({"fused": True}, [after], saved)
+    torch.testing.assert_close(fused, looped)
+
+
+def unfused(saved: Any) -> list[dict[str, Any]]:
+    return [{**group, "fused": False} for group in saved["param_groups"]]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
