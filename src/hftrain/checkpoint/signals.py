@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from hftrain.checkpoint.consensus import SAVE, Consensus
-from hftrain.core.log import get_logger
+from hftrain.core.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 
@@ -77,6 +77,11 @@ class SignalHandlers:
                     self._previous[number] = signal.signal(number, self._note)
                 elif number is not None:
                     logger.info("%s is handled by the program itself, and asks nothing of the training.", name)
+        else:
+            warn_once(
+                "SIGTERM, SIGINT and SIGUSR1 save nothing in this run: Python handles signals in the main thread only, "
+                "and train() runs in another one. Call train() in the main thread, or set SavePolicy(on_signal=False)."
+            )
         if signal.SIGTERM in self._previous and self._listen is not None:
             self._descriptor = self._listen()
             self._wakeup = _take_wakeup(self._descriptor)

@@ -170,14 +170,17 @@ def test_requests_to_several_processes_are_not_lost() -> None:
 
 
 def test_a_save_lets_the_training_go_on_to_the_next_request() -> None:
+    stops: list[str] = []
     with running(0.003, 0.004, num_steps=2000) as made:
+        made[0].consensus.on_stop = lambda: stops.append("SIGTERM")
         made[1].consensus.ask(SAVE)
         wait_until(lambda: len(made[0].done) == 1)
         made[0].consensus.ask(SAVE)
         wait_until(lambda: len(made[1].done) == 2)
+        assert not stops
         made[1].consensus.ask("SIGTERM")
     assert made[0].done == made[1].done
-    assert [asked for asked, _ in made[0].done] == [SAVE, SAVE, "SIGTERM"]
+    assert [asked for asked, _ in made[0].done] == [SAVE, SAVE, *stops]
 
 
 def test_all_settle_a_write_at_one_boundary_after_the_last_has_asked_or_later() -> None:

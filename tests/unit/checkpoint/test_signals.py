@@ -76,12 +76,12 @@ def test_handler_set_meanwhile_stays() -> None:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_another_thread_than_the_main_one_sets_no_handler() -> None:
+def test_another_thread_than_the_main_one_sets_no_handler_and_says_so() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen = []
 
     def work() -> None:
-        with SignalHandlers(make_requests()):
+        with pytest.warns(UserWarning, match="SIGUSR1 save nothing in this run"), SignalHandlers(make_requests()):
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -84,6 +85,8 @@ def test_numbers_lie_at_multiples_of_their_size(tmp_path):
 def test_lazily_conjugated_and_negated_tensors_are_saved_as_they_are(tmp_path):
     number = torch.tensor([1 + 2j], dtype=torch.complex64)
     saved = {"conjugate": number.conj(), "negative": number.conj().imag}
+    if number.dtype not in safetensors.torch._SIZE:  # of old releases
+        del saved["conjugate"]
     save_tensors(saved, tmp_path / "x.safetensors")
     loaded = load_tensors(tmp_path / "x.safetensors")
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
