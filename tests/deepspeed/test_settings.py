@@ -146,7 +146,7 @@ def test_trainer_says_that_deepspeed_is_at_work(tmp_path: Path) -> None:
                 "strategy": "deepspeed", "save_only_model": True, "load_best_model_at_end": True,
                 "save_strategy": "steps", "eval_strategy": "no", "metric_for_best_model": None,
             },
-            "save_only_model=True was asked for with load_best_model_at_end=True",
+            "Cannot use save_only_model=True with load_best_model_at_end=True",
         ),
         (
             {
@@ -157,7 +157,7 @@ def test_trainer_says_that_deepspeed_is_at_work(tmp_path: Path) -> None:
         ),
         ({"strategy": "deepspeed", "accelerator_config": {"use_configured_state": True}}, "use_configured_state"),
         ({"strategy": "deepspeed_stage_3", "config": {"zero_optimization": {"stage": 2}}}, "means stage 3"),
-        ({"strategy": "ddp", "config": {"zero_optimization": {"stage": 2}}}, "strategy='ddp' was asked for together"),
+        ({"strategy": "ddp", "config": {"zero_optimization": {"stage": 2}}}, "Cannot use strategy='ddp' together"),
         ({"strategy": "deepspeed", "fsdp": "full_shard"}, "together with fsdp"),
         ({"strategy": "deepspeed", "fp16": True}, "no float16 on most CPUs"),
         (

@@ -105,7 +105,7 @@ def test_two_processes_prune_together(tmp_path: Path) -> None:
     assert run.returncode == 0, run.output
     (main, text, runs), (other, told, others) = run.results
     assert (main, other) == ("ConfigError", "StrategyError")
-    assert "The best of 2 trials was asked for" in text
+    assert "Cannot tell the best of 2 trials" in text
     assert text in told
     assert runs == others
     assert [each[4] for each in runs] == [1, 1]

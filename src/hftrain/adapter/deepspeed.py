@@ -32,7 +32,7 @@ def deepspeed_options(args: Any) -> dict[str, Any]:
     other = f"fsdp={args.fsdp!r}" if args.fsdp else "the launcher's FSDP" if is_set(fsdp.LAUNCHED) else None
     if other is not None:
         raise ConfigError(
-            f"DeepSpeed was asked for together with {other}.",
+            f"Cannot use DeepSpeed together with {other}.",
             "Both choose how processes share the model.",
             "Keep one of the two.",
         )

@@ -58,7 +58,7 @@ def check_engine(args: Any, name: str) -> None:
     means = "1" if name == "fsdp1" else "2"
     if version is not None and str(version) in ("1", "2") and str(version) != means:
         raise ConfigError(
-            f"strategy={name!r} was asked for together with fsdp_config's version={version!r}.",
+            f"Cannot use strategy={name!r} together with fsdp_config's version={version!r}.",
             f"The name means version {means}.",
             "Leave the version out; strategy='fsdp1' takes what fsdp and fsdp_config say.",
         )
@@ -74,14 +74,14 @@ def fsdp_options(args: Any, *, is_named: bool, has_wrapper: bool = False) -> dic
     words, given = _asked(args)
     if not is_named and read_launch().launcher is None:
         raise ConfigError(
-            f"fsdp={' '.join(words)!r} was asked for.",
+            f"Cannot use fsdp={' '.join(words)!r}.",
             "It splits a model among processes, and there is one, which no launcher started.",
             "Start with torchrun or `accelerate launch`, or leave fsdp out.",
             fsdp=words,
         )
     if getattr(args, "predict_with_generate", False):
         raise ConfigError(
-            "predict_with_generate=True was asked for with FSDP.",
+            "Cannot use predict_with_generate=True with FSDP.",
             "generate() calls the model as often as its text is long, which differs by process.",
             "Generate from the saved model, in one process.",
         )

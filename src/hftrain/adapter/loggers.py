@@ -72,5 +72,5 @@ def _is_off(name: str) -> bool:
     kind: Any = known_loggers.resolve(name)[0]
     reason = kind.why_off()
     if reason is not None:
-        warn_once(f"Tracker {name!r} was asked for, but {reason}: nothing is reported to it.")
+        warn_once(f"Cannot report to tracker {name!r}, because {reason}: nothing is reported to it.")
     return reason is not None

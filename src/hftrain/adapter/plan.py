@@ -63,7 +63,7 @@ def require_max_steps(args: Any) -> None:
     """
     if args.max_steps <= 0:
         raise ConfigError(
-            "Training on a dataset without __len__ was asked for.",
+            "Cannot train on a dataset without __len__.",
             "Epochs cannot be planned without a length.",
             "Set max_steps to the number of optimizer updates.",
             max_steps=args.max_steps,

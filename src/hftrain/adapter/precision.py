@@ -29,7 +29,7 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
         )
     if asked is not None and chosen and asked != chosen[0]:
         raise ConfigError(
-            f"precision={asked!r} was asked for together with {_field(args)}=True.",
+            f"Cannot use precision={asked!r} together with {_field(args)}=True.",
             f"Both choose the numerics, and they differ: {_field(args)} means {chosen[0]!r} here.",
             "Keep one of the two.",
             precision=asked,
@@ -53,7 +53,7 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
         return name, {}
     if own is not None or isinstance(precision, Precision) or not _takes_matmul(name):
         raise ConfigError(
-            f"precision={name!r} was asked for together with tf32={args.tf32}.",
+            f"Cannot use precision={name!r} together with tf32={args.tf32}.",
             f"tf32={args.tf32} means matmul={matmul!r}, and this precision has matmul={own!r}.",
             "Keep one of the two.",
             precision=name,

@@ -37,7 +37,7 @@ def apply_hyperparameters(args: Any, values: Mapping[str, Any], *, is_for_model:
     unknown = [name for name in values if name not in known]
     if unknown and not is_for_model:
         raise ConfigError(
-            f"The hyper-parameter {unknown[0]!r} was asked for.",
+            f"Cannot set the hyper-parameter {unknown[0]!r}.",
             f"{type(args).__name__} has no setting of that name, and model_init does not take the trial.",
             f"{suggest(unknown[0], SEARCHABLE)} Values for the model are read by a model_init(trial).",
         )
@@ -45,7 +45,7 @@ def apply_hyperparameters(args: Any, values: Mapping[str, Any], *, is_for_model:
     fixed = [name for name in values if name in documented and name not in SEARCHABLE]
     if fixed:
         raise ConfigError(
-            f"The hyper-parameter {fixed[0]!r} was asked for.",
+            f"Cannot set the hyper-parameter {fixed[0]!r}.",
             "It decides what a Trainer is made of, and is read once for all trials.",
             "Set it in the arguments, and make a Trainer for each of its values.",
             **{name: values[name] for name in fixed},

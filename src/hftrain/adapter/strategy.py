@@ -135,7 +135,7 @@ def _check_kind(strategy: Any) -> None:
         return
     shown = strategy.__name__ if isinstance(strategy, type) else repr(strategy)
     raise ConfigError(
-        f"strategy={shown} was asked for.",
+        f"Cannot use strategy={shown}.",
         "It is a class." if isinstance(strategy, type) else "It is neither a name nor a strategy.",
         f"Pass an object ({shown}())." if isinstance(strategy, type) else "Pass a name, an object, or nothing.",
     )
@@ -166,7 +166,7 @@ def _check_fields(args: Any, strategy: str | Strategy | None) -> None:
         has_own = field == "deepspeed" and isinstance(strategy, Strategy)
         if has_own or _engine_meant_by(args, field) not in _engines_of(strategy):
             raise ConfigError(
-                f"strategy={chosen!r} was asked for together with {field}={value!r}.",
+                f"Cannot use strategy={chosen!r} together with {field}={value!r}.",
                 f"Both choose how processes share the model, and {field} means another strategy.",
                 "Keep one of the two.",
                 strategy=chosen,
@@ -181,7 +181,7 @@ def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[
         return None, {}
     if chosen is not None and found[0] not in _engines_of(strategy):
         raise ConfigError(
-            f"strategy={chosen!r} was asked for together with parallelism_config.",
+            f"Cannot use strategy={chosen!r} together with parallelism_config.",
             f"Its sizes mean strategy={found[0]!r}.",
             "Keep one of the two.",
         )
@@ -254,7 +254,7 @@ def _check_preset(name: str, wanted: dict[str, Any]) -> None:
         if wanted.get(option, value) != value:
             shown = f"ddp_{option}" if option in ("find_unused_parameters", "static_graph") else option
             raise ConfigError(
-                f"strategy={name!r} was asked for together with {shown}={wanted[option]!r}.",
+                f"Cannot use strategy={name!r} together with {shown}={wanted[option]!r}.",
                 f"The name means {option}={value!r}.",
                 "Keep one of the two.",
                 strategy=name,
@@ -272,7 +272,7 @@ def _check_launcher(strategy: str | Strategy | None) -> None:
     """Raise where `accelerate launch` was told to use what is not the chosen strategy: something else would train."""
     if lacks_processes() and _name_of(strategy) != "single":
         raise ConfigError(
-            "`accelerate launch` was asked for several processes.",
+            "`accelerate launch` has several processes to start.",
             "It started this one alone, as it does where there are not several GPUs (on CPUs it wants MPI).",
             "Start with `torchrun --nproc_per_node=N script.py`; or use --num_processes=1, and unset MASTER_ADDR.",
         )

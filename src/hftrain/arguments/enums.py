@@ -27,7 +27,7 @@ class _Choice(str, Enum):
     @classmethod
     def _refuse(cls, value: object) -> NoReturn:
         raise ConfigError(
-            f"{value!r} was asked for as {cls.__name__}.",
+            f"Cannot use {value!r} as {cls.__name__}.",
             f"No {cls.__name__} has that value.",
             suggest(str(value), cls.values()),
         )

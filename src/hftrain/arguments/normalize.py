@@ -18,7 +18,7 @@ from hftrain.arguments.enums import (
     SchedulerType,
 )
 from hftrain.arguments.fields import ArgumentFields
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, suggest
 
 _LISTS = ("label_names", "include_for_metrics")
 _WORDS = ("debug", "fsdp")
@@ -32,6 +32,7 @@ _CHOICES: dict[str, type[Enum]] = {
     "lr_scheduler_type": SchedulerType,
     "optim": OptimizerNames,
 }
+_MEANT = dict.fromkeys(("adam", "adamw"), "Use 'adamw_torch'; with weight_decay=0, the default, it is Adam.")
 _CHOICE_LISTS: dict[str, type[Enum]] = {"debug": DebugOption, "fsdp": FSDPOption}
 
 
@@ -49,9 +50,19 @@ def normalize(args: ArgumentFields) -> None:
 def convert_choices(args: ArgumentFields) -> None:
     """Turn the names of choices into members of their enum; mutates the arguments."""
     for name, choice in _CHOICES.items():
-        setattr(args, name, choice(getattr(args, name)))
+        setattr(args, name, _choose(choice, getattr(args, name), name))
     for name, choice in _CHOICE_LISTS.items():
-        setattr(args, name, [choice(word) for word in getattr(args, name)])
+        setattr(args, name, [_choose(choice, word, name) for word in getattr(args, name)])
+
+
+def _choose(choice: type[Enum], value: Any, setting: str) -> Enum:
+    """Return a member; an error names the setting, not the enum."""
+    try:
+        return choice(value)
+    except ConfigError:
+        known = [str(member.value) for member in choice]
+        remedy = _MEANT.get(str(value).lower()) or suggest(str(value), known)
+        raise ConfigError(f"Cannot use {setting}={value!r}.", f"{setting} has no such value.", remedy) from None
 
 
 def _normalize_paths(args: ArgumentFields) -> None:

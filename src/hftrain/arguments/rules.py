@@ -88,7 +88,7 @@ def check_values(args: ArgumentFields) -> None:
         value = getattr(args, each.name)
         if isinstance(value, str) and each.type in ("bool", "bool | None"):
             raise ConfigError(
-                f"{each.name}={value!r} was asked for.",
+                f"Cannot use {each.name}={value!r}.",
                 "It is a yes or a no, and text counts as a yes whatever it says.",
                 "Use True or False; in YAML without quotation marks.",
             )
@@ -98,7 +98,7 @@ def check_values(args: ArgumentFields) -> None:
         _check_interval(args, name, strategy)
     if args.max_steps <= 0 and not (args.num_train_epochs or 0) > 0:
         raise ConfigError(
-            f"num_train_epochs={args.num_train_epochs!r} was asked for.",
+            f"Cannot use num_train_epochs={args.num_train_epochs!r}.",
             "A run needs a positive number of epochs or of optimizer updates.",
             "Set num_train_epochs or max_steps above 0; to evaluate only, do not call train().",
             num_train_epochs=args.num_train_epochs,
@@ -116,14 +116,14 @@ def _check_number(args: ArgumentFields, name: str, low: float, high: float, *, k
     reason = f"It must be {noun} {bounds}." if isinstance(value, kind) else f"It must be {noun}."
     # YAML 1.1 reads 5e-5 as text.
     remedy = "Give a number; in YAML write 5.0e-5, not 5e-5." if isinstance(value, str) else f"Change {name}."
-    raise ConfigError(f"{name}={value!r} was asked for.", reason, remedy)
+    raise ConfigError(f"Cannot use {name}={value!r}.", reason, remedy)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices:
         known = [choice for choice in choices if isinstance(choice, str)]
         reason = f"{name} has no such value."
-        raise ConfigError(f"{name}={value!r} was asked for.", reason, suggest(str(value), known))
+        raise ConfigError(f"Cannot use {name}={value!r}.", reason, suggest(str(value), known))
 
 
 def _check_interval(args: ArgumentFields, name: str, strategy: str) -> None:
@@ -133,13 +133,13 @@ def _check_interval(args: ArgumentFields, name: str, strategy: str) -> None:
     _check_number(args, name, 0, math.inf, kind=Real)
     if value > 1 and not float(value).is_integer():
         raise ConfigError(
-            f"{name}={value!r} was asked for.",
+            f"Cannot use {name}={value!r}.",
             "Optimizer updates above 1 are counted in whole numbers; only values below 1 are shares of the run.",
             f"Use {name}={round(value)}, or a value below 1.",
         )
     if value == 0 and getattr(args, strategy) == IntervalStrategy.STEPS:
         raise ConfigError(
-            f"{strategy}='steps' was asked for with {name}=0.",
+            f"Cannot use {strategy}='steps' with {name}=0.",
             "Something cannot be due every 0 optimizer updates.",
             f"Set {name} to 1 or more, to a share below 1, or {strategy}='no'.",
             **{strategy: "steps", name: value},
@@ -168,8 +168,9 @@ def check_combinations(args: ArgumentFields) -> None:
 
 def _refuse(args: ArgumentFields, reason: str, remedy: str, *names: str) -> ConfigError:
     values = {name: getattr(args, name) for name in names}
-    asked = " with ".join(f"{name}={value!r}" for name, value in values.items())
-    return ConfigError(f"{asked} was asked for.", reason, remedy, **values)
+    first, *others = [f"{name}={value!r}" for name, value in values.items()]
+    asked = f"{first} with {' and '.join(others)}" if others else first
+    return ConfigError(f"Cannot use {asked}.", reason, remedy, **values)
 
 
 def _check_best_model(args: ArgumentFields) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from hftrain.core.errors import TaskError
@@ -39,3 +40,22 @@ def check_callback(callback: Any) -> None:
             f"Derive it from TrainerCallback and override one of: {', '.join(EVENTS)}.",
             callback=callback,
         )
+
+
+def check_signature(callback: Any, event: str, method: Callable[..., Any] | None, context: Iterable[str]) -> None:
+    """Raise if a callback's method does not take what it will be called with."""
+    try:
+        signature = None if method is None else inspect.signature(method)
+    except (TypeError, ValueError):  # some functions written in C
+        return
+    if signature is None:
+        return
+    try:
+        signature.bind(None, None, None, **dict.fromkeys(context))
+    except TypeError as error:
+        name = type(callback).__name__
+        raise TaskError(
+            f"Cannot call {name}.{event}{signature}:",
+            f"it is called with (args, state, control, **kwargs) ({error}).",
+            f"Define {event}(self, args, state, control, **kwargs).",
+        ) from None

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.callbacks.checks import check_callback
+from hftrain.callbacks.checks import check_callback, check_signature
 from hftrain.core.errors import CheckpointError, TaskError, suggest
 from hftrain.core.events import EVENTS
 from hftrain.core.progress import TrainerControl
@@ -255,6 +255,8 @@ class CallbackHandler:
         name = type(callback).__name__
         if any(type(present) is type(callback) for present in self.callbacks):
             warnings.warn(f"There is already a {name} among the callbacks; both will be called.", stacklevel=4)
+        for event in EVENTS:
+            check_signature(callback, event, _overridden(callback, event), CONTEXT)
         self.callbacks.append(callback)
 
     def _resolve(self) -> None:

@@ -153,4 +153,4 @@ def _read_state(folder: Path) -> TrainerState:
 
 
 def _unusable(path: Path, reason: str, remedy: str = "Load its weights into the model and start a new run") -> Any:
-    return CheckpointError(f"Resuming from {path} was asked for.", f"{reason}.", f"{remedy}.")
+    return CheckpointError(f"Cannot resume from {path}.", f"{reason}.", f"{remedy}.")

@@ -216,9 +216,7 @@ class CheckpointManager:
             refuse_links(path)
             logger.warning("%s has no %s: its files are read as they are, without proof.", path, MANIFEST)
             return None
-        raise CheckpointError(
-            f"Resuming from {path} was asked for.", f"It is not a checkpoint: {contents(path)}.", nearby(path)
-        )
+        raise CheckpointError(f"Cannot resume from {path}.", f"It is not a checkpoint: {contents(path)}.", nearby(path))
 
     def own_checkpoints(self) -> list[Path]:
         """List this run's checkpoints in the order of their commits."""
@@ -333,7 +331,7 @@ class CheckpointManager:
         found = sorted(target.parent.glob(f".staging-*-{target.name}"))
         if found != [self._begun]:
             raise CheckpointError(
-                "save_on_each_node=True was asked for.",
+                "Cannot use save_on_each_node=True.",
                 f"Another machine writes to {target.parent} as well.",
                 "On storage that machines share leave save_on_each_node out.",
             )

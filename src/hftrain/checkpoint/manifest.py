@@ -136,7 +136,7 @@ def check_geometry(manifest: Manifest, **current: Any) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"Resuming from step {manifest.step} was asked for with {', '.join(differing)}.",
+            f"Cannot resume from step {manifest.step} with {', '.join(differing)}.",
             "What the checkpoint holds means something else there.",
             "Resume with the values of the checkpoint, or start a new run from its weights.",
         )

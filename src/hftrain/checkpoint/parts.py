@@ -118,7 +118,7 @@ def check_complete(folder: Path, name: str) -> None:
     """Raise `CheckpointError` where a checkpoint lacks a file because it was saved for its model only."""
     if not (folder / name).exists() and (folder / MANIFEST).exists() and read_manifest(folder).only_model:
         raise CheckpointError(
-            f"Resuming from {folder} was asked for.",
+            f"Cannot resume from {folder}.",
             f"It was saved with save_only_model=True, so it has no {name}.",
             "Name an older checkpoint that is complete, start a new run from its weights, or save without "
             "save_only_model.",

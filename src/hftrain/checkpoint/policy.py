@@ -65,7 +65,7 @@ class SavePolicy:
         }
         for name in (name for name, wrong in is_wrong.items() if wrong):
             raise ConfigError(
-                f"SavePolicy({name}={getattr(self, name)!r}) was asked for.",
+                f"Cannot use SavePolicy({name}={getattr(self, name)!r}).",
                 "It has no such meaning.",
                 f"Use one of {', '.join(_CHOICES[name])}."
                 if name in _CHOICES

@@ -84,7 +84,7 @@ def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_with
     ]
     if differing:
         raise CheckpointError(
-            f"Resuming from step {step} was asked for with {', '.join(differing)}.",
+            f"Cannot resume from step {step} with {', '.join(differing)}.",
             "With that the position in the data is lost, or the optimizer's state means something else.",
             "Resume with the values of the checkpoint, or start a new run from its weights.",
         )

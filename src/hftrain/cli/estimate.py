@@ -38,7 +38,7 @@ def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> Memory
         sys.path[:] = path
     if not found:
         raise ConfigError(
-            f"`hftrain estimate {script}` was asked for.",
+            f"Cannot estimate the memory of {script}.",
             "The script ended without a call of Trainer.train.",
             "Give the arguments with which it trains after its name.",
         )

@@ -56,7 +56,7 @@ class HfArgumentParser(argparse.ArgumentParser):
 
     def _add_dataclass(self, kind: Any) -> None:
         if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-            asked, reason = f"HfArgumentParser({kind!r}) was asked for.", "It is not a dataclass, so it has no fields."
+            asked, reason = f"Cannot use HfArgumentParser({kind!r}).", "It is not a dataclass, so it has no fields."
             raise ConfigError(asked, reason, "Decorate the class with @dataclass, and give the class itself.")
         hints, title = _type_hints(kind), getattr(kind, "_argument_group_name", kind.__name__)
         group = self.add_argument_group(title)
@@ -195,7 +195,7 @@ def _type_hints(kind: type) -> dict[str, Any]:
         return typing.get_type_hints(kind)
     except NameError as error:
         raise ConfigError(
-            f"HfArgumentParser({kind.__name__}) was asked for.",
+            f"Cannot use HfArgumentParser({kind.__name__}).",
             f"An annotation of its fields cannot be resolved: {error}.",
             "Define or import what annotations name at the top of the module, and not under TYPE_CHECKING.",
         ) from error
@@ -204,7 +204,7 @@ def _type_hints(kind: type) -> dict[str, Any]:
 def _read_words(file: Path) -> list[str]:
     if not file.is_file():
         reason = "There is no such file."
-        raise ConfigError(f"Arguments from {str(file)!r} were asked for.", reason, "Check the path.")
+        raise ConfigError(f"Cannot read arguments from {str(file)!r}.", reason, "Check the path.")
     found = _WORDS.finditer(file.read_text(encoding="utf-8"))
     return [word["plain"] if word["quote"] is None else word["quoted"] for word in found]
 

@@ -49,8 +49,8 @@ def explain(asked: str, reason: str, remedy: str, /, **received: Any) -> str:
         **received: The offending settings, shown as ``name=value``.
 
     Example:
-        >>> explain("precision='fp17' was asked for.", "No precision has that name.", "Use 'fp16'.", precision="fp17")
-        "precision='fp17' was asked for. No precision has that name. Use 'fp16'. Received: precision='fp17'."
+        >>> explain("Cannot use precision='fp17'.", "No precision has that name.", "Use 'fp16'.", precision="fp17")
+        "Cannot use precision='fp17'. No precision has that name. Use 'fp16'. Received: precision='fp17'."
     """
     text = " ".join(part for part in (asked, reason, remedy) if part)
     if received:

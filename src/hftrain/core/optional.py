@@ -24,7 +24,7 @@ def require(requirement: str, *, feature: str, extra: str | None = None) -> None
     if not cache:
         command = f"pip install 'hftrain[{extra}]'" if extra else f"pip install '{requirement}'"
         raise MissingDependencyError(
-            f"{feature} was asked for.", f"It needs {requirement!r}: {cache.message}", f"Run: {command}."
+            f"Cannot use {feature}.", f"It needs {requirement!r}: {cache.message}", f"Run: {command}."
         )
 
 

@@ -113,7 +113,7 @@ class Registry(Generic[T]):
             raise ConfigError(f"Cannot use {self.kind}={name!r}:", *self._gone[name])
         if name not in self._entries:
             raise ConfigError(
-                f"{self.kind}={name!r} was asked for.",
+                f"Cannot use {self.kind}={name!r}.",
                 f"No {self.kind} has that name.",
                 f"Did you mean {ours!r}?" if (ours := self._elsewhere.get(name)) else suggest(name, self._entries),
                 **{self.kind: name},

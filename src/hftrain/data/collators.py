@@ -107,7 +107,7 @@ def returned_as(return_tensors: str, batch: Any) -> Any:
     """Return a batch of torch tensors as ``"pt"``, which it is, or as ``"np"``."""
     if return_tensors not in ("pt", "np"):
         raise ConfigError(
-            f"return_tensors={return_tensors!r} was asked for.",
+            f"Cannot use return_tensors={return_tensors!r}.",
             "Batches can only be made of torch tensors or NumPy arrays.",
             "Use 'pt', which training needs, or 'np'.",
             return_tensors=return_tensors,

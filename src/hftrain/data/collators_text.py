@@ -187,7 +187,7 @@ class DataCollatorForLanguageModeling:
             self._mask_words_only()
         if self.mlm and getattr(self.tokenizer, "mask_token_id", None) is None:
             raise ConfigError(
-                "Masked language modelling was asked for (mlm=True).",
+                "Cannot mask tokens (mlm=True).",
                 f"{type(self.tokenizer).__name__} has no mask token.",
                 "Use a tokenizer with one, or mlm=False for causal language modelling.",
             )

@@ -156,13 +156,13 @@ def _check_dataset(dataset: Any, sampler: Any) -> None:
 def _check_order(dataset: Any, sampler: Any, config: LoaderConfig, plan: ShardPlan) -> None:
     if plan.dispatches(dataset) and any(is_rank_aware(part) for part in (sampler, *samplers_of(sampler))):
         raise ConfigError(
-            "dispatch_batches=True was asked for.",
+            "Cannot use dispatch_batches=True.",
             f"The {type(sampler).__name__} already gives each process its own share, and only one would be read.",
             "Return a sampler of the whole dataset, or set dispatch_batches=False.",
         )
     if plan.is_training and config.persistent_workers and hasattr(dataset, "set_epoch"):
         raise ConfigError(
-            f"Persistent workers were asked for with a {type(dataset).__name__}.",
+            f"Cannot keep persistent workers for a {type(dataset).__name__}.",
             "Its set_epoch would never reach the copies in workers that outlive an epoch.",
             "Set dataloader_persistent_workers=False.",
             persistent_workers=True,
@@ -172,7 +172,7 @@ def _check_order(dataset: Any, sampler: Any, config: LoaderConfig, plan: ShardPl
 def _check_length(loader: Any, config: LoaderConfig, plan: ShardPlan) -> None:
     if has_length(loader) and len(loader) == 0:
         raise ConfigError(
-            "Training was asked for.",
+            "Cannot train.",
             "The dataset is too small to give every process a full batch, and incomplete ones are left out.",
             "Make the batch smaller, or set dataloader_drop_last=False.",
             batch_size=config.batch_size,

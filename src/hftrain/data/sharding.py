@@ -103,7 +103,7 @@ class ShardPlan:
             return batch_size
         if batch_size % self.world_size:
             raise ConfigError(
-                "split_batches=True was asked for.",
+                "Cannot use split_batches=True.",
                 f"A batch of {batch_size} cannot be split into {self.world_size} equal parts.",
                 "Make the batch size a multiple of the number of processes.",
                 batch_size=batch_size,

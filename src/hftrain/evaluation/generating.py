@@ -78,7 +78,7 @@ def prepare_generation(args: Any, strategy: Strategy, task: TaskModule, model: A
     _check_evaluates_plainly(args, task)
     if not callable(getattr(model, "generate", None)):
         raise TaskError(
-            "predict_with_generate=True was asked for.",
+            "Cannot use predict_with_generate=True.",
             f"{type(model).__name__} has no method generate.",
             "Add generate(input_ids, ...), which returns token ids, or leave predict_with_generate out.",
         )
@@ -92,7 +92,7 @@ def check_taken(model: Any, options: Iterable[str]) -> None:
     unknown = [name for name in options if not accepts(model.generate, name)]
     if unknown:
         raise ConfigError(
-            f"Generation with {', '.join(unknown)} was asked for.",
+            f"Cannot generate with {', '.join(unknown)}.",
             f"{type(model).__name__}.generate takes no such argument.",
             "Add it there, or leave the setting out.",
         )
@@ -135,7 +135,7 @@ def run_generate(
     """
     if not isinstance(inputs, Mapping):
         raise TaskError(
-            "predict_with_generate=True was asked for.",
+            "Cannot use predict_with_generate=True.",
             f"The batch is a {type(inputs).__name__}: nothing says which of its parts are labels.",
             "Let the collator return a dict.",
         )

@@ -101,7 +101,7 @@ class Uploads:
             if not isinstance(error, ValueError) and (status >= 500 or status in (408, 429)):
                 raise
             raise ConfigError(
-                f"Pushing to the Hub repository {self.config.model_id!r} was asked for.",
+                f"Cannot push to the Hub repository {self.config.model_id!r}.",
                 f"The Hub refuses it: {str(error).strip()}.",
                 "Set hub_model_id to a repository of yours, and log in with `hf auth login` or give a hub_token "
                 "that may write there.",

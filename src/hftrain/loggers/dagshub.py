@@ -38,7 +38,7 @@ class DagsHubLogger(MLflowLogger):
     def start(self, run: RunFacts) -> None:
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             raise ConfigError(
-                "Tracker 'dagshub' was asked for.",
+                "Cannot report to tracker 'dagshub'.",
                 "MLFLOW_TRACKING_URI does not say which repository to report to.",
                 "Call dagshub.init() before training, or set the variable.",
             )

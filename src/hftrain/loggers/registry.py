@@ -60,7 +60,7 @@ def create_logger(name: str, /, *args: Any, **kwargs: Any) -> Logger:
     missing = kind.missing_packages()
     if missing:
         raise MissingDependencyError(
-            f"Tracker {name!r} was asked for.",
+            f"Cannot report to tracker {name!r}.",
             f"It needs {' and '.join(missing)}, which cannot be imported.",
             f"Run: pip install 'hftrain[{name}]', or leave the tracker out of report_to.",
             report_to=name,

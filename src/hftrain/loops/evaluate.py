@@ -317,7 +317,7 @@ def _main_input(batch: Any, name: str) -> Any:
     if isinstance(batch, Mapping) and name in batch:
         return batch[name]
     raise TaskError(
-        "include_for_metrics=['inputs'] was asked for.",
+        "Cannot use include_for_metrics=['inputs'].",
         f"An evaluation batch holds no main input {name!r} (it has {_columns(batch)}).",
         "Set main_input_name on the model to the column that compute_metrics is to get.",
     )
@@ -341,7 +341,7 @@ def _no_logits() -> TaskError:
 
 def _nothing_to_repeat() -> ConfigError:
     return ConfigError(
-        "An evaluation was asked for: with an accelerator in use, or of a split model that generates.",
+        "Cannot evaluate with an accelerator in use, or a split model that generates.",
         "Its steps may talk to other processes, and one of them has no batch to take part with.",
         "Evaluate on at least one sample per process.",
     )

@@ -108,7 +108,7 @@ def parameter_groups(
             (decaying if name in names else others).append(parameter)
     if not decaying and not others:
         raise ConfigError(
-            f"An optimizer for {type(model).__name__} was asked for.",
+            f"Cannot build an optimizer for {type(model).__name__}.",
             "The model has no trainable parameter.",
             "Set requires_grad=True on what should learn.",
         )
@@ -125,7 +125,7 @@ def _refuse_absent(names: set[str], model: nn.Module) -> None:
     absent = sorted(names - slots)
     if absent:
         raise ConfigError(
-            f"Weight decay for {len(names)} named parameters was asked for.",
+            f"Cannot decay the weights of {len(names)} named parameters.",
             f"{type(model).__name__} has no parameter {absent[0]!r}.",
             "Take the names from named_parameters() of this very model (a wrapper adds a prefix).",
             absent=absent[:5],

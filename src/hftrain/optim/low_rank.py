@@ -39,7 +39,7 @@ def low_rank_class(
     if wrong:
         key = wrong[0]
         raise ConfigError(
-            f"optim={config.name!r} was asked for with optim_args {key}={chosen[key]}.",
+            f"Cannot use optim={config.name!r} with optim_args {key}={chosen[key]}.",
             f"{key} must be one of {', '.join(choices[key])}." if key in choices else f"{key} must be positive.",
             "Correct the value.",
             **{key: chosen[key]},
@@ -62,7 +62,7 @@ def find_targets(model: nn.Module | None, config: OptimizerConfig) -> list[nn.Pa
     is_given = bool(wanted) and (isinstance(wanted, str) or all(isinstance(each, str) for each in wanted or ()))
     if model is None or not is_given:
         raise ConfigError(
-            f"optim={config.name!r} was asked for.",
+            f"Cannot use optim={config.name!r}.",
             "It treats the linear modules that optim_target_modules names, and needs the model to find them.",
             "Set optim_target_modules to a list of names, a regular expression, or 'all-linear'; pass the model.",
             optim_target_modules=wanted,
@@ -85,7 +85,7 @@ def find_targets(model: nn.Module | None, config: OptimizerConfig) -> list[nn.Pa
     found = [weight for weight in found if weight.requires_grad]
     if not found:
         raise ConfigError(
-            f"optim={config.name!r} was asked for.",
+            f"Cannot use optim={config.name!r}.",
             "optim_target_modules matches no linear module with a trainable weight.",
             "Take the names from named_modules(), or use 'all-linear'.",
             optim_target_modules=wanted,
@@ -103,7 +103,7 @@ def _matches(path: str, wanted: str | Sequence[str], *, is_linear: bool, config:
         return any(re.fullmatch(expression, path) for expression in expressions)
     except re.error as error:
         raise ConfigError(
-            f"optim={config.name!r} was asked for.",
+            f"Cannot use optim={config.name!r}.",
             f"optim_target_modules holds no regular expression that can be read: {error}.",
             "Correct it.",
             optim_target_modules=wanted,

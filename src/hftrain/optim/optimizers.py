@@ -99,7 +99,7 @@ def optimizer_from_class(
     decay = settings.pop("weight_decay", weight_decay)
     if weight_decay not in (0.0, decay):
         raise ConfigError(
-            f"{cls.__name__} was asked for with two weight decays.",
+            f"Cannot use {cls.__name__} with two weight decays.",
             "The optimizer's own arguments and the weight_decay setting differ.",
             "Give one of them.",
             weight_decay=weight_decay,

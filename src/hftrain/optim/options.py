@@ -25,7 +25,7 @@ def parse_options(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
     parsed = {piece[0]: piece[-1] for piece in pieces}
     if len(parsed) < len(pieces) or any(len(piece) != 2 or not all(piece) for piece in pieces):
         raise ConfigError(
-            f"optim_args={options!r} was asked for.",
+            f"Cannot use optim_args={options!r}.",
             "It must be 'key=value' pieces with commas between them, each key once.",
             "Write it like 'momentum=0.9, nesterov=True', or pass a dict.",
             optim_args=options,
@@ -45,7 +45,7 @@ def refuse_unknown(
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ConfigError(
-            f"{owner} was asked for with {field} {', '.join(map(repr, unknown))}.",
+            f"Cannot use {owner} with {field} {', '.join(map(repr, unknown))}.",
             reason,
             f"It takes: {', '.join(known)}." if known else "It takes none.",
             **{field: list(options)},
@@ -67,7 +67,7 @@ def cast_options(options: Mapping[str, Any], hints: Mapping[str, Any], *, owner:
             cast[key] = _cast(str(value), get_args(hints[key]) or (hints[key],))
         except (KeyError, ValueError) as error:
             raise ConfigError(
-                f"{owner} was asked for with optim_args {key}={value!r}.",
+                f"Cannot use {owner} with optim_args {key}={value!r}.",
                 f"{key} must be {getattr(hints[key], '__name__', hints[key])}.",
                 "Correct the value.",
                 **{key: value},

@@ -21,7 +21,7 @@ def load(path: str, requirement: str, config: OptimizerConfig, *, extra: str | N
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise MissingDependencyError(
-            f"{feature} was asked for.",
+            f"Cannot use {feature}.",
             f"{requirement!r} is installed, but {module} has no {name} that works here: {error}.",
             "Install a build of the package that suits this machine, or choose another optimizer.",
         ) from error
@@ -31,7 +31,7 @@ def check_cuda(config: OptimizerConfig, *, reason: str) -> None:
     """Raise unless the run can take a CUDA device."""
     if config.use_cpu or not torch.cuda.is_available():
         raise ConfigError(
-            f"optim={config.name!r} was asked for.",
+            f"Cannot use optim={config.name!r}.",
             f"It runs on CUDA devices only: {reason}.",
             "Use a machine with such a device, or choose another optimizer.",
             use_cpu=config.use_cpu,

@@ -14,7 +14,7 @@ def end_rate(*, base_lr: float, lr_end: float = 1e-7) -> dict[str, Any]:
     """Turn the final rate into a share of the learning rate."""
     if not base_lr > lr_end:
         raise ConfigError(
-            f"lr_end={lr_end} was asked for.",
+            f"Cannot use lr_end={lr_end}.",
             "The schedule falls to it, so it must be below the learning rate.",
             "Lower lr_end in lr_scheduler_kwargs, or raise learning_rate.",
             lr_end=lr_end,
@@ -30,7 +30,7 @@ def min_rate(*, base_lr: float, min_lr: float | None = None, min_lr_rate: float 
     if min_lr_rate is not None and min_lr is None:
         return {"min_rate": _share(min_lr_rate, "min_lr_rate")}
     raise ConfigError(
-        "A cosine schedule with a minimum was asked for.",
+        "Cannot build a cosine schedule with a minimum.",
         "It needs exactly one of min_lr (a rate) and min_lr_rate (a share of the learning rate).",
         "Give one of them in lr_scheduler_kwargs.",
         min_lr=min_lr,
@@ -55,7 +55,7 @@ def stages(
     stable = total - warmup - num_decay_steps if num_stable_steps is None else num_stable_steps
     if min(stable, num_decay_steps) < 0:
         raise ConfigError(
-            f"{warmup} warm-up and {num_decay_steps} decay steps were asked for in a run of {total}.",
+            f"Cannot fit {warmup} warm-up and {num_decay_steps} decay steps into a run of {total}.",
             f"The stable stage would have {stable} steps and the decay {num_decay_steps}.",
             "Lower num_decay_steps or the warm-up, or train longer.",
             num_decay_steps=num_decay_steps,
@@ -78,7 +78,7 @@ def stages(
 def _known(name: str, names: Iterable[str], option: str) -> str:
     if name not in names:
         raise ConfigError(
-            f"{option}={name!r} was asked for.", "There is no such shape.", suggest(name, names), **{option: name}
+            f"Cannot use {option}={name!r}.", "There is no such shape.", suggest(name, names), **{option: name}
         )
     return name
 
@@ -86,7 +86,7 @@ def _known(name: str, names: Iterable[str], option: str) -> str:
 def _share(value: float, option: str) -> float:
     if not 0 <= value <= 1:
         raise ConfigError(
-            f"{option}={value} was asked for.",
+            f"Cannot use {option}={value}.",
             "The schedule falls to that share of the learning rate, so it must lie between 0 and 1.",
             "Correct it in lr_scheduler_kwargs, or change learning_rate.",
             **{option: value},

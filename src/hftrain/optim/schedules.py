@@ -117,7 +117,7 @@ def _check_options(config: ScheduleConfig, options: Mapping[str, inspect.Paramet
     missing = sorted(required - set(config.options))
     if missing:
         raise ConfigError(
-            f"{owner} was asked for.",
+            f"Cannot use {owner}.",
             f"It needs {', '.join(missing)}.",
             "Add that to lr_scheduler_kwargs.",
             lr_scheduler_kwargs=dict(config.options),
@@ -134,7 +134,7 @@ def _impossible_is_config_error(config: ScheduleConfig) -> Iterator[None]:
         raise
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(
-            f"lr_scheduler_type={config.name!r} was asked for.",
+            f"Cannot use lr_scheduler_type={config.name!r}.",
             f"It cannot be computed with these settings: {error}.",
             "Correct them.",
             lr_scheduler_kwargs=dict(config.options),

@@ -93,7 +93,7 @@ class ScaledPrecision(AutocastPrecision):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.dtype == torch.float16:
                 raise ConfigError(
-                    f"precision={self.policy.name!r} was asked for.",
+                    f"Cannot use precision={self.policy.name!r}.",
                     f"Parameter {name!r} is float16 itself; mixed precision updates float32 parameters.",
                     "Load the model in float32 (`torch_dtype=torch.float32`), or freeze that parameter.",
                 )

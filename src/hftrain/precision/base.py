@@ -34,7 +34,7 @@ class Precision:
     def __init__(self, policy: PrecisionPolicy) -> None:
         if policy.matmul not in (None, "highest", "high"):
             raise ConfigError(
-                f"matmul={policy.matmul!r} was asked for.",
+                f"Cannot use matmul={policy.matmul!r}.",
                 "Float32 matrix products run in float32 or in TF32.",
                 "Use 'highest' (float32), 'high' (TF32) or None (torch's own setting).",
                 matmul=policy.matmul,

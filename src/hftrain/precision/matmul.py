@@ -28,7 +28,7 @@ def set_matmul(matmul: str) -> Callable[[], None]:
             before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     except RuntimeError as error:
         raise ConfigError(
-            f"matmul={matmul!r} was asked for.",
+            f"Cannot use matmul={matmul!r}.",
             "This process has set torch's `fp32_precision` flags itself, and torch refuses to mix the two.",
             "Remove those settings, or leave TF32 to them and ask for no `matmul` and no 'tf32' here.",
             matmul=matmul,

@@ -54,7 +54,7 @@ class WholePrecision(Precision):
             epsilon = group.get("eps")
             if isinstance(epsilon, float) and epsilon and not torch.tensor(epsilon, dtype=self.policy.param_dtype):
                 raise ConfigError(
-                    f"precision={self.policy.name!r} was asked for with {type(optimizer).__name__}.",
+                    f"Cannot use precision={self.policy.name!r} with {type(optimizer).__name__}.",
                     f"Its eps={epsilon} is 0 in {self.policy.param_dtype}, and dividing by it gives NaN.",
                     _REMEDY,
                 )

@@ -50,7 +50,7 @@ def check_eval_data(args: TrainingArguments, eval_dataset: Any, *, has_own_loade
     """Raise where evaluations are planned without data, or on an empty set."""
     if args.eval_strategy == "no":
         return
-    asked = f"eval_strategy={str(args.eval_strategy)!r} was asked for."
+    asked = f"Cannot use eval_strategy={str(args.eval_strategy)!r}."
     sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_dataset": eval_dataset}
     for name, dataset in sets.items():
         if has_length(dataset) and len(dataset) == 0:

@@ -42,7 +42,7 @@ def check_best_metric(
     sets = [f"eval_{name}_loss" for name in eval_dataset] if isinstance(eval_dataset, Mapping) else ["eval_loss"]
     if wanted not in sets:
         raise ConfigError(
-            f"metric_for_best_model={args.metric_for_best_model!r} was asked for.",
+            f"Cannot use metric_for_best_model={args.metric_for_best_model!r}.",
             "Without compute_metrics an evaluation reports the loss alone.",
             f"Pass compute_metrics, or choose one of these: {suggest(wanted, sets)}",
             metric_for_best_model=args.metric_for_best_model,
@@ -66,7 +66,7 @@ def check_functions(args: TrainingArguments, functions: Mapping[str, Any], *, co
         is_by_batch = args.batch_eval_metrics and "metrics" in name and not name.startswith("preprocess")
         if is_by_batch and not accepts(function, "compute_result"):
             raise ConfigError(
-                "batch_eval_metrics=True was asked for.",
+                "Cannot use batch_eval_metrics=True.",
                 f"{name} is called with each batch, and takes no compute_result, which tells it the last one.",
                 "Give it the argument compute_result, or leave batch_eval_metrics out.",
                 batch_eval_metrics=True,
@@ -101,7 +101,7 @@ def check_batches(args: TrainingArguments, strategy: Strategy, name: str, datase
     plans = [shard_plan(args, rank=rank, world_size=n, is_training=False) for rank in range(n)]
     if not any(len(build_loader(samples, config, plan, collate=list)) for plan in plans):
         raise ConfigError(
-            f"eval_strategy={str(args.eval_strategy)!r} was asked for.",
+            f"Cannot use eval_strategy={str(args.eval_strategy)!r}.",
             f"The evaluation set {name!r} gives no full batch, and incomplete ones are left out.",
             "Make per_device_eval_batch_size smaller, or set dataloader_drop_last=False.",
             dataloader_drop_last=True,
@@ -151,7 +151,7 @@ def check_evaluating(args: Any, *, strategy: Strategy, task: TaskModule, spill_d
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if args.past_index >= 0 and "mems" not in parameters and not takes_any:
         raise ConfigError(
-            f"past_index={args.past_index} was asked for.",
+            f"Cannot use past_index={args.past_index}.",
             f"{type(task.model).__name__}.forward takes no argument called mems, in which that output comes back.",
             "Add it, or leave past_index out.",
         )

@@ -13,6 +13,7 @@ from torch import nn
 
 from hftrain.core.errors import HFTrainError, TaskError
 from hftrain.core.lightning import MODULE_ATTRIBUTES
+from hftrain.rules.tensor_mistakes import explain_tensors
 from hftrain.task.model_task import ModelTask, call_model
 from hftrain.task.module import TaskModule
 
@@ -39,6 +40,7 @@ def explain_mistake(
         or _unusable_loss(task, model, error, frames, loss_maker)
         or _missing_column(task, error, frames, batch)
         or _refused_column(task, model, error, frames, label_names)
+        or explain_tensors(error, frames)
     )
     if cause is not None:
         raise cause from error

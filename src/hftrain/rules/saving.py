@@ -34,14 +34,14 @@ def check_save_policy(args: TrainingArguments, policy: SavePolicy, strategy: Str
         (
             (
                 policy.keep_best is not None and not is_ranked,
-                f"SavePolicy(keep_best={policy.keep_best}) was asked for.",
+                f"Cannot use SavePolicy(keep_best={policy.keep_best}).",
                 "No evaluation says which checkpoints are the best.",
                 "Set metric_for_best_model, and eval_strategy to 'steps' or 'epoch'.",
                 {"metric_for_best_model": args.metric_for_best_model, "eval_strategy": str(args.eval_strategy)},
             ),
             (
                 policy.on_exception and args.auto_find_batch_size == "smaller_batch",
-                "SavePolicy(on_exception=True) was asked for with auto_find_batch_size='smaller_batch'.",
+                "Cannot use SavePolicy(on_exception=True) with auto_find_batch_size='smaller_batch'.",
                 "That starts the run again after an error, while a checkpoint is for going on.",
                 "Use auto_find_batch_size=True, which cuts the batches of the step instead.",
             ),
@@ -78,7 +78,7 @@ def check_fits(model: nn.Module, folder: Path | None, *, is_split: bool, is_over
     others = [f"{name} is {found[name]}, not {own[name]}" for name in own if found.get(name, own[name]) != own[name]]
     if others and not is_split:
         raise CheckpointError(
-            f"Resuming from {folder} was asked for.",
+            f"Cannot resume from {folder}.",
             f"It holds another model than this {type(model).__name__}: {'; '.join(others[:3])}.",
             "Build the model as it was, or name another checkpoint.",
         )

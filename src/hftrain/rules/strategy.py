@@ -40,7 +40,7 @@ def check_local_rank(args: TrainingArguments) -> None:
     launched = read_launch().local_rank
     if args.local_rank not in (-1, launched):
         raise ConfigError(
-            f"local_rank={args.local_rank} was asked for.",
+            f"Cannot use local_rank={args.local_rank}.",
             "The launcher decides the rank, and it does not say so.",
             "Launch with torchrun, and leave local_rank out.",
             local_rank=args.local_rank,
@@ -78,7 +78,7 @@ def check_configured_state(args: TrainingArguments, planned_device: torch.device
 def _of_devices(args: TrainingArguments, strategy: Strategy) -> Iterator[Row]:
     yield (
         args.use_cpu and strategy.device_type != "cpu",
-        f"use_cpu=True was asked for together with strategy={type(strategy).__name__}(...).",
+        f"Cannot use use_cpu=True together with strategy={type(strategy).__name__}(...).",
         f"The strategy takes the device {str(strategy.planned_device)!r}.",
         "Make the strategy with use_cpu=True, or leave use_cpu out of the arguments.",
         {"use_cpu": True, "strategy": strategy.name},
@@ -86,13 +86,13 @@ def _of_devices(args: TrainingArguments, strategy: Strategy) -> Iterator[Row]:
     device = {"cpu_amp": "cpu", "cuda_amp": "cuda"}.get(args.half_precision_backend)
     yield (
         device not in (None, strategy.device_type) and (args.fp16 or args.bf16),
-        f"half_precision_backend={args.half_precision_backend!r} was asked for.",
+        f"Cannot use half_precision_backend={args.half_precision_backend!r}.",
         f"It is that of {device!r}, and this run takes {strategy.device_type!r}.",
         "Leave half_precision_backend at 'auto', which suits the device.",
     )
     yield (
         args.auto_find_batch_size and Owns.ACCUMULATION in strategy.owns,
-        f"auto_find_batch_size={args.auto_find_batch_size!r} was asked for with strategy={strategy.name!r}.",
+        f"Cannot use auto_find_batch_size={args.auto_find_batch_size!r} with strategy={strategy.name!r}.",
         "Its engine counts the micro-batches itself and is told their size when it starts.",
         "Set per_device_train_batch_size and gradient_accumulation_steps.",
     )
@@ -101,13 +101,13 @@ def _of_devices(args: TrainingArguments, strategy: Strategy) -> Iterator[Row]:
 def _of_deepspeed(args: TrainingArguments, strategy: Strategy) -> Iterator[Row]:
     yield (
         syncs_each_batch(args),
-        f"accelerator_config's sync_each_batch=True was asked for with strategy={strategy.name!r}.",
+        f"Cannot use accelerator_config's sync_each_batch=True with strategy={strategy.name!r}.",
         "The engine decides when processes exchange gradients: with stage 2 and 3 after each micro-batch anyway.",
         "Leave it out.",
     )
     yield (
         read_accelerator_config(args).get("use_configured_state", False),
-        f"accelerator_config's use_configured_state=True was asked for with strategy={strategy.name!r}.",
+        f"Cannot use accelerator_config's use_configured_state=True with strategy={strategy.name!r}.",
         "An accelerate state that was made before knows nothing of this DeepSpeed config.",
         "Leave it out.",
     )
@@ -116,14 +116,14 @@ def _of_deepspeed(args: TrainingArguments, strategy: Strategy) -> Iterator[Row]:
 def _of_checkpoints(args: TrainingArguments, strategy: Strategy) -> Iterator[Row]:
     yield (
         args.save_on_each_node and strategy.shards_model,
-        f"save_on_each_node=True was asked for with strategy={strategy.name!r}.",
+        f"Cannot use save_on_each_node=True with strategy={strategy.name!r}.",
         "Each process holds a part of the model, so no machine has all that a checkpoint needs.",
         "Put output_dir on storage that all machines share, and leave save_on_each_node out.",
         {"save_on_each_node": True, "strategy": strategy.name},
     )
     yield (
         args.save_on_each_node and is_url(args.output_dir or ""),
-        f"save_on_each_node=True was asked for with output_dir={args.output_dir!r}.",
+        f"Cannot use save_on_each_node=True with output_dir={args.output_dir!r}.",
         "All machines would write the same files of the same store.",
         "Leave save_on_each_node out: a remote folder is one that all machines share.",
         {"save_on_each_node": True},
@@ -131,7 +131,7 @@ def _of_checkpoints(args: TrainingArguments, strategy: Strategy) -> Iterator[Row
     is_split = strategy.shards_model or isinstance(strategy, DeepSpeedStrategy)
     yield (
         is_split and args.save_only_model and args.load_best_model_at_end,
-        f"save_only_model=True was asked for with load_best_model_at_end=True and strategy={strategy.name!r}.",
+        f"Cannot use save_only_model=True with load_best_model_at_end=True and strategy={strategy.name!r}.",
         "The best model is loaded into parts that are split among processes, from a complete checkpoint.",
         "Drop one of the two.",
         {"save_only_model": True, "load_best_model_at_end": True},
@@ -148,7 +148,7 @@ def _of_parts(args: TrainingArguments, strategy: Strategy, optimizers: tuple[Any
     for setting in _NOT_IN_PARTS:
         yield (
             getattr(args, setting),
-            f"{setting}=True was asked for with strategy={strategy.name!r}.",
+            f"Cannot use {setting}=True with strategy={strategy.name!r}.",
             "Each forward pass brings the processes' parts of the parameters together as they are, in step.",
             "Drop it, or use strategy='ddp'.",
         )

@@ -66,7 +66,7 @@ def read_metric(metrics: Mapping[str, Any], wanted: str) -> float:
     key = best_metric_key(wanted)
     if key not in metrics:
         raise ConfigError(
-            f"metric_for_best_model={wanted!r} was asked for.",
+            f"Cannot use metric_for_best_model={wanted!r}.",
             f"An evaluation reported no {key!r}.",
             f"Available: {', '.join(sorted(metrics))}. {suggest(key, metrics)}",
             metric_for_best_model=wanted,
@@ -75,7 +75,7 @@ def read_metric(metrics: Mapping[str, Any], wanted: str) -> float:
         return float(metrics[key])
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"metric_for_best_model={wanted!r} was asked for.",
+            f"Cannot use metric_for_best_model={wanted!r}.",
             f"An evaluation reported {key!r} as a {type(metrics[key]).__name__}, which is not a single number.",
             "Let compute_metrics return a number under that name, or choose another metric.",
             **{key: metrics[key]},

@@ -30,7 +30,7 @@ def own_checkpoint(args: TrainingArguments, strategy: Strategy, output_dir: Path
     if not strategy.all_true(cause is None):
         reason = "Another machine lacks it; see its error." if cause is None else f"This machine lacks it: {cause}"
         raise CheckpointError(
-            f"Resuming from {folder.name} was asked for, with save_on_each_node=True.",
+            f"Cannot resume from {folder.name} with save_on_each_node=True.",
             reason,
             "Name a checkpoint that all machines hold, or copy it to each of them.",
         ) from cause

@@ -141,9 +141,7 @@ class Output:
             text = f"{own.rstrip('/')}/{text}"
         check_url(text)
         if not is_url(text.rstrip("/").rpartition("/")[0]):
-            raise ConfigError(
-                f"Resuming from {text!r} was asked for.", "It names no folder.", "Name a checkpoint's folder."
-            )
+            raise ConfigError(f"Cannot resume from {text!r}.", "It names no folder.", "Name a checkpoint's folder.")
         path = _fetch(text)
         self._origins[path] = text
         return path

@@ -290,7 +290,7 @@ def find_resume(
             logger.info("resume_from_checkpoint='auto' found %s (in %s).", found, args.output_dir)
         elif latest is None:
             raise CheckpointError(
-                "resume_from_checkpoint=True was asked for.",
+                "Cannot use resume_from_checkpoint=True.",
                 f"There is no valid checkpoint with a manifest in {args.output_dir!r}.",
                 "Leave resume_from_checkpoint out to start a new run, or name a checkpoint's folder.",
             )

@@ -103,12 +103,12 @@ def choose_backend(name: str | HPSearchBackend | None) -> HPSearchBackend:
     known = [each.value for each in HPSearchBackend]
     if name not in known:
         raise ConfigError(
-            f"backend={name!r} was asked for.", "No search backend has that name.", suggest(str(name), known)
+            f"Cannot use backend={name!r}.", "No search backend has that name.", suggest(str(name), known)
         )
     backend = HPSearchBackend(name)
     if backend is HPSearchBackend.SIGOPT:
         raise ConfigError(
-            "backend='sigopt' was asked for.",
+            "Cannot use backend='sigopt'.",
             "Every trial of SigOpt's package comes from api.sigopt.com, a service that has ended.",
             "Use backend='optuna', whose TPE and Gaussian process samplers do what SigOpt's service did.",
         )

@@ -42,7 +42,7 @@ def search_with_optuna(config: SearchConfig, attempt: Attempt, *, group: Strateg
         best = study.best_trials
         if not best:
             raise ConfigError(
-                f"The best of {len(study.trials)} trials was asked for.",
+                f"Cannot tell the best of {len(study.trials)} trials.",
                 "None came to its end with a number: they were pruned, failed, or reached NaN.",
                 "Let the pruner wait for more steps, or narrow hp_space.",
             )

@@ -65,6 +65,6 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None
     api.agent(sweep_id, function=run_trial, count=config.num_trials, **where)
     if not found:
         raise ConfigError(
-            "The best trial of a sweep was asked for.", "No trial came to its end.", "Look at the sweep's log."
+            "Cannot tell the best trial of the sweep.", "No trial came to its end.", "Look at the sweep's log."
         ) from (failures[-1] if failures else None)
     return (max if direction == "maximize" else min)(found, key=lambda run: run.objective)

@@ -51,7 +51,7 @@ def check_in_backward(optimizer: Any, *, strategy: Strategy, precision: Precisio
         reason = f"strategy={strategy.name!r} runs the backward pass itself"
     if reason:
         raise ConfigError(
-            f"{cls.__name__} was asked for, which updates as soon as it has a gradient.",
+            f"Cannot use {cls.__name__}, which updates as soon as it has a gradient.",
             f"It cannot: {reason}.",
             "Use one process, gradient_accumulation_steps=1 and no fp16, or an optimizer that steps afterwards.",
         )
@@ -80,7 +80,7 @@ def check_legal(strategy: Strategy, precision: Precision) -> None:
     reason = strategy.refuses(policy, kind) or find_device_refusal(policy, kind, capability)
     if reason:
         raise ConfigError(
-            f"precision={policy.name!r} was asked for with strategy={strategy.name!r} on {kind!r}.",
+            f"Cannot use precision={policy.name!r} with strategy={strategy.name!r} on {kind!r}.",
             f"{reason}.",
             "Choose another precision, strategy or device.",
         )

@@ -39,7 +39,7 @@ logger = get_logger(__name__)
 
 def check_writable(folder: str | Path) -> None:
     """Create a folder if it is absent, and prove that a file can be written in it."""
-    asked = f"Writing to {str(folder)!r} was asked for."
+    asked = f"Cannot write to {str(folder)!r}."
     if _URL.fullmatch(str(folder)):
         raise ConfigError(asked, "This version writes to local folders only.", "Give a path without scheme.")
     probe = Path(folder) / f"{WRITE_TEST}{secrets.token_hex(4)}"

@@ -88,7 +88,7 @@ class RemoteFolder:
             self.delete_file(".write-test")
         except OSError as error:
             raise ConfigError(
-                f"Writing to {self.url!r} was asked for.",
+                f"Cannot write to {self.url!r}.",
                 f"{type(error).__name__}: {str(error).rstrip('.')}.",
                 "Check that the bucket or folder exists, and that the credentials may write to it.",
             ) from error

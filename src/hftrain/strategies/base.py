@@ -105,7 +105,7 @@ class Strategy:
         """
         if self._device is None:
             raise StrategyError(
-                f"strategy={self.name!r} was asked for its device.", "It has none yet.", "Call launch() first."
+                f"Cannot tell the device of strategy={self.name!r}.", "It has none yet.", "Call launch() first."
             )
         return self._device
 

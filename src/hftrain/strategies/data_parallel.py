@@ -93,7 +93,7 @@ class DataParallelStrategy(Strategy):
             remedy = "Use strategy='single', or make the devices visible (CUDA_VISIBLE_DEVICES)."
         if reason:
             received = {"device_ids": device_ids, "use_cpu": use_cpu}
-            raise ConfigError("strategy='data_parallel' was asked for.", reason, remedy, **received)
+            raise ConfigError("Cannot use strategy='data_parallel'.", reason, remedy, **received)
         super().__init__(torch.device("cuda", self.device_ids[0]), place_model=place_model)
         if self.num_devices > 1:
             warn_once(

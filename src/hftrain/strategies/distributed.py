@@ -282,7 +282,7 @@ def check_backend(backend: str, device_type: str) -> None:
     ]
     if backend not in usable:
         raise ConfigError(
-            f"backend={backend!r} was asked for.",
+            f"Cannot use backend={backend!r}.",
             f"This torch cannot exchange {device_type} tensors through it.",
             f"Use one of {usable}.",
             backend=backend,

@@ -34,7 +34,7 @@ class SingleDeviceStrategy(Strategy):
     ) -> None:
         if read_launch().world_size > 1:
             raise ConfigError(
-                "strategy='single' was asked for.",
+                "Cannot use strategy='single'.",
                 "A launcher started several processes, which would train separate copies.",
                 "Use strategy='ddp' or 'auto', or start one process.",
                 world_size=read_launch().world_size,
@@ -42,7 +42,7 @@ class SingleDeviceStrategy(Strategy):
         planned = torch.device(device if device is not None else find_device_type(use_cpu=use_cpu))
         reason = "use_cpu=True forbids it." if use_cpu and planned.type != "cpu" else _absence(planned)
         if reason:
-            raise ConfigError(f"device={str(device)!r} was asked for.", reason, "Choose another.", use_cpu=use_cpu)
+            raise ConfigError(f"Cannot use device={str(device)!r}.", reason, "Choose another.", use_cpu=use_cpu)
         super().__init__(planned, place_model=place_model)
 
 

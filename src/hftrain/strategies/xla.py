@@ -78,7 +78,7 @@ class XLAStrategy(Strategy):
         require("torch_xla", feature="strategy='xla'", extra="xla")
         if read_launch().world_size > 1:
             raise ConfigError(
-                "strategy='xla' was asked for.",
+                "Cannot use strategy='xla'.",
                 "A launcher started several processes, and one process drives all devices of a machine.",
                 "Start one process; tpu_num_cores says how many devices it uses.",
                 world_size=read_launch().world_size,
@@ -323,7 +323,7 @@ class XLAStrategy(Strategy):
 
         if self.num_cores not in (None, num_found):
             raise StrategyError(
-                f"tpu_num_cores={self.num_cores} was asked for.",
+                f"Cannot use tpu_num_cores={self.num_cores}.",
                 f"XLA sees {num_found} devices, and uses all it sees.",
                 f"Set tpu_num_cores to {num_found}, or show XLA fewer (TPU_VISIBLE_CHIPS; CPU_NUM_DEVICES).",
                 PJRT_DEVICE=os.environ.get("PJRT_DEVICE"),

@@ -129,7 +129,7 @@ def _check_backend(config: CompileConfig) -> None:
             f"torch has dropped it; its successor is {successor}." if successor else "torch knows no such back-end."
         )
         raise ConfigError(
-            f"torch_compile_backend={config.backend!r} was asked for.",
+            f"Cannot use torch_compile_backend={config.backend!r}.",
             reason,
             f"Known here: {known}; other packages register more.",
         ) from error
@@ -140,7 +140,7 @@ def _check_backend(config: CompileConfig) -> None:
     modes = list_mode_options()
     if config.mode not in modes:
         raise ConfigError(
-            f"torch_compile_mode={config.mode!r} was asked for.",
+            f"Cannot use torch_compile_mode={config.mode!r}.",
             "inductor has no such mode.",
             f"Use one of: {', '.join(modes)}.",
         )

@@ -34,7 +34,7 @@ def apply_liger_kernels(model: nn.Module, options: Mapping[str, bool] | None) ->
     kind = getattr(base.config, "model_type", None)
     if kind not in KERNELS:
         raise ConfigError(
-            f"use_liger_kernel=True was asked for with {type(base).__name__}.",
+            f"Cannot use use_liger_kernel=True with {type(base).__name__}.",
             f"Liger has no kernels for model_type={kind!r}.",
             f"Leave it out. Liger knows: {', '.join(sorted(KERNELS))}.",
         )

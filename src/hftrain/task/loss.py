@@ -23,7 +23,7 @@ def read_loss(outputs: Any, *, model_name: str) -> torch.Tensor:
         loss = outputs
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise TaskError(
-            f"{model_name} was asked for its loss.",
+            f"Cannot find the loss of {model_name}.",
             f"It returned {_describe(outputs)}, with no scalar loss under 'loss' or in first place.",
             "Return the loss there when labels are given, pass compute_loss_func, override compute_loss, "
             "or write a TaskModule.",
@@ -64,7 +64,7 @@ def smoothed_loss(
     """
     if labels_Bx.is_floating_point():
         raise TaskError(
-            "Label smoothing was asked for.",
+            "Cannot smooth the labels.",
             f"The labels are not class numbers but {labels_Bx.dtype}, of shape {tuple(labels_Bx.shape)}.",
             "Set label_smoothing_factor=0, or smooth them in a compute_loss_func.",
         )

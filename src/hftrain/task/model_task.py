@@ -113,7 +113,7 @@ class ModelTask(TaskModule):
             return read_loss(outputs, model_name=type(self.model).__name__), outputs
         if labels is None and self.compute_loss_func is None:
             raise TaskError(
-                f"label_smoothing_factor={self.label_smoothing} was asked for.",
+                f"Cannot use label_smoothing_factor={self.label_smoothing}.",
                 f"The batch holds no labels to smooth (looked for: labels, {', '.join(self.label_names)}).",
                 "Name the one column of labels in label_names, or leave the smoothing out.",
             )

@@ -53,7 +53,7 @@ class TaskModule(nn.Module):
             TaskError: The subclass does not define it.
         """
         raise TaskError(
-            f"{type(self).__name__} was asked for a training step.",
+            f"Cannot run a training step of {type(self).__name__}.",
             "It does not define training_step(batch).",
             "Define it and return the loss, or a StepOutput with the loss in it.",
         )
@@ -76,7 +76,7 @@ class TaskModule(nn.Module):
         outputs = as_step_output(self.evaluation_step(batch)).outputs
         if outputs is None:
             raise TaskError(
-                f"{type(self).__name__} was asked for predictions.",
+                f"Cannot predict with {type(self).__name__}.",
                 "It defines no prediction_step, and its evaluation_step returns no outputs.",
                 "Define prediction_step(batch), or return StepOutput(outputs=...) from evaluation_step.",
             )

@@ -45,7 +45,7 @@ class DebugUnderflowOverflow:
         abort_after_batch_num: int | None = None,
     ) -> None:
         if max_frames_to_save < 1:
-            asked, reason = f"max_frames_to_save={max_frames_to_save!r} was asked for.", "A report needs a frame."
+            asked, reason = f"Cannot use max_frames_to_save={max_frames_to_save!r}.", "A report needs a frame."
             raise ConfigError(asked, reason, "Use 1 or more.")
         self.model = model
         self.trace_batch_nums = frozenset(trace_batch_nums)
@@ -75,7 +75,7 @@ class DebugUnderflowOverflow:
         if module is self.model:
             self.batch_number += 1
             if self.abort_after_batch_num is not None and self.batch_number > self.abort_after_batch_num:
-                asked = f"abort_after_batch_num={self.abort_after_batch_num} was asked for."
+                asked = f"Cannot use abort_after_batch_num={self.abort_after_batch_num}."
                 raise TaskError(asked, "That batch is done.", "Leave abort_after_batch_num out to go on.")
 
     def _add_frame(self, module: nn.Module, inputs: Any, options: Any, output: Any) -> list[str]:

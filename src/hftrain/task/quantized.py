@@ -38,4 +38,4 @@ def check_quantized(model: nn.Module, *, compiles: bool) -> None:
         reason, remedy = "Its quantization method passes no gradients on.", "Quantize it with bitsandbytes or GPTQ."
     else:
         return
-    raise ConfigError(f"Training {name}, a quantized model, was asked for.", reason, remedy)
+    raise ConfigError(f"Cannot train {name}, a quantized model.", reason, remedy)

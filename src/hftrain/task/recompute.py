@@ -41,7 +41,7 @@ def recompute_activations(model: nn.Module, options: Mapping[str, Any] | None) -
     enable = getattr(model, f"{kind}_checkpointing_enable", None)
     if enable is None:
         raise ConfigError(
-            "gradient_checkpointing=True was asked for.",
+            "Cannot use gradient_checkpointing=True.",
             f"{type(model).__name__} has no gradient_checkpointing_enable method.",
             'Name the layers to recompute: gradient_checkpointing_kwargs={"layer_classes": ["Block"]}.',
         )

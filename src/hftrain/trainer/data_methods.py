@@ -76,15 +76,13 @@ class DataMethods(FileMethods):
             known = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
             if eval_dataset not in known:
                 raise ConfigError(
-                    f"The evaluation set {eval_dataset!r} was asked for.",
+                    f"Cannot evaluate on the set {eval_dataset!r}.",
                     "eval_dataset has no set of that name.",
                     suggest(eval_dataset, known) if known else "Pass a dict of datasets as eval_dataset.",
                 )
             eval_dataset = known[eval_dataset]
         if eval_dataset is None:
-            raise ConfigError(
-                "An evaluation was asked for.", "There is no eval_dataset.", "Pass one to evaluate() or Trainer."
-            )
+            raise ConfigError("Cannot evaluate.", "There is no eval_dataset.", "Pass one to evaluate() or Trainer.")
         return self._eval_loader(eval_dataset, "evaluation", dataloader_key=name)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:

@@ -22,7 +22,7 @@ def debug_callbacks(args: TrainingArguments, strategy: Strategy) -> list[Trainer
     callback = XLAMetricsCallback()
     if strategy.name != "xla":
         raise ConfigError(
-            "debug='tpu_metrics_debug' was asked for.",
+            "Cannot use debug='tpu_metrics_debug'.",
             f"It prints XLA's metrics, and strategy {strategy.name!r} does not run on XLA.",
             "Use strategy='xla', or leave it out.",
             debug=[str(option) for option in args.debug],

@@ -120,7 +120,7 @@ class MicroBatches:
         assert self.size is not None
         if self.size <= 1:
             raise ConfigError(
-                "auto_find_batch_size=True was asked for.",
+                "Cannot use auto_find_batch_size=True.",
                 f"Memory ran out in {when} with a single sample per micro-batch.",
                 "Use a smaller model, shorter samples, gradient_checkpointing=True or a precision of 16 bits.",
             )
@@ -139,7 +139,7 @@ class MicroBatches:
         losses.append(step(model, parts[-1], num_items))
         if not self.shares.is_weighed(num_items):
             raise ConfigError(
-                "auto_find_batch_size=True was asked for, and memory ran out.",
+                "Cannot find a batch size: memory ran out.",
                 "The batch is cut into parts, whose losses Trainer.training_step weighs; the training_step of "
                 f"{self.owner} does not call it, so the gradients would be added up unweighed.",
                 "Call super().training_step, or set auto_find_batch_size='smaller_batch'.",
@@ -167,7 +167,7 @@ def split_batch(batch: Any, size: int) -> list[Any]:
     total = batch_size_of(batch)
     if total is None:
         raise TaskError(
-            "auto_find_batch_size=True was asked for.",
+            "Cannot use auto_find_batch_size=True.",
             f"A {type(batch).__name__} without tensors cannot be cut into micro-batches.",
             "Give batches of nested tensors, or use auto_find_batch_size='smaller_batch'.",
         )

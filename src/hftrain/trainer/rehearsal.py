@@ -33,7 +33,7 @@ def number_of_batches(fast_dev_run: bool | int | None) -> int:
     if fast_dev_run is None or isinstance(fast_dev_run, bool) or (type(fast_dev_run) is int and fast_dev_run >= 0):
         return int(fast_dev_run or 0)
     raise ConfigError(
-        f"Trainer(fast_dev_run={fast_dev_run!r}) was asked for.",
+        f"Cannot use Trainer(fast_dev_run={fast_dev_run!r}).",
         "It says how many batches of every stage to rehearse.",
         "Pass a whole number such as 2, or None for a real run.",
         fast_dev_run=fast_dev_run,

@@ -201,7 +201,7 @@ class RunMethods(EvaluationMethods):
         except Exception as error:
             held = ", its optimizer or its loop" if self.loops else " or its optimizer"
             raise TaskError(
-                f"fast_dev_run={self._num_rehearsed} was asked for.",
+                f"Cannot use fast_dev_run={self._num_rehearsed}.",
                 f"It trains a copy, and {type(self.model).__name__}{held} cannot be copied: {error!r}.",
                 "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
             ) from error

@@ -153,7 +153,7 @@ def search(
         return search_with_optuna(config, attempt, group=strategy)
     if strategy.world_size > 1:
         raise ConfigError(
-            f"backend={backend.value!r} was asked for on {strategy.world_size} processes.",
+            f"Cannot use backend={backend.value!r} on {strategy.world_size} processes.",
             "It runs trials in processes of its own choice.",
             "Launch one process, or use backend='optuna', whose trials run on all processes together.",
         )

@@ -183,7 +183,7 @@ def test_name_and_version_that_contradict_each_other_are_refused(
     tmp_path: Path, strategy: str, config: dict[str, Any]
 ) -> None:
     args = make_arguments(tmp_path, fsdp="full_shard offload", fsdp_config=config)
-    with pytest.raises(ConfigError, match=f"strategy='{strategy}' was asked for together with fsdp_config's version"):
+    with pytest.raises(ConfigError, match=f"Cannot use strategy='{strategy}' together with fsdp_config's version"):
         Trainer(Net(), args, strategy=strategy)
 
 
@@ -216,9 +216,9 @@ def test_strategy_by_name_takes_the_config(tmp_path: Path) -> None:
 
 
 def test_name_and_words_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="strategy='fsdp_hybrid' was asked for together with sharding='full_shard'"):
+    with pytest.raises(ConfigError, match="Cannot use strategy='fsdp_hybrid' together with sharding='full_shard'"):
         Trainer(Net(), make_arguments(tmp_path, fsdp="full_shard"), strategy="fsdp_hybrid")
-    with pytest.raises(ConfigError, match="strategy='ddp' was asked for together with fsdp"):
+    with pytest.raises(ConfigError, match="Cannot use strategy='ddp' together with fsdp"):
         Trainer(Net(), make_arguments(tmp_path, fsdp="full_shard"), strategy="ddp")
 
 

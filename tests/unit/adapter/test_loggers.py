@@ -79,7 +79,7 @@ def test_tracker_that_is_not_installed_is_refused(tmp_path: Path) -> None:
 def test_codecarbon_on_rocm_is_dropped_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     args = make_arguments(tmp_path, report_to=["codecarbon", "tensorboard"])
-    with pytest.warns(UserWarning, match="'codecarbon' was asked for, but .*ROCm"):
+    with pytest.warns(UserWarning, match="Cannot report to tracker 'codecarbon', because .*ROCm"):
         Trainer(Net(), args)
     assert args.report_to == ["tensorboard"]
 
@@ -88,7 +88,7 @@ def test_tracker_switched_off_by_its_variable_is_dropped_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_DISABLED", "true")
-    with pytest.warns(UserWarning, match="'wandb' was asked for, but WANDB_DISABLED is set"):
+    with pytest.warns(UserWarning, match="Cannot report to tracker 'wandb', because WANDB_DISABLED is set"):
         assert trackers_asked(make_arguments(tmp_path, report_to="wandb")) == []
 
 

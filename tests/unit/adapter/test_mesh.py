@@ -58,7 +58,7 @@ def test_pure_copies_are_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ({"sp_size": 4}, {}, "sp_size splits sequences"),
         ({"dp_shard_size": 2}, {}, "describes 2 processes, and the launcher started 4"),
         ({"dp_shard_size": 4}, {"fsdp": "no_shard"}, "fsdp='no_shard' splits the model differently"),
-        ({"dp_shard_size": 4}, {"strategy": "ddp"}, "strategy='ddp' was asked for together with parallelism_config"),
+        ({"dp_shard_size": 4}, {"strategy": "ddp"}, "Cannot use strategy='ddp' together with parallelism_config"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(

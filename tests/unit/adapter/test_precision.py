@@ -60,7 +60,7 @@ def test_keyword_that_contradicts_an_argument_is_refused(
 ) -> None:
     name = precision if isinstance(precision, str) else precision.policy.name
     field, value = list(options.items())[-1]
-    with pytest.raises(ConfigError, match=f"precision='{name}' was asked for together with {field}={value}") as caught:
+    with pytest.raises(ConfigError, match=f"Cannot use precision='{name}' together with {field}={value}") as caught:
         precision_request(make_arguments(tmp_path, **options), precision)
     assert f"Received: precision='{name}', {field}={value}" in str(caught.value)
 
@@ -77,7 +77,7 @@ def test_precision_that_takes_any_option_is_told_of_tf32(tmp_path: Path, monkeyp
     assert precision_request(make_arguments(tmp_path, tf32=False), "open") == ("open", {"matmul": "highest"})
     precisions.register("closed", lambda: FullPrecision())
     assert precision_request(make_arguments(tmp_path), "closed") == ("closed", {})
-    with pytest.raises(ConfigError, match="precision='closed' was asked for together with tf32=False"):
+    with pytest.raises(ConfigError, match="Cannot use precision='closed' together with tf32=False"):
         precision_request(make_arguments(tmp_path, tf32=False), "closed")
 
 

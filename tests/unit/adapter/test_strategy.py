@@ -96,9 +96,7 @@ def test_keyword_that_contradicts_an_argument_is_refused(
     tmp_path: Path, strategy: Any, option: dict[str, Any], field: str
 ) -> None:
     name = getattr(strategy, "name", strategy)
-    with pytest.raises(
-        ConfigError, match=rf"strategy='{name}' was asked for together with {field}=.*Keep one"
-    ) as caught:
+    with pytest.raises(ConfigError, match=rf"Cannot use strategy='{name}' together with {field}=.*Keep one") as caught:
         request(tmp_path, strategy, **option)
     assert f"Received: strategy='{name}', {field}=" in str(caught.value)
 

@@ -49,7 +49,7 @@ from hftrain.core.errors import ConfigError
     ],
 )
 def test_number_out_of_range_raises(name, value):
-    with pytest.raises(ConfigError, match=rf"{name}=.* was asked for\. It must be"):
+    with pytest.raises(ConfigError, match=rf"Cannot use {name}=.*\. It must be"):
         TrainingArguments("out", **{name: value})
 
 
@@ -100,7 +100,7 @@ def test_steps_above_one_must_be_whole(name):
     [("logging_strategy", "logging_steps"), ("eval_strategy", "eval_steps"), ("save_strategy", "save_steps")],
 )
 def test_zero_steps_raise_only_with_strategy_steps(strategy, steps):
-    with pytest.raises(ConfigError, match=f"{strategy}='steps' was asked for with {steps}=0"):
+    with pytest.raises(ConfigError, match=f"Cannot use {strategy}='steps' with {steps}=0"):
         TrainingArguments("out", **{strategy: "steps", steps: 0})
     assert getattr(TrainingArguments("out", **{strategy: "epoch", steps: 0}), steps) == 0
 
@@ -130,5 +130,5 @@ def test_accelerator_config_key_is_checked():
 @pytest.mark.parametrize("name", ["bf16", "ddp_find_unused_parameters", "load_best_model_at_end", "tf32"])
 @pytest.mark.parametrize("value", ["false", "no"])
 def test_text_in_place_of_a_yes_or_a_no_is_refused(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}='{value}' was asked for. It is a yes or a no"):
+    with pytest.raises(ConfigError, match=f"Cannot use {name}='{value}'. It is a yes or a no"):
         TrainingArguments("out", **{name: value})

@@ -101,7 +101,7 @@ WITHIN = [
 
 @pytest.mark.parametrize(("change", "saved", "named"), WITHIN)
 def test_what_only_matters_within_an_epoch_is_refused_there(change: Any, saved: Any, named: str) -> None:
-    with pytest.raises(CheckpointError, match=f"step 3 was asked for with {named}="):
+    with pytest.raises(CheckpointError, match=f"Cannot resume from step 3 with {named}="):
         check(change, saved)
     check(change, saved, is_within_epoch=False)
 

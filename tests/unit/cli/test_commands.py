@@ -31,7 +31,7 @@ def test_strategies_say_what_runs_here_and_why_the_others_do_not(
     assert found["ddp"][0] == strategies.summary("ddp")
     assert found["single"][1].startswith("cpu: bf16, ")
     assert "tf32" not in found["single"][1]
-    assert "not here: strategy='data_parallel' was asked for. It copies the model to CUDA" in found["data_parallel"][1]
+    assert "not here: Cannot use strategy='data_parallel'. It copies the model to CUDA" in found["data_parallel"][1]
     assert "no_such_package" in found["broken"][1]
     assert "Received" not in str(found)
 

@@ -35,8 +35,8 @@ def test_error_is_caught_under_either_name(kind: type[HFTrainError], builtin: ty
 
 @pytest.mark.parametrize("kind", [kind for kind, _ in KINDS])
 def test_error_survives_pickling(kind: type[HFTrainError]) -> None:
-    error = kind("A was asked for.", "It cannot be.", "Use B.", a=1)
-    assert str(error) == explain("A was asked for.", "It cannot be.", "Use B.", a=1)
+    error = kind("Cannot use A.", "It cannot be.", "Use B.", a=1)
+    assert str(error) == explain("Cannot use A.", "It cannot be.", "Use B.", a=1)
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
     assert str(copy) == str(error)

@@ -77,7 +77,7 @@ def test_names_are_sorted_and_summaries_kept(registry: Registry[Any]) -> None:
 
 @pytest.mark.parametrize("ask", [Registry.create, Registry.resolve, Registry.summary])
 def test_unknown_name_is_refused_with_close_matches(registry: Registry[Any], ask: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"^box='smal' was asked .* 'small'\? Received: box='smal'\.$"):
+    with pytest.raises(ConfigError, match=r"^Cannot use box='smal'\. .* 'small'\? Received: box='smal'\.$"):
         ask(registry, "smal")
 
 
@@ -256,7 +256,7 @@ def test_loop_that_cannot_be_imported_is_skipped_and_ends_the_run_of_who_asks_fo
 
 
 def test_settings_that_a_third_partys_precision_cannot_heed_are_refused(other_package: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="precision='toy_careful' was asked for together with tf32=False"):
+    with pytest.raises(ConfigError, match="Cannot use precision='toy_careful' together with tf32=False"):
         Trainer(Net(), make_arguments(tmp_path, tf32=False), precision="toy_careful")
 
 

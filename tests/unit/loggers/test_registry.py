@@ -39,7 +39,7 @@ def test_every_documented_tracker_has_its_name() -> None:
 
 
 def test_unknown_name_is_refused_with_close_matches() -> None:
-    with pytest.raises(ConfigError, match=r"tracker='wand' was asked for.*Did you mean 'wandb'"):
+    with pytest.raises(ConfigError, match=r"Cannot use tracker='wand'.*Did you mean 'wandb'"):
         create_logger("wand")
 
 

@@ -32,17 +32,17 @@ BEST = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_
         (
             {"use_cpu": True},
             ON_CUDA,
-            "use_cpu=True was asked for together with strategy=Stand(...). The strategy takes",
+            "Cannot use use_cpu=True together with strategy=Stand(...). The strategy takes",
         ),
         ({"half_precision_backend": "cpu_amp", "bf16": True, "use_cpu": False}, ON_CUDA, "It is that of 'cpu'"),
         ({"auto_find_batch_size": True}, {"owns": Owns.ACCUMULATION}, "strategy='stand'. Its engine counts the micro-"),
-        ({"save_on_each_node": True}, PARTS, "save_on_each_node=True was asked for with strategy='stand'."),
+        ({"save_on_each_node": True}, PARTS, "Cannot use save_on_each_node=True with strategy='stand'."),
         ({"save_on_each_node": True, "folder": "memory://run"}, {}, "write the same files of the same store"),
         ({**BEST, "save_only_model": True}, PARTS, "load_best_model_at_end=True and strategy='stand'."),
-        ({"batch_eval_metrics": True}, PARTS, "batch_eval_metrics=True was asked for with strategy='stand'."),
-        ({"bf16_full_eval": True}, PARTS, "bf16_full_eval=True was asked for with strategy='stand'."),
-        ({"fp16_full_eval": True}, PARTS, "fp16_full_eval=True was asked for with strategy='stand'."),
-        ({"jit_mode_eval": True}, PARTS, "jit_mode_eval=True was asked for with strategy='stand'."),
+        ({"batch_eval_metrics": True}, PARTS, "Cannot use batch_eval_metrics=True with strategy='stand'."),
+        ({"bf16_full_eval": True}, PARTS, "Cannot use bf16_full_eval=True with strategy='stand'."),
+        ({"fp16_full_eval": True}, PARTS, "Cannot use fp16_full_eval=True with strategy='stand'."),
+        ({"jit_mode_eval": True}, PARTS, "Cannot use jit_mode_eval=True with strategy='stand'."),
     ],
 )
 def test_what_a_strategy_cannot_do_is_refused(

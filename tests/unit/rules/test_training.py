@@ -44,7 +44,7 @@ def test_text_in_a_list_of_samples_makes_no_column(tmp_path: Path) -> None:
 def test_schedule_of_the_arguments_is_tried_only_where_it_is_made(tmp_path: Path) -> None:
     # It lacks what it needs: min_lr.
     arguments = make_arguments(tmp_path, lr_scheduler_type="cosine_with_min_lr", max_steps=2)
-    with pytest.raises(ConfigError, match="A cosine schedule with a minimum was asked for"):
+    with pytest.raises(ConfigError, match="Cannot build a cosine schedule with a minimum"):
         Trainer(Task(), arguments, train_dataset=make_rows(8)).train()
     assert Trainer(Own(), arguments, train_dataset=make_rows(8)).train().global_step == 2
     assert Scheduling(Net(), arguments, train_dataset=make_rows(8)).train().global_step == 2

@@ -44,7 +44,7 @@ def check(optimizer: Any, *, ranks: int = 1, accumulation: int = 1, precision: s
     ],
 )
 def test_check_in_backward_refuses(setting: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"LayerWiseSGD was asked for.*{reason}"):
+    with pytest.raises(ConfigError, match=f"Cannot use LayerWiseSGD.*{reason}"):
         check(LayerWiseSGD, **setting)
 
 

@@ -47,7 +47,7 @@ def test_loss_is_found(outputs: Any) -> None:
     ],
 )
 def test_outputs_without_a_loss_are_named(outputs: Any, named: str) -> None:
-    with pytest.raises(TaskError, match=f"Net was asked for its loss.*{named}, with no scalar loss.*compute_loss_func"):
+    with pytest.raises(TaskError, match=f"the loss of Net.*{named}, with no scalar loss.*compute_loss_func"):
         read_loss(outputs, model_name="Net")
 
 

@@ -44,7 +44,7 @@ def test_forward_runs_the_model() -> None:
 
 
 def test_training_step_must_be_defined() -> None:
-    with pytest.raises(TaskError, match=r"TaskModule was asked for a training step.*training_step\(batch\)"):
+    with pytest.raises(TaskError, match=r"Cannot run a training step of TaskModule.*training_step\(batch\)"):
         TaskModule(Net()).training_step(batch)
 
 
@@ -58,7 +58,7 @@ def test_predictions_are_the_outputs_of_evaluation_by_default() -> None:
 
 
 def test_predictions_need_outputs() -> None:
-    with pytest.raises(TaskError, match=r"Silent was asked for predictions.*defines no prediction_step"):
+    with pytest.raises(TaskError, match=r"Cannot predict with Silent.*defines no prediction_step"):
         Silent(Net()).prediction_step(batch)
 
 

@@ -225,7 +225,7 @@ def test_a_missing_package_is_named_at_once(monkeypatch):
 
 
 def test_storage_of_each_machine_and_a_url_are_refused_together():
-    with pytest.raises(ConfigError, match="save_on_each_node=True was asked for with output_dir='memory://bucket/run'"):
+    with pytest.raises(ConfigError, match="Cannot use save_on_each_node=True with output_dir='memory://bucket/run'"):
         make_trainer(save_on_each_node=True)
 
 

@@ -95,7 +95,7 @@ def adamw_anyprecision(config: OptimizerConfig, model: nn.Module | None) -> Opti
         if key in dtypes:
             if value.removeprefix("torch.") not in _DTYPES:
                 raise ConfigError(
-                    f"optim={config.name!r} was asked for with optim_args {key}={value}.",
+                    f"Cannot use optim={config.name!r} with optim_args {key}={value}.",
                     "That names no dtype of floating point.",
                     f"Use one of {', '.join(_DTYPES)}.",
                     **{key: value},

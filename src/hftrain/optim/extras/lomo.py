@@ -105,7 +105,7 @@ def adalomo(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
 def _paired(name: str, config: OptimizerConfig, model: nn.Module | None, hints: dict[str, Any]) -> OptimizerClass:
     cls = load(f"lomo_optim:{name}", "lomo-optim", config, extra="lomo")
     if model is None:
-        raise ConfigError(f"optim={config.name!r} was asked for.", "It hooks into the model.", "Pass the model along.")
+        raise ConfigError(f"Cannot use optim={config.name!r}.", "It hooks into the model.", "Pass the model along.")
     if config.weight_decay:
         logger.warning("optim=%r decays every parameter, biases and norms too.", config.name)
     made = type(cls.__name__, (InBackward, cls), {"__module__": cls.__module__})

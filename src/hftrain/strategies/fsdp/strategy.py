@@ -297,7 +297,7 @@ class FSDPStrategy(SplittingStrategy):
             remedy = "Set reshard_after_forward to true, false, or to a divisor of their number."
             received = {"reshard_after_forward": again}
         if reason:
-            raise ConfigError(f"strategy={self.name!r} was asked for.", reason, remedy, **received)
+            raise ConfigError(f"Cannot use strategy={self.name!r}.", reason, remedy, **received)
         self._group_size = group_size
 
     def _units(self, model: nn.Module) -> list[nn.Module]:

@@ -16,7 +16,7 @@ def check_choice(strategy: str, *, layer_classes: Sequence[str] | None, min_num_
     """Raise where two ways to choose a strategy's units are asked for; see `find_units`."""
     if min_num_params and layer_classes:
         reason = "min_num_params and transformer_layer_cls_to_wrap are two ways to choose what is wrapped."
-        raise ConfigError(f"strategy={strategy!r} was asked for.", reason, "Keep one of the two.")
+        raise ConfigError(f"Cannot use strategy={strategy!r}.", reason, "Keep one of the two.")
 
 
 def find_units(model: nn.Module, *, layer_classes: Sequence[str] | None, min_num_params: int) -> list[nn.Module]:
@@ -59,7 +59,7 @@ def _by_class(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     for name in names or ():
         if name not in present:
             raise ConfigError(
-                f"transformer_layer_cls_to_wrap={name!r} was asked for.",
+                f"Cannot use transformer_layer_cls_to_wrap={name!r}.",
                 f"{type(model).__name__} has no part of that class (upper and lower case count).",
                 suggest(name, present),
             )

@@ -157,7 +157,7 @@ class FSDP1Strategy(FSDPStrategy):
             reason = f"reshard_after_forward={self.reshard_after_forward} does not follow from {self.sharding!r}."
             remedy = "Leave it out, or use strategy='fsdp'."
         if reason:
-            asked = f"strategy='fsdp1' was asked for with backward_prefetch={self.backward_prefetch!r}."
+            asked = f"Cannot use strategy='fsdp1' with backward_prefetch={self.backward_prefetch!r}."
             raise ConfigError(asked, reason, remedy)
         super()._check_options()
 
