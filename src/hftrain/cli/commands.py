@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from hftrain import __version__
+from hftrain.cli.checkpoints import show_checkpoints
 from hftrain.cli.estimate import estimate_script
 from hftrain.core.errors import HFTrainError
 from hftrain.precision.base import Precision
@@ -22,26 +24,54 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one of hftrain's commands, and print what it finds.
 
     ``hftrain strategies`` and ``hftrain precisions`` print a line for each name, and touch no device. ``hftrain
-    estimate script.py ...`` runs a script up to its training, and prints what a step of that takes of memory.
+    checkpoints RUN`` lists what a run has saved. ``hftrain estimate script.py ...`` runs a script up to its training,
+    and prints how much memory a step takes. An error is one line on stderr, and the exit status is 1.
 
     Args:
         argv: The words after ``hftrain``; None takes those of the process.
     """
-    parser = argparse.ArgumentParser(prog="hftrain", description="Show what can be chosen by name, and what it needs.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for command, show in (("strategies", show_strategies), ("precisions", show_precisions)):
-        part = commands.add_parser(command, help=f"list the {command} and whether each can run here")
-        part.add_argument("--cpu", action="store_true", help="judge for the CPU, as with use_cpu=True")
+    parser = _make_parser()
+    given = parser.parse_args(argv)
+    if given.command is None:
+        parser.print_help()
+        return
+    try:
+        print("\n".join(given.show(given)))
+    except HFTrainError as error:
+        if given.debug:
+            raise
+        parser.exit(1, f"hftrain {given.command}: {error}\n")
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hftrain", description="Look at what a run needs, can use and has saved.")
+    parser.add_argument("--version", action="version", version=f"hftrain {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    def add(name: str, show: Callable[[argparse.Namespace], list[str]], summary: str) -> argparse.ArgumentParser:
+        part = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         part.set_defaults(show=show)
-    part = commands.add_parser("estimate", help="print the memory that a script's training step takes")
+        return part
+
+    for name, show in (("strategies", show_strategies), ("precisions", show_precisions)):
+        part = add(name, lambda given, show=show: show(use_cpu=given.cpu), f"list the {name} and which can run here")  # type: ignore[misc]
+        part.add_argument("--cpu", action="store_true", help="judge for the CPU, as with use_cpu=True")
+    part = add(
+        "checkpoints",
+        lambda given: show_checkpoints(given.run, should_verify=given.verify),
+        "list a run's checkpoints, whether they are whole, and which one a resume takes",
+    )
+    part.add_argument("run", help="the output_dir of the run")
+    part.add_argument("--verify", action="store_true", help="read every file and compare its SHA-256")
+    part = add(
+        "estimate",
+        lambda given: [str(estimate_script(given.script, given.arguments))],
+        "print how much memory a script's training step takes",
+    )
     part.add_argument("script", help="a Python file that trains")
     part.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
-    given = parser.parse_args(argv)
-    if given.command == "estimate":
-        print(estimate_script(given.script, given.arguments))
-        return
-    for line in given.show(use_cpu=given.cpu):
-        print(line)
+    return parser
 
 
 def show_strategies(*, use_cpu: bool = False) -> list[str]:

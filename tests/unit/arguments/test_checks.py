@@ -91,7 +91,7 @@ def test_unknown_name_raises_with_close_matches(name, value, hint):
 
 @pytest.mark.parametrize("name", ["logging_steps", "eval_steps", "save_steps"])
 def test_steps_above_one_must_be_whole(name):
-    with pytest.raises(ConfigError, match=rf"{name}=2\.5 .*whole numbers"):
+    with pytest.raises(ConfigError, match=rf"{name}=2\.5\..*whole numbers"):
         TrainingArguments("out", **{name: 2.5})
 
 

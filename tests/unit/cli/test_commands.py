@@ -67,4 +67,4 @@ def test_command_is_installed() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "single" in done.stdout
     with pytest.raises(SystemExit):
-        main([])
+        main(["unknown"])

@@ -1,0 +1,61 @@
+"""`hftrain checkpoints`: what a run has saved, whether it is whole, and what a resume would take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hftrain.checkpoint.manifest import Manifest, read_manifest, verify
+from hftrain.checkpoint.rotation import by_commit
+from hftrain.core.errors import CheckpointError, ConfigError
+from hftrain.storage.space import readable_bytes
+
+_HEAD = ("checkpoint", "step", "epochs", "size", "state")
+
+
+def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> list[str]:
+    """Return a line for each checkpoint of a run, in the order in which they were committed, and what a resume takes.
+
+    Args:
+        run: The run's output folder.
+        should_verify: Read every file and compare its SHA-256, as a resume does; else only the manifest and the sizes.
+
+    Raises:
+        ConfigError: The folder does not exist, or holds no checkpoint.
+    """
+    folder = Path(run)
+    paths = by_commit(folder) if folder.is_dir() else []
+    if not paths:
+        reason = "It holds no checkpoint." if folder.is_dir() else "There is no such folder."
+        raise ConfigError(f"Cannot list the checkpoints of {str(folder)!r}.", reason, "Name a run's output_dir.")
+    rows, last = [_HEAD], "resume_from_checkpoint=True finds none that is whole."
+    for path in paths:
+        found = _look(path, should_verify=should_verify)
+        if isinstance(found, str):
+            rows.append((path.name, "", "", "", found))
+            continue
+        epoch = found.facts.get("progress", {}).get("epoch", "")
+        size = readable_bytes(sum(record["size"] for record in found.files.values()))
+        state = "weights only" if found.only_model else "verified" if should_verify else "complete"
+        state += "" if found.is_finite else ", not finite"
+        last = f"resume_from_checkpoint=True takes {path.name}" + (
+            ", which cannot be resumed: save_only_model=True saved it." if found.only_model else "."
+        )
+        rows.append((path.name, str(found.step), str(epoch), size, state))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [*lines, "", last]
+
+
+def _look(path: Path, *, should_verify: bool) -> Manifest | str:
+    """Return a checkpoint's manifest, or why it cannot be trusted."""
+    try:
+        if should_verify:
+            return verify(path)
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return f"damaged: {error}"
+    for name, record in manifest.files.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != record["size"]:
+            return f"damaged: {name} is {'incomplete' if file.is_file() else 'missing'}"
+    return manifest
