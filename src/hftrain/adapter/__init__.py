@@ -1,1 +1,1 @@
-"""The only room that reads `TrainingArguments`: pure functions that fill the other rooms' configs."""
+"""The only package that reads `TrainingArguments`: pure functions that build the other packages' configs."""

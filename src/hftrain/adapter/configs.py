@@ -1,4 +1,4 @@
-"""What the rooms below are told of the arguments, one small config each."""
+"""What the packages below take from the arguments, one small config each."""
 
 from __future__ import annotations
 

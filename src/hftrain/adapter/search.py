@@ -28,10 +28,10 @@ def apply_hyperparameters(args: Any, values: Mapping[str, Any], *, is_for_model:
     """Write a trial's values into the arguments, in the types of the settings; mutates the arguments.
 
     Args:
-        is_for_model: Whether names that are no settings may be there, for a `model_init` that takes the trial.
+        is_for_model: Whether names that are not settings may be there, for a `model_init` that takes the trial.
 
     Returns:
-        The names that are no settings.
+        The names that are not settings.
     """
     known = {field.name: str(field.type) for field in dataclasses.fields(args) if field.init}
     unknown = [name for name in values if name not in known]

@@ -294,7 +294,7 @@ class DataArguments:
     dataloader_pin_memory: bool = setting(True, "Load into page-locked memory; off with use_cpu.")
     dataloader_persistent_workers: bool = setting(False, "Keep loading processes alive between epochs.")
     dataloader_prefetch_factor: int | None = setting(None, "Batches that each loading process prepares ahead.")
-    dataloader_timeout: float = setting(0, "Seconds to wait for a batch of a loading process; 0 waits for ever.")
+    dataloader_timeout: float = setting(0, "Seconds to wait for a batch of a loading process; 0 waits forever.")
     dataloader_multiprocessing_context: str | None = setting(
         None, "How loading processes start: 'fork', 'spawn' or 'forkserver'; None is Python's own choice."
     )

@@ -84,7 +84,7 @@ def _is_given(args: ArgumentFields, name: str) -> bool:
 
 
 def _deprecate(old: str, new: str) -> None:
-    """Warn at the user's line: the first one outside this room and outside the dataclass's generated `__init__`."""
+    """Warn at the user's line: the first one outside this package and outside the dataclass's generated `__init__`."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith((_HERE, "<string>")):
         frame, level = frame.f_back, level + 1

@@ -20,7 +20,7 @@ PLAIN_INTERVAL_S = 1.0
 class ProgressCallback(TrainerCallback):
     """Show a bar of optimizer steps, a bar per evaluation or prediction, and the logs; on process zero only.
 
-    Where the output is no terminal, plain lines take the bars' place: at most one per tenth of the work and per second,
+    If the output is not a terminal, it prints plain lines instead: at most one per tenth of the work and per second,
     and one at the end.
 
     Args:

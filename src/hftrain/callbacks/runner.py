@@ -164,7 +164,7 @@ class CallbackHandler:
             **extra: Keywords for this call only; they win over the context.
 
         Raises:
-            TaskError: A callback returned something that is no set of control flags.
+            TaskError: A callback returned something that is not a set of control flags.
         """
         control = self.control
         self.num_fired[0] += 1

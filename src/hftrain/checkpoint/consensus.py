@@ -325,7 +325,7 @@ class Consensus:
         self._is_known.set()
 
     def _end_if_asked(self, reason: str) -> None:
-        """End this process at once if it was told to stop: its main thread may wait for the others for ever."""
+        """End this process at once if it was told to stop: its main thread may wait for the others forever."""
         stop = self.left_over()
         if stop is not None:
             logger.error("%s ends the process at once and nothing is saved: %s.", stop, reason)

@@ -24,7 +24,7 @@ class SavePolicy:
         on_signal: Whether SIGTERM and SIGINT end the run at the next step boundary with a checkpoint, and SIGUSR1 saves
             one and goes on. Handlers that the program has set itself stay.
         grace_s: How long a run that SIGTERM has told to stop may stand still. Then, or at a second SIGTERM, the step is
-            interrupted by `TrainingStopped`, and 5 s later the process is gone. None waits for ever. The default ends
+            interrupted by `TrainingStopped`, and 5 s later the process is gone. None waits forever. The default ends
             a run that hangs after 25 s; SLURM, Kubernetes and torchrun kill after 30 s. The time starts again whenever
             a batch is done or a checkpoint grows, and is at least 1.5 times the longest pause of the run so far.
         on_exception: Whether an error in training leaves a checkpoint of the last whole step; in a run of one process.

@@ -128,7 +128,7 @@ class SignalHandlers:
             os.write(2, _HINT)
 
     def _act_by_default(self, number: int) -> None:
-        """Do as if there were no handler: in a process forked from this one, or when nobody heeds requests."""
+        """Do as if there were no handler: in a process forked from this one, or when nothing handles requests."""
         signal.signal(number, self._previous[number])
         signal.raise_signal(number)
 

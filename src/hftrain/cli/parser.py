@@ -34,7 +34,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         **kwargs: Go to `argparse.ArgumentParser`.
 
     Raises:
-        ConfigError: A type is no dataclass, or an annotation names what its module does not have.
+        ConfigError: A type is not dataclass, or an annotation names what its module does not have.
 
     Source: the documented `HfArgumentParser`.
 

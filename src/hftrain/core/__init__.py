@@ -1,1 +1,1 @@
-"""Words and tools every room shares: errors, registry, events, progress, seeds, results. Imports no other room."""
+"""What every package shares: errors, registry, events, progress, seeds, results. Imports no other package."""

@@ -106,7 +106,7 @@ class TrainerState:
 def find_misfit(content: Any) -> str | None:
     """Say what keeps JSON data from being a `TrainerState`, or return None if nothing does.
 
-    Names that are unknown or absent are no misfit, for other versions write others.
+    Names that are unknown or absent are not an error: other versions write others.
     """
     if not isinstance(content, dict):
         return f"it holds a {type(content).__name__} instead of an object"
@@ -124,7 +124,7 @@ def find_misfit(content: Any) -> str | None:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Tell whether a JSON value is of a field's kind; counts are not negative, and bool is no number."""
+    """Tell whether a JSON value is of a field's kind; counts are not negative, and bool is not a number."""
     if kind is float:
         return type(value) in (int, float)
     return type(value) is kind and (kind is not int or bool(value >= 0))

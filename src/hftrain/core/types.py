@@ -1,4 +1,4 @@
-"""Values that cross rooms: what a task returns, what a run returns, what a strategy may know of numerics."""
+"""Values that packages exchange: what a task returns, what a run returns, what a strategy may know of numerics."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class ColumnPruner(_Before):
         self._model_name = model_name
 
     def __call__(self, features: list[Any]) -> Any:
-        """Collate the features without the dropped keys; features that are no mappings are left as they are."""
+        """Collate the features without the dropped keys; features that are not mappings are left as they are."""
         keep = self._keep
         return self.collator(
             # The first test is the usual case, and cheap: this runs for every sample.

@@ -24,7 +24,7 @@ class EvalSet:
         metrics: ``f(EvalPrediction) -> dict`` in place of `compute_metrics`.
 
     Raises:
-        ConfigError: `every` is no positive whole number, or there is no dataset.
+        ConfigError: `every` is not a positive whole number, or there is no dataset.
 
     Example:
         >>> EvalSet([1, 2], every=500).every

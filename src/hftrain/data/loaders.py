@@ -34,7 +34,7 @@ class LoaderConfig:
         pin_memory: Put batches in page-locked memory.
         persistent_workers: Keep the workers between epochs.
         prefetch_factor: Batches that each worker loads ahead; None for torch's own choice.
-        timeout_s: Seconds to wait for a batch of a worker; 0 waits for ever.
+        timeout_s: Seconds to wait for a batch of a worker; 0 waits forever.
         multiprocessing_context: How workers start; None for Python's own choice.
         shuffle: Whether training reads in random order; streams have their own.
         use_seedable_sampler: Whether the order depends on the data seed and the epoch alone; else torch's global

@@ -19,7 +19,7 @@ _NUMBERS = frozenset({"bool", "int8", "int16", "int32", "int64", "uint8", "uint1
 class WholeBatches(Dataset[Any]):
     """Read the batches that `collate` would make of a dataset's rows.
 
-    Batches whose samples differ in shape, lack a value, or have an index that is no int are made of rows.
+    Batches whose samples differ in shape, lack a value, or have an index that is not an int are made of rows.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -129,6 +129,6 @@ def _array(column: Any) -> numpy.ndarray[Any, Any] | None:
 
 
 def _length(lists: Any) -> int:
-    """Return the length that all lists of an Arrow array have; 0 if it differs, or if they are no lists."""
+    """Return the length that all lists of an Arrow array have; 0 if it differs, or if they are not lists."""
     lengths = lists.value_lengths().to_numpy(zero_copy_only=False) if hasattr(lists, "value_lengths") else []
     return int(lengths[0]) if len(lengths) and (lengths == lengths[0]).all() else 0

@@ -35,7 +35,7 @@ def load_generation_config(given: Any) -> Any:
     """Return the object that `generation_config` names: a Hub name, a folder, a file, or an object already.
 
     Raises:
-        ConfigError: There is nothing to load, or it is no generation config.
+        ConfigError: There is nothing to load, or it is not a generation config.
         MissingDependencyError: It must be loaded, and transformers is not installed.
     """
     if not isinstance(given, (str, Path)):

@@ -20,7 +20,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype | None, *, keep_on: torch.
     """Let a model run on copies of its floating-point weights in another dtype, then on the weights themselves again.
 
     Copies take the places of parameters and buffers in the modules. The tensors themselves are not touched: to change
-    their dtype would detach what hangs on their gradients, such as DDP's exchange, without a word.
+    their dtype would detach what depends on their gradients, such as DDP's exchange, without a word.
 
     Args:
         dtype: None changes nothing.

@@ -20,7 +20,7 @@ class BatchMetrics:
 
     Args:
         compute: ``f(EvalPrediction, compute_result=...)``.
-        takes_objects: Hand on what is no tensor, too.
+        takes_objects: Hand on what is not a tensor, too.
         finish_outputs: Runs on a turn's outputs, joined.
     """
 

@@ -35,7 +35,7 @@ class EvaluateConfig:
         computes_per_batch: Call `compute_metrics` with each batch and keep nothing.
         includes: What else `compute_metrics` gets: ``"inputs"``, ``"loss"``.
         input_name: The key of the batch that counts as its input.
-        takes_objects: Keep what is no tensor, too.
+        takes_objects: Keep what is not a tensor, too.
         spill_dir: Hold what is kept in files there, mapped into memory; None holds it in memory.
         returns_predictions: Hand out predictions that `compute_metrics` does not need.
     """

@@ -51,7 +51,7 @@ class _Keeper:
 
     Args:
         moves_every: Batches kept on the device before they move to the host; None moves them at the end.
-        takes_objects: Keep what is no tensor, too: lists as one object per sample, others as one per batch.
+        takes_objects: Keep what is not a tensor, too: lists as one object per sample, others as one per batch.
     """
 
     def __init__(self, *, moves_every: int | None = None, takes_objects: bool = False) -> None:

@@ -61,7 +61,7 @@ def read_metric(metrics: Mapping[str, Any], wanted: str) -> float:
     """Return the metric that picks the best model.
 
     Raises:
-        ConfigError: The evaluation did not report it, or it is no number.
+        ConfigError: The evaluation did not report it, or it is not a number.
     """
     key = best_metric_key(wanted)
     if key not in metrics:

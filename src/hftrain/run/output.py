@@ -122,7 +122,7 @@ class Output:
         self._agreed(lambda: self.publish(folder), complaint=complaint)
 
     def publish_quietly(self) -> None:
-        """Do what `publish` does, for files that are no loss, such as logs: a failure is warned of."""
+        """Do what `publish` does, for files that can be lost, such as logs: a failure is only a warning."""
         try:
             self.publish()
         except CheckpointError as error:

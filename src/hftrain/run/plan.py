@@ -224,7 +224,7 @@ def find_geometry(
         "seedable": bool(read_accelerator_config(args).get("use_seedable_sampler", True)),
         "own_shares": has_own_shares(loader),
         "precision": policy.name,
-        # None: an engine keeps copies of its own, which hang on the precision.
+        # None: an engine keeps copies of its own, which depend on the precision.
         "weights_dtype": None if Owns.CASTING in strategy.owns else str(policy.param_dtype),
     }
 

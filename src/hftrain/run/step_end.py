@@ -39,7 +39,7 @@ class StepEnd:
         self._act = act
         if self._parts.control.should_log:
             self._counts.read()
-            # What an engine hands out, or a sharded norm, is no plain tensor.
+            # What an engine hands out, or a sharded norm, is not a plain tensor.
             grad_norm = None if grad_norm is None else as_number(grad_norm)
         # In the documented order: an override may take them by position.
         values = {

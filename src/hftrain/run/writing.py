@@ -100,7 +100,7 @@ class CheckpointWrites:
             silence: Why there is none.
 
         Raises:
-            ConfigError: There is no room for a checkpoint, or a state that it cannot hold.
+            ConfigError: There is no space for a checkpoint, or a state that it cannot hold.
         """
         parts, optimizer = self._parts, self._ready.optimizer
         saves = saves_at_all(parts.args, self._policy)
@@ -155,10 +155,10 @@ class CheckpointWrites:
         reason = (
             f"It takes about {readable_bytes(num_bytes)}, and {readable_bytes(free)} are free."
             if free < num_bytes
-            else "Another machine has no room for it."
+            else "Another machine has no space for it."
         )
         asked = f"The checkpoint of step {step} should be written to {manager.config.output_dir}."
-        error = NoSpaceError(asked, reason, "Make room, then resume from the newest checkpoint.")
+        error = NoSpaceError(asked, reason, "Free some space, then resume from the newest checkpoint.")
         if policy == "stop":
             raise error
         self._skip(step, error)
@@ -296,7 +296,7 @@ class CheckpointWrites:
             own = self.manager.own_checkpoints()
             logger.warning(
                 "Skipped the checkpoint of step %d and train on; %s. %s The next save tries again; "
-                "SavePolicy(on_full_disk=...) can make room by deleting older checkpoints, or stop the run.",
+                "SavePolicy(on_full_disk=...) can free space by deleting older checkpoints, or stop the run.",
                 step,
                 f"the last one is {own[-1].name}" if own else "there is none yet",
                 error,

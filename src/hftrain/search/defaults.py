@@ -51,13 +51,13 @@ def default_hp_space_wandb(trial: Any) -> dict[str, Any]:
 def default_compute_objective(metrics: Mapping[str, Any]) -> float:
     """Return the evaluation's loss if it reports no other metric, else the sum of its metrics.
 
-    Losses, speeds, memory and the epoch are no metrics. Several evaluation sets without metrics: the sum of losses.
+    Losses, speeds, memory and the epoch are not metrics. Several evaluation sets without metrics: the sum of losses.
 
     Args:
         metrics: What `evaluate` returned.
 
     Raises:
-        ConfigError: There is neither a loss nor a metric, or a metric is no number.
+        ConfigError: There is neither a loss nor a metric, or a metric is not a number.
 
     Source: the documented `default_compute_objective`.
 

@@ -12,7 +12,7 @@ from hftrain.search.config import Attempt, BestRun, SearchConfig
 from hftrain.search.shared import Result, search_together
 from hftrain.strategies.base import Strategy
 
-# What this room decides itself.
+# What this package decides itself.
 _OURS = {"direction", "directions", "func", "self", "n_trials"}
 
 

@@ -1,1 +1,1 @@
-"""The one room where a strategy and a precision meet: what a step calls, and which pairs can work."""
+"""The one package where a strategy and a precision meet: what a step calls, and which pairs can work."""

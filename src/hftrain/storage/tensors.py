@@ -121,7 +121,7 @@ def load_containers(path: Path, *, with_numpy: bool = False) -> Any:
 
 
 def check_header(path: Path) -> None:
-    """Raise ValueError if a safetensors file is no regular file, or its header is larger than any real one."""
+    """Raise ValueError if a safetensors file is not a regular file, or its header is larger than any real one."""
     _check_regular(path)
     with open(path, "rb") as file:
         if int.from_bytes(file.read(8), "little") > _MAX_HEADER_BYTES:

@@ -214,7 +214,7 @@ class Strategy:
     def to_device(self, tree: Any) -> Any:
         """Return a nested batch with its tensors on the device; other leaves are kept.
 
-        A batch that is no mapping but has a ``to`` method of its own is moved by that. Does not synchronise.
+        A batch that is not a mapping but has a ``to`` method of its own is moved by that. Does not synchronise.
         """
         if hasattr(tree, "to") and not isinstance(tree, (torch.Tensor, Mapping)):
             return tree.to(self.device)

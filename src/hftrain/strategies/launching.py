@@ -145,7 +145,7 @@ def _check(num_processes: int, *, method: str) -> None:
         raise ConfigError(
             asked,
             "This process is in a process group, which forked ones would take for their own: each would train "
-            "alone, or wait for ever.",
+            "alone, or wait forever.",
             "Close what made it first (trainer.strategy.close()), or use start_method='spawn'.",
         )
     if method == "fork" and _has_used_gpu():

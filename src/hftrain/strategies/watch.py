@@ -42,7 +42,7 @@ class RankWatch:
         board: Shared by the processes, and nobody else's.
         rank: This process's number.
         world_size: How many there are.
-        link_timeout_s: How long another machine may be silent before this process is ended; 0 for ever. See `Links`.
+        link_timeout_s: How long another machine may be silent before this process is ended; 0 forever. See `Links`.
 
     Attributes:
         where: Says in words what this process does now; called when somebody asks.

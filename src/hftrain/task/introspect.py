@@ -112,7 +112,7 @@ def is_recomputing(model: Any) -> bool:
 
 
 def keys_to_ignore(model: nn.Module) -> list[str]:
-    """Return the outputs that are no predictions: the config's `keys_to_ignore_at_inference`."""
+    """Return the outputs that are not predictions: the config's `keys_to_ignore_at_inference`."""
     config: Any = getattr(base_model(model), "config", None)
     return list(getattr(config, "keys_to_ignore_at_inference", None) or [])
 

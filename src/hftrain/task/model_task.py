@@ -156,7 +156,7 @@ class ModelTask(TaskModule):
             compute: Gives (loss, outputs) for the batch: the Trainer's `compute_loss`.
             inputs: The batch, on the device.
             loss_only: Leave logits and labels out.
-            ignore: Keys of the outputs that are no predictions.
+            ignore: Keys of the outputs that are not predictions.
             note_outputs: Called with the outputs of a model that was called without labels, and so without `compute`.
         """
         labels = self.labels_of(inputs)

@@ -209,7 +209,7 @@ class DataMethods(FileMethods):
         return {"keep": keep, "model_name": type(self.model).__name__, "description": description}
 
     def _check_columns(self, dataset: Any, *, role: str = "eval_dataset") -> None:
-        """Refuse, before anything is launched, what is no dataset, and data of which the model takes no column."""
+        """Refuse, before anything is launched, what is not a dataset, and data of which the model takes no column."""
         check_kind(dataset, role)
         check_one_set(dataset)
         if self._is_overridden("_get_dataloader") or self._is_overridden("_remove_unused_columns"):

@@ -310,7 +310,7 @@ class EvaluationMethods(StepMethods):
 
     @contextmanager
     def _running(self, stage: str) -> Iterator[None]:
-        """Launch the strategy and open the precision for as long as a verb runs."""
+        """Launch the strategy and open the precision for as long as a documented method runs."""
         previous, self._stage = self._stage, stage
         self._depth += 1
         try:
@@ -376,7 +376,7 @@ class EvaluationMethods(StepMethods):
         self._cast_model()
 
     def _report_memory(self, metrics: dict[str, Any]) -> None:
-        """Add what the running verb took, unless it is part of another one."""
+        """Add what the running method took, unless another one called it."""
         if self._depth == 1:
             metrics.update(self._memory.stop())
 

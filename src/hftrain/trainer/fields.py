@@ -114,7 +114,7 @@ class TrainerFields:
     _trial_run: TrialRun | None
     # Of the rehearsal for an estimate of memory, while one goes on.
     _num_estimated: int
-    # How many verbs are running, one inside the other, and what the innermost does.
+    # How many of train(), evaluate() and predict() are running, one inside the other, and what the innermost does.
     _depth: int
     _stage: str
     _counted: tuple[nn.Module, int] | None
@@ -124,7 +124,7 @@ class TrainerFields:
     _training_mode: TrainingMode | None
     _schedule_is_own: bool
     _optimizer_is_the_tasks: bool
-    # What the hooks' signatures and overrides say, looked up when a verb begins; see `Trainer._resolve_hooks`.
+    # What the hooks' signatures and overrides say, looked up when one of them begins; see `Trainer._resolve_hooks`.
     _slot_compute_loss: Callable[..., Any]
     _slot_training_step: Callable[..., Any]
     _slot_get_batch_samples: Callable[..., Any]

@@ -199,7 +199,7 @@ class Seq2SeqTrainer(Trainer):
 
     def _find_filler(self) -> Callable[[Any], Any] | None:
         token = padding_token(self.processing_class, self.model)
-        # What a user's function made of the tokens is no token any more.
+        # What a user's function made of the tokens is not a token any more.
         if token is None or not generates(self.args) or self.preprocess_logits_for_metrics is not None:
             return None
         return fill_with(token)

@@ -276,7 +276,7 @@ class Trainer(SetUpMethods):
             raise AttributeError(missing_attribute(type(self), name))
 
     def _start_idle(self) -> None:
-        """Set what only a running verb changes."""
+        """Set what only train(), evaluate() and predict() change."""
         self._output = Output(lambda: self.args.output_dir, self.strategy)
         self._hub = TrainerHub(
             args=self.args,

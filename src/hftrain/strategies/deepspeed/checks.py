@@ -1,4 +1,4 @@
-"""What in a DeepSpeed config DeepSpeed would pass over, do otherwise than it says, or refuse only after the launch."""
+"""What in a DeepSpeed config DeepSpeed would pass over, do differently, or refuse only after the launch."""
 
 from __future__ import annotations
 

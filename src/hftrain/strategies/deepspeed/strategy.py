@@ -347,7 +347,7 @@ class DeepSpeedStrategy(SplittingStrategy):
         """Restore a whole state, the same in every process. Collective; mutates the optimizer.
 
         Raises:
-            CheckpointError: It was saved otherwise than DeepSpeed runs now.
+            CheckpointError: It was saved with other settings of DeepSpeed than the current ones.
         """
         if is_plain(self._engine) and "deepspeed" not in state:
             optimizer.load_state_dict(state)
