@@ -15,7 +15,7 @@ from hftrain.core.log import warn_once
 
 # Classes of these packages are not the user's.
 _OTHERS = frozenset({"builtins", "hftrain", "torch", "transformers", "typing"})
-# How alike a name must be to one of ours to count as a misspelling of it.
+# How similar a name must be to one of our names to count as a misspelling of it.
 _ALIKE = 0.88
 
 
