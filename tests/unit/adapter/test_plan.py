@@ -96,5 +96,5 @@ def test_data_without_a_length_needs_max_steps(tmp_path: Path, max_steps: int) -
         lambda: require_max_steps(arguments),
         lambda: train_plan(arguments, num_batches=None, num_examples=0, total_batch_size=4),
     ):
-        with pytest.raises(ConfigError, match=rf"without __len__ .*Received: max_steps={max_steps}\."):
+        with pytest.raises(ConfigError, match=rf"without __len__.*Received: max_steps={max_steps}\."):
             ask()

@@ -34,7 +34,7 @@ def test_check_writable_refuses_a_path_under_a_file(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a file system where nobody may write")
 def test_check_writable_refuses_where_no_file_can_be_created():
-    with pytest.raises(ConfigError, match="Writing to '/proc'"):
+    with pytest.raises(ConfigError, match="Cannot write to '/proc'"):
         files.check_writable("/proc")
 
 

@@ -34,7 +34,7 @@ def test_quantized_model_needs_adapters(tmp_path: Path, flags: dict[str, Any]) -
     model = make_model(**flags)
     assert is_quantized(model)
     trainer = Trainer(model, make_arguments(tmp_path), train_dataset=make_rows(), eval_dataset=make_rows())
-    with pytest.raises(ConfigError, match=r"Training Net, a quantized model.*Add trainable adapters"):
+    with pytest.raises(ConfigError, match=r"Cannot train Net, a quantized model.*Add trainable adapters"):
         trainer.train()
     assert trainer.evaluate()["eval_loss"] > 0  # evaluating it is fine
 

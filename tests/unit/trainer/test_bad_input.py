@@ -178,7 +178,7 @@ def test_resume_without_any_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_output_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match="Writing to"):
+    with pytest.raises(ConfigError, match="Cannot write to"):
         train(tmp_path / "file" / "run", save_strategy="epoch")
     with pytest.raises(ConfigError, match="knows no store 'nowhere'"):
         Trainer(
