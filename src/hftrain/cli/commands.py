@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import TypeVar
 
-from hftrain import __version__
 from hftrain.cli.checkpoints import show_checkpoints
 from hftrain.cli.estimate import estimate_script
 from hftrain.core.errors import HFTrainError
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hftrain", description="Look at what a run needs, can use and has saved.")
-    parser.add_argument("--version", action="version", version=f"hftrain {__version__}")
+    parser.add_argument("--version", action="version", version=f"hftrain {version('hftrain')}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
