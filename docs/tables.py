@@ -57,7 +57,174 @@ OLD_SETTINGS = {
 }
 
 
-# The Trainer's methods that its verbs call through the instance.
+# The arguments by subject, in the order of the page; those of OLD_SETTINGS are left out.
+SUBJECTS = {
+    "Output folder and run name": ("output_dir", "overwrite_output_dir", "run_name"),
+    "Training length": ("num_train_epochs", "max_steps"),
+    "Batches": (
+        "per_device_train_batch_size",
+        "per_device_eval_batch_size",
+        "gradient_accumulation_steps",
+        "auto_find_batch_size",
+        "average_tokens_across_devices",
+    ),
+    "Data loading": (
+        "train_sampling_strategy",
+        "group_by_length",
+        "length_column_name",
+        "remove_unused_columns",
+        "label_names",
+        "dataloader_num_workers",
+        "dataloader_drop_last",
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+        "dataloader_timeout",
+        "dataloader_multiprocessing_context",
+        "dataloader_in_order",
+        "accelerator_config",
+    ),
+    "Optimizer": (
+        "optim",
+        "optim_args",
+        "optim_target_modules",
+        "learning_rate",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+    ),
+    "Learning-rate schedule": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+    "Regularization": ("label_smoothing_factor", "neftune_noise_alpha"),
+    "Precision": (
+        "bf16",
+        "fp16",
+        "tf32",
+        "bf16_full_eval",
+        "fp16_full_eval",
+        "half_precision_backend",
+        "fp16_opt_level",
+    ),
+    "Compilation and memory": (
+        "torch_compile",
+        "torch_compile_backend",
+        "torch_compile_mode",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+        "activation_checkpointing",
+        "activation_checkpointing_kwargs",
+        "use_cache",
+        "use_liger_kernel",
+        "liger_kernel_config",
+        "torch_empty_cache_steps",
+        "jit_mode_eval",
+        "use_ipex",
+    ),
+    "Logging": (
+        "logging_strategy",
+        "logging_steps",
+        "logging_first_step",
+        "logging_nan_inf_filter",
+        "log_level",
+        "log_level_replica",
+        "log_on_each_node",
+        "disable_tqdm",
+        "include_num_input_tokens_seen",
+        "include_tokens_per_second",
+        "skip_memory_metrics",
+        "debug",
+    ),
+    "Experiment trackers": (
+        "report_to",
+        "logging_dir",
+        "project",
+        "trackio_space_id",
+        "trackio_bucket_id",
+        "trackio_static_space_id",
+    ),
+    "Evaluation": (
+        "eval_strategy",
+        "eval_steps",
+        "eval_delay",
+        "eval_on_start",
+        "prediction_loss_only",
+        "include_for_metrics",
+        "batch_eval_metrics",
+        "eval_accumulation_steps",
+        "eval_do_concat_batches",
+        "eval_use_gather_object",
+        "past_index",
+        "use_legacy_prediction_loop",
+    ),
+    "Saving and resuming": (
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "save_only_model",
+        "save_safetensors",
+        "save_on_each_node",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "resume_from_checkpoint",
+        "ignore_data_skip",
+        "restore_callback_states_from_checkpoint",
+        "enable_jit_checkpoint",
+    ),
+    "Seeds and determinism": ("seed", "data_seed", "full_determinism"),
+    "Devices and distributed training": (
+        "use_cpu",
+        "local_rank",
+        "ddp_backend",
+        "ddp_timeout",
+        "ddp_find_unused_parameters",
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_static_graph",
+        "fsdp",
+        "fsdp_config",
+        "deepspeed",
+        "parallelism_config",
+        "tpu_num_cores",
+        "mp_parameters",
+    ),
+    "Hugging Face Hub": (
+        "push_to_hub",
+        "hub_model_id",
+        "hub_strategy",
+        "hub_token",
+        "hub_private_repo",
+        "hub_always_push",
+        "hub_revision",
+    ),
+    "Generation (Seq2SeqTrainingArguments)": (
+        "predict_with_generate",
+        "generation_max_length",
+        "generation_num_beams",
+        "generation_config",
+        "sortish_sampler",
+    ),
+    "Scripts and hyperparameter search": ("do_train", "do_eval", "do_predict", "ray_scope"),
+}
+
+# The guides to some of the subjects.
+GUIDES = {
+    "Optimizer": "[Optimizers](optimizers.md)",
+    "Precision": "[Precision](precision.md)",
+    "Compilation and memory": "[Compilation and memory](memory.md)",
+    "Logging": "[Logs and metrics](numbers.md)",
+    "Experiment trackers": "[Experiment trackers](trackers.md)",
+    "Evaluation": "[Evaluation](evaluation.md)",
+    "Saving and resuming": "[Checkpoints](checkpoints.md)",
+    "Devices and distributed training": "[Strategies](strategy.md), [FSDP](fsdp.md), [DeepSpeed](deepspeed.md)",
+    "Hugging Face Hub": "[Hugging Face Hub](hub.md)",
+    "Generation (Seq2SeqTrainingArguments)": "[Sequence-to-sequence models](seq2seq.md)",
+    "Scripts and hyperparameter search": "[Hyperparameter search](hyperparameter_search.md)",
+}
+
+
+# The Trainer's methods that train(), evaluate() and predict() call through the instance.
 HOOKS = (
     "get_train_dataloader",
     "get_eval_dataloader",
@@ -182,7 +349,7 @@ def describe(function: Callable[..., object]) -> tuple[str, str]:
 
 
 def hooks_table() -> str:
-    """List the Trainer's methods that its verbs call through the instance, so that an override takes effect."""
+    """List the Trainer's methods that train(), evaluate() and predict() call, so that an override takes effect."""
     rows = [(f"`{name}`", *describe(getattr(Trainer, name))) for name in HOOKS]
     return table(("method", "arguments", "what it does"), rows)
 
@@ -222,32 +389,50 @@ def readers(fields: frozenset[str]) -> dict[str, list[str]]:
     return found
 
 
-def arguments_table() -> str:
-    """List the fields of the arguments."""
+def argument_rows() -> dict[str, tuple[str, ...]]:
+    """Map each field of the arguments to its row: name, type, default, first version, description."""
     versions = json.loads(SURFACE.read_text(encoding="utf-8"))["versions"]
     documented = {
         name: {each["name"]: each for each in version["classes"]["Seq2SeqTrainingArguments"]["__init__"]["parameters"]}
         for name, version in versions.items()
     }
     types = typing.get_type_hints(Seq2SeqTrainingArguments)
-    used = readers(frozenset(types))
-    rows = []
+    rows = {}
     for field in dataclasses.fields(Seq2SeqTrainingArguments):
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
         older = documented["4.24"].get(field.name, {}).get("default", default)
         since = next((name for name, fields in documented.items() if field.name in fields), "later")
         kind = re.sub(r"(\w+\.)+|<class '|'>", "", inspect.formatannotation(types[field.name])).replace("|", "\\|")
-        if field.name in OLD_SETTINGS:
-            read = "(older name)"
-        else:
-            read = code(used.get(field.name, ())) or "(scripts)"
         shown = f"`{default!r}`" + (f" (`{older!r}`)" if older != default else "")
-        rows.append((f"`{field.name}`", kind, shown, since, field.metadata["help"].replace("|", "\\|"), read))
-    return table(("field", "type", "default", "since", "what it does", "read by"), rows)
+        rows[field.name] = (f"`{field.name}`", kind, shown, since, field.metadata["help"].replace("|", "\\|"))
+    return rows
+
+
+def arguments_table() -> str:
+    """List the fields of the arguments: a heading and a table for each subject, the older names at the end."""
+    rows = argument_rows()
+    subjects = {**SUBJECTS, "Older names": tuple(name for name in rows if name in OLD_SETTINGS)}
+    listed = [name for names in subjects.values() for name in names]
+    if sorted(listed) != sorted(rows):
+        raise ValueError(f"Put each of these under one subject: {sorted({*listed} ^ {*rows}) or 'one is there twice'}.")
+    columns = ("argument", "type", "default", "since", "description")
+    text = ""
+    for title, names in subjects.items():
+        guide = f"Guide: {GUIDES[title]}.\n\n" if title in GUIDES else ""
+        text += f"\n### {title}\n\n{guide}{table(columns, (rows[name] for name in names))}"
+    return f"{text}\n"
+
+
+def readers_table() -> str:
+    """List the modules that read each argument, by name; older names are read by none."""
+    names = [field.name for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.name not in OLD_SETTINGS]
+    used = readers(frozenset(names))
+    return table(("argument", "read by"), ((f"`{name}`", code(used.get(name, ())) or "-") for name in sorted(names)))
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "arguments": arguments_table,
+    "argument-readers": readers_table,
     "loop": loop_table,
     "hooks": hooks_table,
     "strategies": strategies_table,
@@ -262,7 +447,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def fill(text: str) -> str:
-    """Return a page's text with its tables written anew."""
+    """Return a page's text with its tables rewritten."""
     return PLACE.sub(lambda found: found["start"] + TABLES[found["name"]]() + found["end"], text)
 
 

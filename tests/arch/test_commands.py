@@ -1,4 +1,4 @@
-"""The commands of noxfile.py, next to what README.md, pyproject.toml and .ci/run say of them."""
+"""The commands of noxfile.py, next to what CONTRIBUTING.md, README.md, pyproject.toml and .ci/run say of them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ def constant(name: str) -> tuple[str, ...]:
     return next(ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == name)
 
 
-def test_readme_lists_every_session() -> None:
-    table = [
-        line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `nox -s")
-    ]
+def test_contributing_lists_every_session() -> None:
+    lines = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()
+    table = [line for line in lines if line.startswith("| `nox -s")]
     listed = {word for line in table for cell in re.findall(r"`([^`]+)`", line.split("|")[1]) for word in cell.split()}
     assert listed - {"nox", "-s"} == sessions()
 

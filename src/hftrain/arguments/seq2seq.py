@@ -1,4 +1,4 @@
-"""`Seq2SeqTrainingArguments`: the settings of generation besides."""
+"""`Seq2SeqTrainingArguments`: `TrainingArguments` with settings for generation."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Seq2SeqTrainingArguments(TrainingArguments):
     """
 
     sortish_sampler: bool = setting(False, "Put samples of similar length together, with some randomness.")
-    predict_with_generate: bool = setting(False, "Evaluate and predict with the model's generate.")
+    predict_with_generate: bool = setting(False, "Evaluate and predict with the model's generate method.")
     generation_max_length: int | None = setting(
-        None, "Longest generated sequence; the model's max_length if not given."
+        None, "Maximum length of generated sequences. Defaults to the model's max_length."
     )
-    generation_num_beams: int | None = setting(None, "Beams of the search; the model's num_beams if not given.")
+    generation_num_beams: int | None = setting(None, "Number of beams. Defaults to the model's num_beams.")
     generation_config: str | Path | Any | None = setting(
-        None, "A GenerationConfig, or where to load one from: a Hub name or a folder."
+        None, "A GenerationConfig, or the Hub name or folder to load one from."
     )

@@ -51,7 +51,8 @@ def check_signature(callback: Any, event: str, method: Callable[..., Any] | None
     if signature is None:
         return
     try:
-        signature.bind(None, None, None, **dict.fromkeys(context))
+        # Partly, as some events bring keywords of their own.
+        signature.bind_partial(None, None, None, **dict.fromkeys(context))
     except TypeError as error:
         name = type(callback).__name__
         raise TaskError(
