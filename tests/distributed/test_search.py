@@ -120,4 +120,4 @@ def test_two_processes_hear_of_a_failure(tmp_path: Path) -> None:
     assert [each[0] for each in other] == ["StrategyError", "StrategyError", main[2][0], "StrategyError"]
     assert "2 values for 1 directions" in main[0][1]
     assert "trial.suggest_float" in main[1][1]
-    assert "The best of 1 trials" in main[3][1]
+    assert "Cannot tell the best of 1 trials" in main[3][1]

@@ -275,7 +275,7 @@ def test_pruner_ends_trials_cleanly(tmp_path: Path) -> None:
 
     trainer.add_callback(Steps)
     storage = f"sqlite:///{tmp_path}/study.db"
-    with pytest.raises(ConfigError, match=r"The best of 2 trials.*were pruned"):
+    with pytest.raises(ConfigError, match=r"the best of 2 trials.*were pruned"):
         trainer.hyperparameter_search(space, n_trials=2, pruner=pruner, storage=storage, study_name="s")
     study = module.load_study(study_name="s", storage=storage)
     assert [trial.state.name for trial in study.trials] == ["PRUNED", "PRUNED"]
