@@ -54,6 +54,7 @@ OPTIONAL_OR_HEAVY = frozenset(
         "peft",
         "ray",
         "schedulefree",
+        "shtab",
         "swanlab",
         "tensorboard",
         "torch._dynamo",

@@ -1,4 +1,4 @@
-"""`hftrain estimate`: a script's training, asked for its memory in place of being run."""
+"""`hftrain estimate`: measure the memory of a script's training step in place of its training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,23 @@ from hftrain.trainer.trainer import Trainer
 
 
 class _Reached(BaseException):
-    """Ends the script where its training would begin; no error, for the script may catch those."""
+    """Ends the script where its training would begin. It is not an `Exception`, since the script may catch those."""
+
+
+def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> list[str]:
+    """Return the lines that `hftrain estimate` prints; see `estimate_script`."""
+    return [str(estimate_script(script, arguments))]
 
 
 def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> MemoryEstimate:
-    """Run a script up to its first `train()`, and return what `Trainer.estimate_memory` says there."""
+    """Run a script up to its first `train()`, and return what `Trainer.estimate_memory` measures there.
+
+    Raises:
+        ConfigError: There is no such file, or it ends without a call of `train()`.
+    """
+    if not Path(script).is_file():
+        reason = "There is no such file."
+        raise ConfigError(f"Cannot estimate the memory of {str(script)!r}.", reason, "Check the path.")
     found: list[MemoryEstimate] = []
     train, argv, path = Trainer.train, sys.argv, list(sys.path)
 
@@ -38,8 +50,8 @@ def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> Memory
         sys.path[:] = path
     if not found:
         raise ConfigError(
-            f"Cannot estimate the memory of {script}.",
+            f"Cannot estimate the memory of {str(script)!r}.",
             "The script ended without a call of Trainer.train.",
-            "Give the arguments with which it trains after its name.",
+            "After its name, give the arguments with which it trains.",
         )
     return found[0]

@@ -26,34 +26,39 @@ strategies: Registry[Strategy] = Registry(
 
 _SINGLE, _DDP = "single:SingleDeviceStrategy", "ddp:DDPStrategy"
 _FSDP, _DEEPSPEED, _XLA = "fsdp.strategy:FSDPStrategy", "deepspeed.strategy:DeepSpeedStrategy", "xla:XLAStrategy"
-_UNUSED = "like ddp, for models that leave parameters unused in some steps"
-_COPIES = "one process, several GPUs, the model copied to each for every batch"
+_UNUSED = "ddp for models that leave parameters unused in some steps"
+_COPIES = "one process; the model is copied to every GPU for each batch"
 _OFFLOAD = {"offload": True}
 # Name, home in this package, summary, options.
 _BUILT_IN: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("single", _SINGLE, "one process, one device", {}),
     ("mps", "single:MPSStrategy", "one process, an Apple GPU", {}),
-    ("ddp", _DDP, "a copy of the model per process", {}),
+    ("ddp", _DDP, "one process per device, a replica of the model in each", {}),
     ("ddp_find_unused", _DDP, _UNUSED, {"find_unused_parameters": True}),
     ("data_parallel", "data_parallel:DataParallelStrategy", _COPIES, {}),
-    ("fsdp", _FSDP, "a part of the model per process", {}),
-    ("fsdp_offload", _FSDP, "like fsdp, the parts in host memory", _OFFLOAD),
-    ("fsdp_hybrid", _FSDP, "like fsdp within a machine, copies between machines", {"sharding": "hybrid_shard"}),
-    ("fsdp1", "fsdp.wrapper:FSDP1Strategy", "like fsdp, with torch's older wrapper", {}),
-    ("deepspeed", _DEEPSPEED, "DeepSpeed, as its config says", {}),
-    ("deepspeed_stage_1", _DEEPSPEED, "DeepSpeed, the optimizer's state split", {"stage": 1}),
-    ("deepspeed_stage_2", _DEEPSPEED, "like deepspeed_stage_1, gradients split too", {"stage": 2}),
+    ("fsdp", _FSDP, "parameters, gradients and optimizer state sharded over processes", {}),
+    ("fsdp_offload", _FSDP, "fsdp with the shards in host memory", _OFFLOAD),
+    ("fsdp_hybrid", _FSDP, "fsdp within each machine, replicas across machines", {"sharding": "hybrid_shard"}),
+    ("fsdp1", "fsdp.wrapper:FSDP1Strategy", "fsdp with PyTorch's original wrapper, FullyShardedDataParallel", {}),
+    ("deepspeed", _DEEPSPEED, "DeepSpeed with the configuration in deepspeed=", {}),
+    ("deepspeed_stage_1", _DEEPSPEED, "ZeRO stage 1: optimizer state sharded", {"stage": 1}),
+    ("deepspeed_stage_2", _DEEPSPEED, "ZeRO stage 2: gradients sharded too", {"stage": 2}),
     (
         "deepspeed_stage_2_offload",
         _DEEPSPEED,
-        "like deepspeed_stage_2, the state in host memory",
+        "ZeRO stage 2, optimizer state in host memory",
         {"stage": 2} | _OFFLOAD,
     ),
-    ("deepspeed_stage_3", _DEEPSPEED, "like deepspeed_stage_2, parameters split too", {"stage": 3}),
-    ("deepspeed_stage_3_offload", _DEEPSPEED, "like deepspeed_stage_3, all in host memory", {"stage": 3} | _OFFLOAD),
+    ("deepspeed_stage_3", _DEEPSPEED, "ZeRO stage 3: parameters sharded too", {"stage": 3}),
+    (
+        "deepspeed_stage_3_offload",
+        _DEEPSPEED,
+        "ZeRO stage 3, parameters and optimizer state in host memory",
+        {"stage": 3} | _OFFLOAD,
+    ),
     ("xla", _XLA, "XLA devices (TPUs), driven by one process", {}),
-    ("xla_fsdp", _XLA, "like xla_fsdp_v2; torch_xla's own wrapper on one device", {"shards": True, "wraps": True}),
-    ("xla_fsdp_v2", _XLA, "like xla, the model split over the devices", {"shards": True}),
+    ("xla_fsdp", _XLA, "xla_fsdp_v2, or torch_xla's own wrapper on a single device", {"shards": True, "wraps": True}),
+    ("xla_fsdp_v2", _XLA, "xla with the model sharded over the devices", {"shards": True}),
 )
 for _name, _home, _summary, _preset in _BUILT_IN:
     strategies.register(_name, f"hftrain.strategies.{_home}", summary=_summary, **_preset)

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from hftrain.callbacks import TrainerCallback
 from hftrain.core.errors import ConfigError
 from hftrain.precision.base import Precision
+from hftrain.storage.space import readable_bytes
 from hftrain.strategies.base import Strategy
 
 # The optimizer makes its state in the first step, DDP its buckets again in the second: the third is like all others.
@@ -47,7 +48,7 @@ class MemoryEstimate:
     def __str__(self) -> str:
         names = ("parameters", "gradients", "optimizer state", "activations", "peak")
         counts = zip(names, astuple(self), strict=True)
-        return "\n".join(f"{name:<16}{count / 2**20:>12,.1f} MiB" for name, count in counts)
+        return "\n".join(f"{name:<16}{readable_bytes(count):>10}" for name, count in counts)
 
 
 def estimate_memory(

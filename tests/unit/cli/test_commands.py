@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,56 +11,115 @@ from hftrain.precision.registry import precisions
 from hftrain.strategies.registry import strategies
 
 
-def blocks(text: str) -> dict[str, tuple[str, str]]:
-    """Return what is said about each name: the summary and the verdict."""
-    lines = text.splitlines()
-    pairs = zip(lines[::2], lines[1::2], strict=True)
-    return {head.split()[0]: (head.split(maxsplit=1)[1], verdict.strip()) for head, verdict in pairs}
+def groups(text: str) -> dict[str, list[str]]:
+    """Return the names and summaries in each group, by the group's heading."""
+    found: dict[str, list[str]] = {}
+    for block in text.strip().split("\n\n"):
+        lines = block.splitlines()
+        heading = " ".join(line for line in lines if not line.startswith(" "))
+        found[heading] = [line.strip() for line in lines if line.startswith("  ")]
+    return found
 
 
-def test_strategies_say_what_runs_here_and_why_the_others_do_not(
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+def test_strategies_are_grouped_by_what_runs_here_and_why_the_others_do_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strategies, "_entries", dict(strategies._entries))
     strategies.register("broken", "no_such_package.here:Strategy", summary="from a package that is absent")
     main(["strategies", "--cpu"])
-    found = blocks(capsys.readouterr().out)
-    assert list(found) == ["auto", *strategies.names()]
-    assert found["auto"][1] == "here: single"
-    assert found["fsdp1"][1].startswith("cpu: bf16, ")
-    assert "use_cpu=True forbids it" in found["mps"][1]
-    assert found["ddp"][0] == strategies.summary("ddp")
-    assert found["single"][1].startswith("cpu: bf16, ")
-    assert "tf32" not in found["single"][1]
-    assert "not here: Cannot use strategy='data_parallel'. It copies the model to CUDA" in found["data_parallel"][1]
-    assert "no_such_package" in found["broken"][1]
+    found = groups(capsys.readouterr().out)
+    first, second, *others = found
+    assert first == 'strategy="auto", the default, is "single" here.'
+    assert second == "Available on cpu with bf16, bf16_true, fp16, fp16_true, fp32, fp64:"
+    assert {line.split()[0] for line in found[second]} >= {"single", "ddp", "fsdp", "fsdp1"}
+    assert any(line.split(maxsplit=1) == ["ddp", strategies.summary("ddp")] for line in found[second])
+    assert sorted(line.split()[0] for lines in found.values() for line in lines) == sorted(strategies.names())
+    assert not any(heading.startswith("Available") for heading in others), "what can run comes first"
+    reason = {line.split()[0]: heading for heading, lines in found.items() for line in lines}
+    assert "use_cpu=True forbids it" in reason["mps"]
+    assert reason["data_parallel"].startswith("Cannot use strategy='data_parallel'. It copies the model to CUDA")
+    assert "no_such_package" in reason["broken"]
     assert "Received" not in str(found)
 
 
-def test_names_that_people_swap_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_people_swap_are_there_and_a_cause_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
     main(["strategies"])
-    found = blocks(capsys.readouterr().out)
-    wanted = "single ddp ddp_find_unused fsdp fsdp_offload fsdp_hybrid fsdp1 deepspeed xla xla_fsdp mps auto"
-    stages = ("1", "2", "3", "3_offload")
-    assert {*wanted.split(), *(f"deepspeed_stage_{stage}" for stage in stages)} <= found.keys()
-    for name in ("mps", "data_parallel", "deepspeed_stage_3", "xla_fsdp"):
-        assert ": " in found[name][1], "the precisions, or the reason"
+    found = groups(capsys.readouterr().out)
+    names = {line.split()[0] for lines in found.values() for line in lines}
+    wanted = "single ddp ddp_find_unused fsdp fsdp_offload fsdp_hybrid fsdp1 deepspeed xla xla_fsdp mps"
+    stages = {f"deepspeed_stage_{stage}" for stage in ("1", "2", "3", "3_offload")}
+    assert {*wanted.split(), *stages} <= names
+    with_stages = [heading for heading, lines in found.items() if stages & {line.split()[0] for line in lines}]
+    assert len(with_stages) == 1
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_no_line_is_wider_than_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for command in ("strategies", "precisions"):
+        main([command])
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= columns
 
 
 def test_precisions_are_judged_with_the_automatic_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     main(["precisions", "--cpu"])
-    found = blocks(capsys.readouterr().out)
-    assert list(found) == precisions.names()
-    assert found["bf16"][1] == "with single on cpu"
-    assert "TF32 exists on CUDA devices only" in found["tf32"][1]
+    works, *others = found = groups(capsys.readouterr().out)
+    assert works == 'Available with strategy="single" on cpu:'
+    assert sorted(line.split()[0] for lines in found.values() for line in lines) == sorted(precisions.names())
+    assert any(line.split(maxsplit=1) == ["bf16", precisions.summary("bf16")] for line in found[works])
+    (reason,) = (heading for heading in others if "tf32" in str(found[heading]))
+    assert "TF32 exists on CUDA devices only" in reason
 
 
 def test_strategy_that_no_precision_suits_names_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hftrain.cli.commands.check_legal", lambda *_: (_ for _ in ()).throw(ImportError("nothing")))
+    monkeypatch.setattr("hftrain.cli.listing.check_legal", lambda *_: (_ for _ in ()).throw(ImportError("nothing")))
     main(["strategies", "--cpu"])
-    assert blocks(capsys.readouterr().out)["single"][1] == "not here: nothing"
+    assert "single" in str(groups(capsys.readouterr().out)["nothing"])
+
+
+def test_help_and_version_import_no_torch() -> None:
+    code = """
+import sys
+from hftrain.cli.commands import main
+for words in ([], ["--version"], ["checkpoints", "--help"]):
+    try:
+        main(words)
+    except SystemExit as ended:
+        assert ended.code == 0
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("strategies", "precisions", "checkpoints", "estimate", "completion", "hftrain 0."):
+        assert name in done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_folders(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shtab = pytest.importorskip("shtab")
+    main(["completion", shell])
+    script = capsys.readouterr().out
+    for word in ("strategies", "checkpoints", "--verify" if shell != "fish" else "verify"):
+        assert word in script
+    assert shtab.DIRECTORY[shell] in script
+
+
+def test_bash_completes_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("shtab")
+    main(["completion", "bash"])
+    (tmp_path / "hftrain.bash").write_text(capsys.readouterr().out, encoding="utf-8")
+    asked = "source hftrain.bash; COMP_WORDS=(hftrain str); COMP_CWORD=1; _shtab_hftrain; echo ${COMPREPLY[@]}"
+    done = subprocess.run(["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["strategies"]
 
 
 def test_command_is_installed() -> None:

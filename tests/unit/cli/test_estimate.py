@@ -37,7 +37,7 @@ def test_script_is_run_up_to_its_training(tmp_path: Path, monkeypatch: pytest.Mo
     before = Trainer.train, list(sys.argv), list(sys.path)
     main(["estimate", "script.py", "1000"])
     shown = capsys.readouterr().out
-    assert "peak" in shown
+    assert all(line.split()[-1] in ("B", "kB") for line in shown.splitlines()[-5:])
     assert "trained" not in shown
     assert before == (Trainer.train, sys.argv, sys.path)
     assert not (tmp_path / "out").exists()
@@ -48,3 +48,9 @@ def test_script_without_a_training_is_refused(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('nothing')\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"without a call of Trainer\.train"):
         estimate_script(tmp_path / "script.py")
+
+
+def test_script_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["estimate", "absent.py"])
+    assert "estimate: Cannot estimate the memory of 'absent.py'. There is no such file." in capsys.readouterr().err

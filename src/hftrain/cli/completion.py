@@ -1,0 +1,18 @@
+"""`hftrain completion`: complete the command in a shell."""
+
+from __future__ import annotations
+
+from hftrain.cli.commands import make_parser
+from hftrain.core.optional import require
+
+
+def show_completion(shell: str) -> list[str]:
+    """Return a script that completes `hftrain`, its commands, their options and the names of files.
+
+    Raises:
+        MissingDependencyError: shtab is not installed.
+    """
+    require("shtab", feature="hftrain completion", extra="completion")
+    import shtab
+
+    return [shtab.complete(make_parser(file=shtab.FILE, folder=shtab.DIRECTORY), shell)]

@@ -1,0 +1,92 @@
+"""`hftrain strategies` and `hftrain precisions`: what can run on this machine, and why the rest cannot."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from hftrain.core.errors import HFTrainError
+from hftrain.core.registry import Registry
+from hftrain.precision.base import Precision
+from hftrain.precision.registry import precisions
+from hftrain.step.legality import check_legal
+from hftrain.strategies.base import Strategy
+from hftrain.strategies.registry import accepted_options, create_strategy, strategies
+
+T = TypeVar("T")
+
+
+def show_strategies(*, use_cpu: bool = False) -> list[str]:
+    """Return lines that group the strategies by the precisions they take here, or by why they cannot run here."""
+    auto = _auto(use_cpu)
+    lines = [f'strategy="auto", the default, is "{auto.name}" here.']
+    return lines + _grouped(strategies, ((name, *_judge(name, use_cpu)) for name in strategies.names()))
+
+
+def show_precisions(*, use_cpu: bool = False) -> list[str]:
+    """Return lines that group the precisions by whether the default strategy can run them here, or why not."""
+    auto = _auto(use_cpu)
+    works = f'Available with strategy="{auto.name}" on {auto.device_type}:'
+    refusals = ((name, _refusal(auto, name)) for name in precisions.names())
+    return _grouped(precisions, ((name, reason is None, reason or works) for name, reason in refusals))[1:]
+
+
+def _auto(use_cpu: bool) -> Strategy:
+    return create_strategy("auto", **({"use_cpu": True} if use_cpu else {}))
+
+
+def _grouped(registry: Registry[Any], judged: Iterable[tuple[str, bool, str]]) -> list[str]:
+    """Return each verdict once, what can run first, followed by the names it holds for and their summaries."""
+    groups: dict[tuple[bool, str], list[str]] = {}
+    for name, can_run, verdict in judged:
+        groups.setdefault((not can_run, verdict), []).append(name)
+    width = shutil.get_terminal_size().columns
+    column = max(len(name) for names in groups.values() for name in names) + 4
+    lines = []
+    for (_, verdict), names in sorted(groups.items(), key=lambda group: group[0][0]):
+        lines += ["", *textwrap.wrap(verdict, width, break_long_words=False, break_on_hyphens=False)]
+        for name in names:
+            text = f"  {name:<{column - 2}}{registry.summary(name)}"
+            lines += textwrap.wrap(text, width, subsequent_indent=" " * column, break_long_words=False)
+    return lines
+
+
+def _judge(name: str, use_cpu: bool) -> tuple[bool, str]:
+    """Return whether a strategy can run here, and the precisions it takes or the reason."""
+    made = _make(functools.partial(_strategy, name, use_cpu=use_cpu))
+    if isinstance(made, str):
+        return False, made
+    reasons = {precision: _refusal(made, precision) for precision in precisions.names()}
+    usable = [precision for precision, reason in reasons.items() if reason is None]
+    if not usable:
+        return False, str(reasons["fp32"])
+    return True, f"Available on {made.device_type} with {', '.join(usable)}:"
+
+
+def _strategy(name: str, *, use_cpu: bool) -> Strategy:
+    accepted = accepted_options(name)
+    takes_it = accepted is None or "use_cpu" in accepted
+    return create_strategy(name, **({"use_cpu": True} if use_cpu and takes_it else {}))
+
+
+def _refusal(strategy: Strategy, precision: str) -> str | None:
+    """Return why a strategy cannot run a precision here, None if it can."""
+
+    def check() -> Precision:
+        made = precisions.create(precision)
+        check_legal(strategy, made)
+        return made
+
+    made = _make(check)
+    return made if isinstance(made, str) else None
+
+
+def _make(build: Callable[[], T]) -> T | str:
+    """Build a part, or return the reason in its refusal."""
+    try:
+        return build()
+    except (HFTrainError, ImportError) as error:
+        return str(error).partition(" Received:")[0]
