@@ -117,7 +117,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the unit, loop, resume, surface and architecture tests and the doctests on the CPU."""
-    install(session, "test")
+    install(session, "test", "report")
     pytest(session, " and ".join(f"not {mark}" for mark in MARKS), *WORKERS, *NO_HANG)
 
 

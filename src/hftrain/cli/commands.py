@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hftrain.core.errors import HFTrainError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _SHELLS = ("bash", "zsh", "fish", "tcsh", "powershell")
 _Formatter = partial(argparse.HelpFormatter, max_help_position=20)
@@ -75,6 +75,8 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     verify = "also compare the SHA-256 of every file"
     part.add_argument("--verify", dest="should_verify", action="store_true", help=verify)
 
+    _add_views(add, folder)
+
     what = "print how much memory a training step of a script takes"
     part = add(
         "estimate",
@@ -91,3 +93,12 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     )
     part.add_argument("shell", choices=_SHELLS)
     return parser
+
+
+def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> None:
+    """Add the commands that show runs."""
+    part = add("curves", "curves:show_curves", "draw what runs have logged, in the terminal or into a picture")
+    part.add_argument("runs", nargs="+", metavar="run", help="the output_dir of a run").complete = folder  # type: ignore[attr-defined]
+    metric = "a logged number such as eval_loss, may be repeated; by default the losses"
+    part.add_argument("--metric", dest="metrics", action="append", default=[], metavar="NAME", help=metric)
+    part.add_argument("-o", "--output", metavar="FILE", help="write a .png, .svg or .pdf file instead")

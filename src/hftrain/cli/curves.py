@@ -1,0 +1,125 @@
+"""`hftrain curves`: what runs have logged over their steps, drawn in the terminal or into a picture."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+
+from hftrain.cli.runs import Point, RunRecord, chosen_metrics, read_runs, thinned
+from hftrain.core.errors import ConfigError
+from hftrain.core.optional import require
+
+_ROWS = 16
+_MAX_POINTS = 2000
+# What tells the curves apart without colours; "hd" is a dot of a quarter of a character.
+_MARKERS = ("hd", "●", "x", "+", "o")
+_PICTURES = (".png", ".svg", ".pdf")
+# Of a panel in a picture, in inches.
+_SIZE = (7.0, 3.6)
+
+# Curves by their labels, for each panel by its title.
+Panels = Mapping[str, Mapping[str, Sequence[Point]]]
+
+
+def show_curves(runs: Sequence[str], *, metrics: Sequence[str] = (), output: str | None = None) -> list[str]:
+    """Draw the curves of runs, those of comparable metrics in one panel.
+
+    Args:
+        runs: Their folders; see `read_runs`.
+        metrics: Names of logged numbers; by default the losses of training and evaluation.
+        output: A picture to write instead: ``.png``, ``.svg`` or ``.pdf``.
+
+    Returns:
+        The lines to print.
+
+    Raises:
+        ConfigError: A folder holds no run, no run has logged such a metric, or the picture has another suffix.
+        MissingDependencyError: The packages of the extra ``report`` are not installed.
+    """
+    records = read_runs(runs)
+    panels = _panels(records, chosen_metrics(records, metrics))
+    if output is None:
+        require("plotext>=6", feature="hftrain curves", extra="report")
+        width = shutil.get_terminal_size().columns
+        is_colored = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        lines = [line for title, curves in panels.items() for line in _draw(title, curves, width, is_colored)]
+    else:
+        if Path(output).suffix.lower() not in _PICTURES:
+            raise ConfigError(
+                f"Cannot write {output!r}.", f"Its suffix is not one of {', '.join(_PICTURES)}.", "Add one."
+            )
+        require("matplotlib>=3.7", feature="hftrain curves -o", extra="report")
+        _write_picture(panels, Path(output))
+        lines = [f"Wrote {output}"]
+    return lines + _odd_ones(panels)
+
+
+def _panels(runs: Sequence[RunRecord], metrics: Sequence[str]) -> Panels:
+    panels: dict[str, dict[str, Sequence[Point]]] = {}
+    for run in runs:
+        for metric in metrics:
+            points = run.points(metric)
+            if points:
+                label = metric if len(runs) == 1 else f"{run.name}: {metric}"
+                panels.setdefault(run.subject(metric), {})[label] = points
+    return panels
+
+
+def _draw(title: str, curves: Mapping[str, Sequence[Point]], width: int, is_colored: bool) -> list[str]:
+    import plotext
+
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(width, _ROWS)
+    figure.title(title).label("step")
+    drawn: list[Point] = []
+    for marker, (label, points) in zip(cycle(_MARKERS), curves.items(), strict=False):
+        finite = [point for point in thinned(points, _MAX_POINTS) if math.isfinite(point[1])]
+        if finite:
+            steps, values = map(list, zip(*finite, strict=True))
+            signal = figure.signal(steps, values, marker="hd" if is_colored else marker)
+            figure.draw(signal.lines().label(label))
+            drawn += finite
+    if drawn:
+        low, high = min(value for _, value in drawn), max(value for _, value in drawn)
+        # Where most curves end elsewhere: a loss falls, an accuracy rises.
+        is_rising = max(drawn)[1] > (low + high) / 2
+        place = {"y": low, "va": "bottom"} if is_rising else {"y": high, "va": "top"}
+        figure.legend(x=max(drawn)[0], ha="right", relative=True, **place)
+    return str(figure.build().string(not is_colored)).rstrip("\n").splitlines()
+
+
+def _write_picture(panels: Panels, path: Path) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    width, height = _SIZE
+    # The same curves make the same file, with text that can be searched.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hftrain", "font.size": 10}):
+        figure = Figure(figsize=(width, height * len(panels)), layout="constrained")
+        for axes, (title, curves) in zip(
+            figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True
+        ):
+            for label, points in curves.items():
+                steps, values = zip(*thinned(points, _MAX_POINTS), strict=True)
+                axes.plot(steps, values, label=label, marker="o" if len(points) < 30 else None, markersize=3)
+            axes.set(xlabel="step", ylabel=title)
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+
+
+def _odd_ones(panels: Panels) -> list[str]:
+    """Tell of values that no curve can show."""
+    counts = {
+        label: (sum(not math.isfinite(value) for _, value in points), len(points))
+        for curves in panels.values()
+        for label, points in curves.items()
+    }
+    return [f"{label}: {odd} of {total} values are NaN or infinite" for label, (odd, total) in counts.items() if odd]
