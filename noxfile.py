@@ -355,6 +355,27 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def build(session: nox.Session) -> None:
+    """Build sdist and wheel into dist/, check them, and try the wheel in an empty environment.
+
+    `nox -s build -- --sizes` also prints what each extra adds to an installation.
+    """
+    session.install(*CONSTRAINTS, "build", "twine", "uv")
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run("python", "-m", "build")
+    built = sorted(str(path) for path in (ROOT / "dist").iterdir())
+    session.run("twine", "check", "--strict", *built)
+    empty = Path(session.create_tmp(), "empty")
+    session.run("uv", "venv", "--clear", "--python", "python", str(empty))
+    python = str(next(path for path in (empty / "bin/python", empty / "Scripts/python.exe") if path.exists()))
+    wheel = next(path for path in built if path.endswith(".whl"))
+    session.run("uv", "pip", "install", "--quiet", "--python", python, *CONSTRAINTS, wheel)
+    session.run(python, "-P" if sys.version_info >= (3, 11) else "-B", ".ci/try_wheel.py", external=True, env=ENV)
+    if "--sizes" in session.posargs:
+        session.run("python", ".ci/extra_sizes.py")
+
+
+@nox.session
 def examples(session: nox.Session) -> None:
     """Run every script in examples/, shortened where it takes long."""
     scripts = sorted(Path("examples").glob("*.py"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from support.source import PACKAGE, Module, is_type_checking, modules, walk_outside_functions
+from support.source import PACKAGE, ROOT, Module, is_type_checking, modules, walk_outside_functions
 
 # A room may import rooms of lower floors only.
 FLOORS: tuple[tuple[str, ...], ...] = (
@@ -233,6 +234,17 @@ def test_imports_form_no_cycle() -> None:
 
 def test_imports_in_functions_are_for_optional_or_heavy_packages() -> None:
     assert check_function_imports(IMPORTS) == []
+
+
+def test_dependencies_are_imported_and_every_plain_import_is_a_dependency() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {line.partition(">=")[0].replace("-", "_") for line in project["dependencies"]}
+    foreign = [i for i in IMPORTS if i.target.split(".")[0] not in {"hftrain", *sys.stdlib_module_names}]
+    # A task's metrics follow torchmetrics' protocol, and users import it.
+    assert declared - {i.target.split(".")[0] for i in foreign} == {"torchmetrics"}
+    plain = [i for i in foreign if not i.is_in_function and not i.is_typing]
+    assert [str(i) for i in plain if i.target.split(".")[0] not in declared] == []
 
 
 def test_arguments_load_no_torch() -> None:
