@@ -216,7 +216,7 @@ GUIDES = {
     "Logging": "[Logs and metrics](numbers.md)",
     "Experiment trackers": "[Experiment trackers](trackers.md)",
     "Evaluation": "[Evaluation](evaluation.md)",
-    "Saving and resuming": "[Checkpoints](checkpoints.md)",
+    "Saving and resuming": "[Checkpoints](checkpoints.md), [Resuming](resuming.md)",
     "Devices and distributed training": "[Strategies](strategy.md), [FSDP](fsdp.md), [DeepSpeed](deepspeed.md)",
     "Hugging Face Hub": "[Hugging Face Hub](hub.md)",
     "Generation (Seq2SeqTrainingArguments)": "[Sequence-to-sequence models](seq2seq.md)",

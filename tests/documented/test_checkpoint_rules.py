@@ -324,7 +324,7 @@ def test_state_that_was_loaded_is_not_kept(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_docs_name_the_slow_way_to_reproducible_kernels() -> None:
-    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "resuming.md").read_text(encoding="utf-8")
     assert "`torch.backends.cudnn.deterministic = True`" in text
     assert "`full_determinism=True`" in text
 
