@@ -6,8 +6,9 @@ A row's error must say what is wrong and what to do, on one line that fits a scr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,7 +28,7 @@ class Mistake(NamedTuple):
     says: tuple[str, ...]
     error: type[BaseException] = ConfigError
     unsaid: tuple[str, ...] = ()
-    environment: dict[str, str | None] = {}  # None removes a variable
+    environment: Mapping[str, str | None] = MappingProxyType({})  # None removes a variable
 
 
 def table(rows: Iterable[Mistake]) -> Any:
