@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Generic
+
+from sphinx.application import Sphinx
+
+import hftrain
 
 project = "hftrain"
-author = "The hftrain authors"
+author = copyright = "The hftrain authors"
 version = release = installed_version("hftrain")
 
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
 ]
 exclude_patterns = ["_build"]
+templates_path = ["_templates"]
+# In docstrings, `name` links to a public name and is plain code otherwise.
+default_role = "py:obj"
 
 html_theme = "furo"
 html_title = "hftrain"
@@ -38,7 +50,62 @@ copybutton_prompt_is_regexp = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
+# One parameter a line where a signature is long.
+maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-# The project's own docstring sections, next to Google's.
-napoleon_custom_sections = ["Shapes", "Units", "Source"]
+
+# Public classes by name; the others are parts of these, and their members are shown as those of the public ones.
+PUBLIC = {
+    f"{package.__name__}.{name}": getattr(package, name)
+    for package in (hftrain, hftrain.loggers, hftrain.loops, hftrain.strategies)
+    for name in package.__all__
+    if inspect.isclass(getattr(package, name))
+}
+# Public names that are neither class, function nor module have no docstring of their own.
+DATA = {
+    "hftrain.PREFIX_CHECKPOINT_DIR": "The name of a checkpoint's folder without the step, as in ``checkpoint-500``.",
+    "hftrain.precisions": "The registry of precisions. Its methods are the functions of `hftrain.strategies`.",
+}
+# The project's own docstring sections: a paragraph, or the end of one.
+SECTION = re.compile(r"(?:(?<=\. )|^)(?P<title>Shapes|Units|Source):(?P<text>.*\n?(?:.*\S.*\n?)*)", re.MULTILINE)
+
+
+def public_bases(kind: type) -> list[type]:
+    """Return a class's bases with private ones replaced by their own bases, without `object`."""
+    bases = ([base] if is_public(base) else public_bases(base) for base in kind.__bases__)
+    return [*dict.fromkeys(each for some in bases for each in some if each not in (object, Generic))]
+
+
+def is_public(kind: type) -> bool:
+    """Tell whether a class has a page, or is another package's."""
+    return kind in PUBLIC.values() or not kind.__module__.startswith("hftrain.")
+
+
+# The pages of docs/api list the public names; the page of each name is written at build time, and ignored by git.
+autosummary_generate = [f"api/{path.name}" for path in sorted(Path(__file__).parent.glob("api/*.md"))]
+# What the template of a class needs: whether it has bases, and those at which inherited members end.
+autosummary_context = {
+    "bases": {name: len(public_bases(kind)) for name, kind in PUBLIC.items()},
+    "ends": {
+        name: ", ".join(each.__name__ for each in kind.__mro__[1:] if is_public(each)) for name, kind in PUBLIC.items()
+    },
+}
+
+
+def show_public_bases(app: Sphinx, name: str, kind: type, options: object, bases: list[type]) -> None:
+    """Name the public bases of a class."""
+    bases[:] = public_bases(kind)
+
+
+def edit_docstring(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    """Make fields of the project's own sections, at the end; Google's sections are left to napoleon."""
+    text = DATA[name] if what == "data" else "\n".join(lines)
+    fields = [f":{found['title']}: {' '.join(found['text'].split())}" for found in SECTION.finditer(text)]
+    lines[:] = [*SECTION.sub("\n", text).split("\n"), "", *fields, ""]
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the functions above; that for docstrings comes before napoleon's."""
+    app.connect("autodoc-process-bases", show_public_bases)
+    app.connect("autodoc-process-docstring", edit_docstring, priority=400)
