@@ -389,37 +389,38 @@ def readers(fields: frozenset[str]) -> dict[str, list[str]]:
     return found
 
 
-def argument_rows() -> dict[str, tuple[str, ...]]:
-    """Map each field of the arguments to its row: name, type, default, first version, description."""
+def argument_entries() -> dict[str, str]:
+    """Map each field of the arguments to its entry: name, type, default and version, description."""
     versions = json.loads(SURFACE.read_text(encoding="utf-8"))["versions"]
     documented = {
         name: {each["name"]: each for each in version["classes"]["Seq2SeqTrainingArguments"]["__init__"]["parameters"]}
         for name, version in versions.items()
     }
     types = typing.get_type_hints(Seq2SeqTrainingArguments)
-    rows = {}
+    entries = {}
     for field in dataclasses.fields(Seq2SeqTrainingArguments):
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
         older = documented["4.24"].get(field.name, {}).get("default", default)
         since = next((name for name, fields in documented.items() if field.name in fields), "later")
-        kind = re.sub(r"(\w+\.)+|<class '|'>", "", inspect.formatannotation(types[field.name])).replace("|", "\\|")
-        shown = f"`{default!r}`" + (f" (`{older!r}`)" if older != default else "")
-        rows[field.name] = (f"`{field.name}`", kind, shown, since, field.metadata["help"].replace("|", "\\|"))
-    return rows
+        kind = re.sub(r"(\w+\.)+|<class '|'>", "", inspect.formatannotation(types[field.name])).replace(" | ", " or ")
+        facts = [kind, f"default `{default!r}`" + (f" (4.24: `{older!r}`)" if older != default else "")]
+        facts += [] if since == "4.24" else [since if since == "later" else f"since {since}"]
+        entries[field.name] = f"`{field.name}`\n: {', '.join(facts)}\n: {field.metadata['help']}\n"
+    return entries
 
 
 def arguments_table() -> str:
-    """List the fields of the arguments: a heading and a table for each subject, the older names at the end."""
-    rows = argument_rows()
-    subjects = {**SUBJECTS, "Older names": tuple(name for name in rows if name in OLD_SETTINGS)}
+    """List the fields of the arguments: a heading and a list for each subject, the older names at the end."""
+    entries = argument_entries()
+    subjects = {**SUBJECTS, "Older names": tuple(name for name in entries if name in OLD_SETTINGS)}
     listed = [name for names in subjects.values() for name in names]
-    if sorted(listed) != sorted(rows):
-        raise ValueError(f"Put each of these under one subject: {sorted({*listed} ^ {*rows}) or 'one is there twice'}.")
-    columns = ("argument", "type", "default", "since", "description")
+    if sorted(listed) != sorted(entries):
+        unlisted = sorted({*listed} ^ {*entries}) or "one is there twice"
+        raise ValueError(f"Put each of these under one subject: {unlisted}.")
     text = ""
     for title, names in subjects.items():
         guide = f"Guide: {GUIDES[title]}.\n\n" if title in GUIDES else ""
-        text += f"\n### {title}\n\n{guide}{table(columns, (rows[name] for name in names))}"
+        text += f"\n### {title}\n\n{guide}" + "\n".join(entries[name] for name in names)
     return f"{text}\n"
 
 
