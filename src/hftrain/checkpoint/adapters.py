@@ -1,4 +1,4 @@
-"""PEFT adapters in a folder: the small weights alone, as PEFT itself writes and reads them."""
+"""PEFT adapters in a folder: only the adapter weights, in PEFT's own format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WEIGHTS, _BIN_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 
 
 def saves_adapters(model: torch.nn.Module) -> bool:
-    """Tell whether a model is a `PeftModel`, which saves its adapters alone.
+    """Tell whether a model is a `PeftModel`, which saves only its adapters.
 
     A `PeftMixedModel` cannot save itself; its weights are saved whole.
     """
@@ -26,7 +26,7 @@ def saves_adapters(model: torch.nn.Module) -> bool:
 
 
 def save_adapters(model: Any, folder: Path, state: Mapping[str, Any], *, safe: bool) -> None:
-    """Write every adapter with its configuration, from a whole model's state; an older adapter's weights give way."""
+    """Write every adapter with its configuration, from a whole model's state; replaces older adapter weights."""
     for name in model.peft_config:
         for file in (_WEIGHTS, _BIN_WEIGHTS):
             (_folder_of(folder, name) / file).unlink(missing_ok=True)
@@ -34,10 +34,10 @@ def save_adapters(model: Any, folder: Path, state: Mapping[str, Any], *, safe: b
 
 
 def load_adapters(model: Any, folder: Path) -> None:
-    """Overwrite every adapter of a model, and what is trained next to it, in place.
+    """Overwrite every adapter of a model, and other trained modules saved with it, in place.
 
     Raises:
-        CheckpointError: An adapter's weights are absent, damaged, or do not fit.
+        CheckpointError: An adapter's weights are missing, damaged, or do not fit.
     """
     from peft import set_peft_model_state_dict
 

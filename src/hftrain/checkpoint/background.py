@@ -1,4 +1,4 @@
-"""One write in the background, and its end in the main thread: at the same step in all processes."""
+"""One background write, completed in the main thread at the same step on all processes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ELSEWHERE = explain(
 
 
 class BackgroundWrite:
-    """Do a piece of work in a thread of its own from now on, in step with the same work in the other processes.
+    """Run a piece of work in a separate thread, together with the same work on the other processes.
 
-    Each process learns of the end at another moment. Acting on it at once would part them: one raises, and the others
-    wait for it in the next step's exchange. So each asks for a boundary at which all act, by the name of this write.
+    Each process learns of the end at a different moment. If one raised at once, the others would wait for it in the
+    next step's collective. So each process requests a step boundary, by the name of this write, at which all act.
 
     Args:
-        name: What `Consensus.due` returns at the boundary at which all call `finish`; no other write's.
-        work: Called in the thread, with a group to agree through.
+        name: What `Consensus.due` returns at the boundary at which all call `finish`; unique to this write.
+        work: Called in the thread, with a group through which the processes agree.
         settle: Called in the main thread with what the work returned, or its error; may raise.
         consensus: The processes'.
     """
@@ -42,7 +42,7 @@ class BackgroundWrite:
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._is_over = threading.Event()
-        # A daemon: an interrupted process must be able to end without it.
+        # A daemon, so that an interrupted process can exit without it.
         self._thread = threading.Thread(target=self._run, name="hftrain-save", daemon=True)
         self._thread.start()
 
@@ -52,8 +52,8 @@ class BackgroundWrite:
         return self._is_over.is_set()
 
     def wait(self) -> BaseException | None:
-        """Return when the work has ended in all processes, and return its error, unsettled."""
-        # Not by `join`: until Python 3.13 a thread counts as ended once its join was interrupted.
+        """Wait until the work has ended on all processes, and return its error without settling it."""
+        # Not `join`: before Python 3.13, a thread counts as ended once its join was interrupted.
         self._is_over.wait()
         return self._error
 
@@ -66,7 +66,7 @@ class BackgroundWrite:
     def _run(self) -> None:
         try:
             self._path = self._work(self._consensus)
-        except BaseException as error:  # whatever it is, the main thread has to know
+        except BaseException as error:  # of any kind: the main thread must know
             self._error = error
         try:
             if not self._consensus.all_true(self._error is None) and self._error is None:

@@ -1,4 +1,4 @@
-"""What is asked of a running training, and the step boundary at which all its processes do it."""
+"""Requests to a running training, and agreement on the step boundary at which all processes act on them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ SAVE = "save"
 STOPS = ("SIGINT", "SIGTERM")
 _STRENGTH = {SAVE: 1, "SIGINT": 2, "SIGTERM": 3}
 
-# How often a process looks whether another one has asked for something.
+# How often a process checks for requests of the others.
 _POLL_S = 0.25
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 0.05
-# A process that does not answer for so long is taken to be gone.
+# A process that does not answer for this long is considered gone.
 _ANSWER_S = 20.0
 _JOIN_S = 5.0
 _LONGEST_WAIT_S = 3600.0
 
 
 def strongest(asked: Iterable[str | None]) -> str | None:
-    """Return what includes the rest: a stop saves too, and SIGTERM cannot be taken back as SIGINT can.
+    """Return the request that includes the others: a stop also saves, and SIGTERM is stronger than SIGINT.
 
-    Requests of other names are the weakest, and nothing includes them.
+    Requests of other names are the weakest, and no request includes them.
 
     Example:
         >>> strongest(["save", "SIGTERM", None, "SIGINT"])
@@ -62,7 +62,7 @@ class Group(Protocol):
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the one process of its machine that commits where each machine keeps its own."""
+        """Whether this process commits for its machine, if each machine keeps its own checkpoints."""
 
     def barrier(self) -> None:
         """Wait for all; collective."""
@@ -72,30 +72,30 @@ class Group(Protocol):
 
 
 class Consensus:
-    """Let processes agree through notes, which no thread needs a collective for.
+    """Let processes agree through notes on a board, without a collective.
 
-    **On a step boundary**, at which all do what any one of them was asked. A round begins when a process opens it on
-    the board. On seeing that, each process's thread first puts `act` where the loop calls it at the next step boundary,
-    then reads the process's step and posts it. From then on that process passes no boundary but the one it may be at
-    before `act` is called and waits: the boundary after the highest step posted is one that nobody has passed. The main
-    process finds it and posts it. Nothing depends on how long anything takes, and a step pays nothing. A process that
-    is alone acts at its next boundary.
+    **Agreeing on a step boundary**: all processes act there on a request to any one of them. A process opens a round on
+    the board. When another process's thread sees it, it first registers `act` for the next step boundary, then reads
+    the process's step and posts it. After that, the process passes at most the boundary it may already be at before
+    `act` is called and waits. So nobody has passed the boundary after the highest posted step. The main process finds
+    that boundary and posts it. The result does not depend on timing, and steps cost nothing. A single process acts at
+    its next boundary.
 
-    **Within a save in the background**: this object is the `Group` whose `barrier` and `all_true` a thread may call.
+    **During a background save**: this object is the `Group` whose `barrier` and `all_true` a thread may call.
 
     Args:
-        act: Called by the loop at each step boundary while something is asked; calls `due`.
-        pending: What the loop calls at each step's end, see `FitParts`; mutated.
+        act: Called by the loop at each step boundary while there is a request; calls `due`.
+        pending: Functions that the loop calls at the end of each step, see `FitParts`; mutated.
         group: The processes.
-        board: Where they leave notes; a new one.
-        progress: Where this process is; read by the thread.
-        timeout_s: How many seconds a save in the background waits for the other processes.
-        every_s: Ask for a save whenever so many seconds have passed since the last one; the main process's clock
-            decides for all.
+        board: Where they exchange notes; must be new.
+        progress: The progress of this process; read by the thread.
+        timeout_s: How many seconds a background save waits for the other processes.
+        every_s: Request a save whenever this many seconds have passed since the last one, by the clock of the main
+            process.
 
     Attributes:
-        on_stop: Called by the thread, among several processes, when all have agreed to stop because of SIGTERM.
-        is_waiting: Whether a save in the background waits for the other processes, and writes nothing here.
+        on_stop: With several processes, called by the thread when all have agreed to stop because of SIGTERM.
+        is_waiting: Whether a background save waits for the other processes, and writes nothing here.
     """
 
     on_stop: Callable[[], None] | None = None
@@ -118,7 +118,7 @@ class Consensus:
         self._timeout_s, self._every_s = timeout_s, every_s if group.is_main else None
         self._saved_at_s = time.monotonic()
         self._asked: set[str] = set()
-        # Unlike anything with a lock, it may be rung in a signal handler.
+        # It takes no lock, so it may be used in a signal handler.
         self._bell: SimpleQueue[None] = SimpleQueue()
         self._is_closing = self._is_deaf = False
         self._turn = 0
@@ -129,7 +129,7 @@ class Consensus:
     # -- for the main thread and signal handlers -----------------------------------------------------------------
 
     def ask(self, what: str) -> bool:
-        """Ask for something, from any thread or a signal handler; return whether somebody will see to it."""
+        """Make a request, from any thread or a signal handler; return whether it will be handled."""
         self._asked.add(what)
         if self.world_size == 1:
             self._raise_flag()
@@ -138,20 +138,20 @@ class Consensus:
         return not self._is_deaf
 
     def withdraw(self, what: str) -> None:
-        """Forget a request that is settled; a round that has begun may still hand it out."""
+        """Remove a request that is settled; a round that has begun may still return it."""
         self._asked.discard(what)
 
     def due(self, step: int) -> str | None:
-        """Return what all do at the boundary after `step`, if anything; for the main thread, from `act`."""
+        """Return the request to handle at the boundary after `step`, if any; called in the main thread, by `act`."""
         if self.world_size == 1:
-            # First this: what is asked from here on shows at the next boundary.
+            # First, so that later requests are seen at the next boundary.
             self._lower_flag()
             what = strongest(set(self._asked))
             self._forget(what)
             if self._asked:
                 self._raise_flag()
             return what
-        # With a timeout, or some systems would run no signal handler meanwhile.
+        # With a timeout, because on some systems no signal handler runs otherwise.
         while not self._is_known.wait(1.0):
             pass
         if self._agreed is None or step < self._agreed[1]:
@@ -159,18 +159,18 @@ class Consensus:
         what, self._agreed = self._agreed[0], None
         self._is_known.clear()
         self._lower_flag()
-        # Only now may the thread begin another round.
+        # From here on the thread may begin another round.
         self._is_taken.set()
         return what
 
     def left_over(self) -> str | None:
-        """Return the stop that was asked for and never handed out."""
+        """Return a requested stop that `due` never returned."""
         asked, agreed = strongest(self._asked.intersection(STOPS)), self._agreed
-        # The boundary that was agreed on may lie behind the run's end.
+        # The agreed boundary may be after the end of the run.
         return strongest([asked, agreed[0]]) if agreed is not None and agreed[0] in STOPS else asked
 
     def share(self, value: Any) -> list[str | None]:
-        """Leave a note of where this process is, as JSON, and return everybody's last one; from any thread."""
+        """Post the progress of this process as JSON, and return the last one of each process; from any thread."""
         text = json.dumps(value)
         if self.world_size == 1:
             return [text]
@@ -178,33 +178,33 @@ class Consensus:
         return [self._board.read(f"at/{rank}") for rank in range(self.world_size)]
 
     def note_save(self) -> None:
-        """Hear that a checkpoint was saved: the clock starts again."""
+        """Restart the clock, because a checkpoint was saved."""
         self._saved_at_s = time.monotonic()
 
     def start(self) -> None:
-        """Start to look around, in a thread of its own, if there is something to look at."""
+        """Start the thread, if it is needed."""
         if self.world_size > 1 or self._every_s is not None:
             self._watcher.start()
 
     def close(self, *, is_failed: bool = False) -> None:
-        """End the thread. `barrier` and `all_true` still serve a save that is not over."""
+        """End the thread. `barrier` and `all_true` still work for a save that is not complete."""
         self._is_closing = True
         self._bell.put(None)
         if self._watcher.is_alive():
             self._watcher.join(_JOIN_S)
-        # After the thread's last note: who sees this one has seen all.
+        # After the last note of the thread: whoever sees this one has seen all.
         if self.world_size > 1 and not self._watcher.is_alive() and not self._is_deaf:
             with suppress(Exception):
                 self._board.post(f"left/{self.rank}", "failed" if is_failed else "ended")
 
-    # -- for a save in the background ----------------------------------------------------------------------------
+    # -- for a background save -----------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         """Wait for all; see `all_true`."""
         self.all_true(True)
 
     def all_true(self, flag: bool) -> bool:
-        """Tell every process whether the flag is set on all, from one thread of each, in the same order.
+        """Tell every process whether the flag is set on all; called by one thread of each, in the same order.
 
         Raises:
             CheckpointError: Another process does not call this in time.
@@ -237,14 +237,14 @@ class Consensus:
                 if not (self._wait_for(number) and self._hold(number)):
                     return
         except Exception as error:
-            # The board is gone, and with it the process that kept it.
+            # The board is gone, and so is the process that hosted it.
             self._is_deaf = True
             if not self._is_closing:
                 self._end_if_asked(f"the processes cannot reach each other any more ({error!r})")
             self._release()
 
     def _wait_for(self, number: int) -> bool:
-        """Open a round, or wait until another process does; False if this one's training is over first."""
+        """Open a round, or wait until another process does; False if the training here ends first."""
         while not self._is_closing:
             until_save_s = self._look_at_clock()
             if self.world_size > 1:
@@ -259,7 +259,7 @@ class Consensus:
         return False
 
     def _look_at_clock(self) -> float:
-        """Ask for a save if it is time; return the seconds until it is."""
+        """Request a save if it is due; return the seconds until the next one is."""
         if self._every_s is None:
             return _LONGEST_WAIT_S
         if time.monotonic() - self._saved_at_s >= self._every_s:
@@ -268,15 +268,15 @@ class Consensus:
         return min(self._saved_at_s + self._every_s - time.monotonic(), _LONGEST_WAIT_S)
 
     def _hold(self, number: int) -> bool:
-        """Take part in a round, and wait until the main thread has done what came of it; False if it was the last."""
+        """Take part in a round, and wait until the main thread has acted on it; False if it was the last one."""
         self._is_known.clear()
-        # In this order: see the class.
+        # In this order; see the class.
         self._raise_flag()
         note = [self._progress.step, strongest(set(self._asked))]
         agreed = self._exchange("round", number, note, _decide, self._gives_up())
         if agreed is None:
             return self._go_on_alone()
-        # In this order: a stop shows in one of them at any time, see `left_over`.
+        # In this order: at any time, one of the two shows a stop, see `left_over`.
         self._agreed = agreed[0], int(agreed[1])
         self._forget(agreed[0])
         if self.on_stop is not None and agreed[0] == "SIGTERM":
@@ -289,21 +289,21 @@ class Consensus:
         return True
 
     def _gives_up(self) -> Callable[[int], bool]:
-        """Return what tells whether a round's note of a process will not come."""
+        """Return a function that tells whether a process will not post its note of a round."""
         begun_s = time.monotonic()
 
         def gives_up(of: int) -> bool:
             waited_s = time.monotonic() - begun_s
             if waited_s > 2 * _ANSWER_S:
                 self._end_if_asked(f"process {of} does not answer")
-            # The main process alone decides that somebody is gone, so that all see the same answer.
+            # Only the main process decides that a process is gone, so that all get the same answer.
             is_late = self.is_main and waited_s > _ANSWER_S
             return self._is_closing or is_late or self._board.read(f"left/{of}") is not None
 
         return gives_up
 
     def _go_on_alone(self) -> bool:
-        """Let the training go on after a round that came to nothing; False if no other round can come to anything."""
+        """Continue training after a round without a result; False if no further round can have one."""
         if self._is_closing:
             self._release()
             return False
@@ -325,7 +325,7 @@ class Consensus:
         self._is_known.set()
 
     def _end_if_asked(self, reason: str) -> None:
-        """End this process at once if it was told to stop: its main thread may wait for the others forever."""
+        """End this process at once if it must stop: its main thread may wait for the others forever."""
         stop = self.left_over()
         if stop is not None:
             logger.error("%s ends the process at once and nothing is saved: %s.", stop, reason)
@@ -336,24 +336,24 @@ class Consensus:
     def _exchange(
         self, topic: str, turn: int, value: Any, combine: Callable[[list[Any]], Any], gives_up: Callable[[int], bool]
     ) -> Any:
-        """Return what the main process makes of all processes' values; None if it does not say.
+        """Return what the main process computes from the values of all processes; None if it posts nothing.
 
-        Notes of one topic are written over, so their number does not grow. None is lost: the main process replaces its
+        Notes of a topic are overwritten, so their number does not grow. None is lost: the main process replaces its
         own after it has the next one of all others.
         """
         self._board.post(f"{topic}/{self.rank}", json.dumps([turn, value]))
         if self.is_main:
             found = combine([self._hear(f"{topic}/{rank}", turn, rank, gives_up) for rank in range(self.world_size)])
-            # Not the failure to hear all from a process that is leaving itself: it will say so.
+            # A process that is leaving does not report that others are silent: it posts that it leaves.
             if found is not None or not self._is_closing:
                 self._board.post(topic, json.dumps([turn, found]))
         return self._hear(topic, turn, 0, gives_up)
 
     def _hear(self, key: str, turn: int, of: int, gives_up: Callable[[int], bool]) -> Any:
-        """Return a process's note, or None if it gives none."""
+        """Return the note of a process, or None if it posts none."""
         pause_s = _FIRST_PAUSE_S
         while True:
-            # Looked at first: a process that has left posts nothing afterwards.
+            # Checked first: a process that has left posts nothing afterwards.
             is_over = gives_up(of)
             at, value = json.loads(self._board.read(key) or "[-1, null]")
             if at == turn:
@@ -364,7 +364,7 @@ class Consensus:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _forget(self, what: str | None) -> None:
-        """Drop a request that is handed out, with those that it includes."""
+        """Remove a request that `due` returned, and those that it includes."""
         strength = _STRENGTH.get(what or "", 0)
         self._asked -= {what, *(each for each, its_own in _STRENGTH.items() if its_own <= strength)}
 
@@ -378,7 +378,7 @@ class Consensus:
 
 
 def _decide(notes: list[Any]) -> tuple[str | None, int] | None:
-    """Return what is done and after which step; None if a process has left, or does not answer."""
+    """Return what to do and after which step; None if a process has left, or does not answer."""
     if None in notes:
         return None
     return strongest(asked for _, asked in notes), 1 + max(step for step, _ in notes)

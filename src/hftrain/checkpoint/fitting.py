@@ -1,4 +1,4 @@
-"""Whether what a checkpoint holds fits what it is put into; where it does not, the file is named."""
+"""Check that the contents of a checkpoint fit the objects they are loaded into; errors name the file."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import torch
 from hftrain.core.errors import CheckpointError, HFTrainError
 from hftrain.core.tree import is_alike
 
-# What these optimizers look up at each step once a parameter has any state.
+# What these optimizers read at each step once a parameter has any state.
 _NEEDED = {"Adam": {"exp_avg", "exp_avg_sq", "step"}, "AdamW": {"exp_avg", "exp_avg_sq", "step"}}
-# Settings with which a step is another computation, or needs a state of its own.
+# Settings that change the computation of a step, or need additional state.
 _MODES = {"amsgrad", "capturable", "centered", "differentiable", "maximize", "nesterov"}
-# Settings that choose among torch's implementations of one computation: True, False, or left to torch by None.
+# Settings that select one of torch's implementations of the same computation: True, False, or None for torch's choice.
 _CHOICES = {"foreach", "fused"}
-# Settings that have a range.
+# Settings with a valid range.
 _RANGED = {"alpha", "beta2_decay", "betas", "dampening", "eps", "eta", "etas", "initial_accumulator_value", "lambd",
            "lr", "lr_decay", "momentum", "momentum_decay", "rho", "step_sizes", "t0", "weight_decay"}  # fmt: skip
-# torch's own whose tensors all have the shape of their parameter, or are one number.
+# torch's own whose state may have tensors of another shape than their parameter and more than one element.
 _RESHAPING = ("Adafactor", "LBFGS", "SparseAdam")
 
 
 @contextlib.contextmanager
 def restoring(path: Path) -> Iterator[None]:
-    """Turn what goes wrong while a file's content is put to use into a `CheckpointError` that names the file.
+    """Convert errors while loading the content of a file into a `CheckpointError` that names the file.
 
-    Errors of hftrain pass, and so do those of memory and of communication, which are not the file's fault.
+    Errors of hftrain, and memory and communication errors, are raised unchanged: the file does not cause them.
     """
     try:
         yield
@@ -44,13 +44,13 @@ def restoring(path: Path) -> Iterator[None]:
 
 
 def check_state(path: Path, state: Mapping[str, Any], owner: Any, *, own: Mapping[str, Any]) -> None:
-    """Refuse a state that would make an object what it is not.
+    """Raise if a state does not fit the object that it is for.
 
     Args:
         path: The file.
-        state: What it holds.
-        owner: What the state is for; names that it has next to those of its state stay its own.
-        own: The owner's present state. Its names must be there, except those that begin with an underscore.
+        state: Its content.
+        owner: The object that the state is for; its attributes outside the state must not be overwritten.
+        own: The owner's current state. Its names must be present, except those that begin with an underscore.
     """
     for name in own.keys() | state.keys():
         if name not in state:
@@ -69,9 +69,9 @@ def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def keep_choices(state: dict[str, Any], own: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return an optimizer's saved state with the implementations that this run has chosen, as `own` settings tell.
+    """Return an optimizer's saved state with the implementations of this run, taken from the settings `own`.
 
-    The saved ones may not exist on this run's device, and the groups decide how torch restores the counts of steps.
+    The saved ones may not exist on this run's device, and the groups decide how torch restores the step counts.
     """
     groups = state.get("param_groups")
     if not isinstance(groups, list) or len(groups) != len(own) or not all(isinstance(group, dict) for group in groups):
@@ -81,7 +81,7 @@ def keep_choices(state: dict[str, Any], own: list[dict[str, Any]]) -> dict[str, 
 
 
 def check_optimizer(path: Path, optimizer: torch.optim.Optimizer, *, before: list[dict[str, Any]]) -> None:
-    """Refuse what an optimizer was loaded with if its next step would fail; `before` are its settings before that."""
+    """Raise if the next step of a loaded optimizer would fail; `before` are its settings before loading."""
     for number, (settings, group) in enumerate(zip(before, optimizer.param_groups, strict=True)):
         for name, value in settings.items():
             is_fit = name in group and is_alike(group[name], value)
@@ -107,7 +107,7 @@ def check_optimizer(path: Path, optimizer: torch.optim.Optimizer, *, before: lis
 
 
 def _check_ranges(path: Path, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    """Let a class of torch look at a group's settings as it does when an optimizer is made."""
+    """Let torch's optimizer class validate a group's settings, as it does in its constructor."""
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim."):
         known = inspect.signature(kind).parameters.keys() & group.keys() & _RANGED
@@ -116,7 +116,7 @@ def _check_ranges(path: Path, optimizer: torch.optim.Optimizer, group: Mapping[s
 
 
 def misfit(path: Path, reason: str) -> CheckpointError:
-    """Word the error for a file that does not fit the run."""
+    """Return the error for a file that does not fit the run."""
     remedy = "Resume the run that was saved, or use another checkpoint."
     return CheckpointError(f"{path} should be restored.", f"{reason.rstrip('.')}.", remedy)
 

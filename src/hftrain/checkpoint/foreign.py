@@ -1,8 +1,8 @@
 """Checkpoints of transformers' Trainer: the same files, without a manifest.
 
-Position, logs and best metric are in `trainer_state.json`; the rest is read as from a checkpoint of our own. Nothing
-proves such a folder, and some things that decide a run are not in it (or in a pickle, which is never read): those are
-taken from the run that goes on, which says so.
+Position, logs and best metric are in `trainer_state.json`; the rest is read as from one of our own checkpoints. The
+files of such a folder cannot be verified. Some settings of the run are not in it (or in a pickle, which is never read):
+they are taken from the resuming run, with a warning.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hftrain.checkpoint.shape import Grid
 from hftrain.core.errors import CheckpointError
 from hftrain.core.state import TrainerState
 
-# Options that newer versions of torch have added to optimizers, which fill them in when they load an older state.
+# Options that newer versions of torch added to optimizers; they are filled in when an older state is loaded.
 _ADDED = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
-# The optimizers' states that have the shape of their parameter.
+# Optimizer states with the shape of their parameter.
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-# Of what counts something.
+# The limit of counters.
 _END = 1 << 53
 
 
@@ -35,7 +35,7 @@ def is_foreign(folder: Path) -> bool:
 
 
 def check_foreign(folder: Path) -> None:
-    """Refuse a checkpoint of transformers' Trainer that lacks what a resume needs, or whose state makes no sense."""
+    """Raise if a checkpoint of transformers' Trainer lacks what a resume needs, or its state is inconsistent."""
     _read_state(folder)
     if _has_our_arguments(folder):
         raise _unusable(folder, f"hftrain has written it, with a {MANIFEST} that is gone: nothing proves it whole")
@@ -50,7 +50,7 @@ def check_foreign(folder: Path) -> None:
 
 
 def check_whole(folder: Path) -> None:
-    """Prove a checkpoint by its manifest; of one of transformers' Trainer, only that nothing is missing."""
+    """Verify a checkpoint by its manifest; for one of transformers' Trainer, only that no file is missing."""
     if is_foreign(folder):
         check_foreign(folder)
     else:
@@ -58,7 +58,7 @@ def check_whole(folder: Path) -> None:
 
 
 def num_processes(folder: Path) -> int:
-    """Count the processes that saved a checkpoint, each of which has left its random numbers."""
+    """Count the processes that saved a checkpoint by their files of random numbers."""
     if (folder / rng_name(rank=0, world_size=1)).is_file():
         return 1
     ranks = 0
@@ -68,17 +68,17 @@ def num_processes(folder: Path) -> int:
 
 
 def read_foreign(folder: Path, current: Mapping[str, Any], grid: Grid) -> Manifest:
-    """Return what a manifest would say of a checkpoint of transformers' Trainer.
+    """Return the manifest that a checkpoint of transformers' Trainer would have.
 
-    Its state tells steps, passes as a fraction, batch size and the length of the run; its files tell the processes.
+    Steps, epochs as a fraction, batch size and length of the run are in its state; its files show the processes.
 
     Args:
         folder: The checkpoint.
-        current: The ``geometry`` of the run that goes on, from which the rest is taken.
-        grid: How that run cuts a pass.
+        current: The ``geometry`` of the resuming run, from which the rest is taken.
+        grid: How that run cuts an epoch into batches.
 
     Raises:
-        CheckpointError: Steps and passes do not fit together: other data, or another accumulation.
+        CheckpointError: Steps and epochs do not match: the data or the accumulation differs.
     """
     state = _read_state(folder)
     world_size, batch_size = num_processes(folder), state.train_batch_size or current["batch_size"]
@@ -98,7 +98,7 @@ def read_foreign(folder: Path, current: Mapping[str, Any], grid: Grid) -> Manife
 
 
 def check_foreign_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Refuse the state of another optimizer, or of other parameters; the checkpoint does not name its class."""
+    """Raise for the state of another optimizer, or of other parameters; the checkpoint does not name its class."""
     groups, own = state.get("param_groups", []), optimizer.param_groups
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
         raise _unusable(folder / OPTIMIZER, "Its groups of parameters are not those of this run's optimizer")
@@ -114,11 +114,11 @@ def check_foreign_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Opt
 
 
 def _position(folder: Path, state: TrainerState, *, num_batches: int | None, accumulation: int) -> tuple[int, int]:
-    """Return the whole passes, and the micro-steps in the current one, from a fraction of passes."""
+    """Return the completed epochs, and the micro-steps in the current one, from fractional epochs."""
     passes = state.epoch or 0.0
     epoch = math.floor(passes)
     if num_batches is None:
-        # Without a length, the whole run counts as one pass there.
+        # Without a length, transformers counts the whole run as one epoch.
         return epoch, round((passes - epoch) * state.max_steps * accumulation)
     used = round((passes - epoch) * num_batches)
     steps = epoch * -(-num_batches // accumulation) + -(-used // accumulation)
@@ -133,7 +133,7 @@ def _position(folder: Path, state: TrainerState, *, num_batches: int | None, acc
 
 
 def _has_our_arguments(folder: Path) -> bool:
-    """Tell whether the arguments are plain values, as hftrain writes them; elsewhere they are a pickled object."""
+    """Tell whether the arguments are plain values, as hftrain writes them; transformers pickles an object."""
     try:
         return bool(load_arguments(folder))
     except CheckpointError:

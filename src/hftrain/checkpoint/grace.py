@@ -1,4 +1,4 @@
-"""SIGTERM for a run that may never reach its next step boundary: what it waits for, and the end of waiting."""
+"""SIGTERM for a run that may never reach its next step boundary: report what it waits for, and end it."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from hftrain.core.log import get_logger
 
 logger = get_logger(__name__)
 
-# What is heard besides numbers of signals.
+# Messages besides signal numbers.
 _CLOSE, _ELSEWHERE = 0, 255
 _POLL_S, _LONGEST_POLL_S = 0.25, 5.0
 _JOIN_S = _SAY_S = 1.0
-# A launcher may hand on a signal that its whole group has got: two within this time are one.
+# A launcher may forward a signal that the whole process group got: two within this time count as one.
 _SAME_S, _SAME_UNDER_A_LAUNCHER_S = 0.5, 2.0
 _ASK_S = 3.0
-# An interrupted process is gone after this time without a sign of life.
+# An interrupted process exits after this time without progress.
 LAST_S = 5.0
-# How much longer than the longest pause so far a pause may last, and how much longer while a checkpoint is written:
-# flushing a large file to a slow disk shows nothing.
+# Factors on the longest pause so far, and on the time while a checkpoint is written: flushing a large file to a slow
+# disk shows no progress.
 _FACTOR, _SAVING_FACTOR = 1.5, 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """What the thread needs of the run; all is called in that thread, or in another one that it can leave behind.
+    """What the thread needs from the run; called in that thread, or in another one that it can abandon.
 
     Args:
-        label: What precedes each message: the rank, among several.
-        ask: Asks all processes to stop, as a handler does that the main thread can run.
-        pulse: Returns something that is different whenever the run has got on; fast.
-        share: Takes this process's pulse and returns that of all, with what is on its way to disk.
-        where: Returns in words what the run does.
-        is_saving: Takes what `share` returned last, None if nothing, and tells whether a process writes a checkpoint.
-        missing: Returns which ranks did not come to where this one waits, and where they are; None if it is alone.
+        label: Prefix of each message: the rank, if there are several.
+        ask: Requests a stop of all processes, as the signal handler does.
+        pulse: Returns a value that changes whenever the run makes progress; fast.
+        share: Takes this process's pulse and returns that of all, with the bytes being written.
+        where: Returns a description of what the run does.
+        is_saving: Takes the last result of `share` (None if none), and tells whether a process writes a checkpoint.
+        missing: Returns which ranks have not arrived where this one waits, and where they are; None for one process.
         interrupt: Takes a message, and raises `TrainingStopped` with it in the main thread; returns whether it could
-            send the signal for that.
-        last_words: Leaves behind what an ended run leaves, and returns in words what is saved and what is lost.
+            send the signal.
+        last_words: Writes what an ended run leaves behind, and describes what is saved and what is lost.
     """
 
     label: str
@@ -60,20 +60,20 @@ class Watched:
 
 
 class GracePeriod:
-    """Report SIGTERM at once, and end a run that stands still afterwards.
+    """Report SIGTERM at once, and end a run that makes no progress afterwards.
 
-    Python runs a handler when the main thread comes back to Python code, which it never does in a collective whose
-    partner is gone. So a thread hears of signals through the descriptor that `start` returns, to which Python's own
+    Python runs a signal handler only when the main thread returns to Python code, which never happens in a collective
+    whose partner is gone. So a thread receives signals through the descriptor that `start` returns, to which Python's
     C code writes (`signal.set_wakeup_fd`).
 
-    The clock starts again whenever the run gets on: a micro-batch of the training or a batch of an evaluation, on
-    any rank, or bytes of a checkpoint. When it stands still for `grace_s`, or at a second SIGTERM, `TrainingStopped`
-    is raised in the main thread, wherever it is in Python code. If the run is not closed some seconds later, the
-    process ends from the thread.
+    The time restarts whenever the run makes progress: a training micro-batch or an evaluation batch on any rank, or
+    bytes of a checkpoint. After `grace_s` without progress, or at a second SIGTERM, `TrainingStopped` is raised in the
+    main thread, wherever it is in Python code. If the run is not closed some seconds later, the thread ends the
+    process.
 
     Args:
-        grace_s: How long the run may stand still; None for any time. Never shorter than 1.5 times the longest time
-            that it has stood still before.
+        grace_s: How long the run may make no progress; None for any time. Never shorter than 1.5 times its longest
+            pause before the signal.
     """
 
     def __init__(self, grace_s: float | None) -> None:
@@ -82,7 +82,7 @@ class GracePeriod:
         self._thread: threading.Thread | None = None
 
     def start(self, watched: Watched) -> int:
-        """Start the thread, and return the descriptor to which the numbers of signals are to be written."""
+        """Start the thread, and return the descriptor to write signal numbers to."""
         self._watched = watched
         self._ear, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
@@ -91,11 +91,11 @@ class GracePeriod:
         return self._mouth.fileno()
 
     def ring(self) -> None:
-        """Hear that another process was told to stop."""
+        """Notify the thread that another process must stop."""
         self._send(_ELSEWHERE)
 
     def close(self) -> None:
-        """Stop the thread: the run is over. Safe to call where it was never started."""
+        """Stop the thread at the end of the run. Safe to call if it was never started."""
         if self._thread is None:
             return
         self._send(_CLOSE)
@@ -129,7 +129,7 @@ class GracePeriod:
             self._end(reason)
 
     def _until_asked(self) -> float | None:
-        """Wait for SIGTERM, and return the longest time that the run has stood still; None if the run ends first."""
+        """Wait for SIGTERM, and return the longest pause of the run; None if the run ends first."""
         watched, longest_s, is_under_way = self._watched, 0.0, False
         pulse, changed_s = watched.pulse(), time.monotonic()
         pause_s = None if self._grace_s is None else min(self._grace_s / 4, _LONGEST_POLL_S)
@@ -141,12 +141,12 @@ class GracePeriod:
                 return longest_s
             latest, now_s = watched.pulse(), time.monotonic()
             if latest != pulse:
-                # Not the first step, which compiles and warms up.
+                # Without the first step, which compiles and warms up.
                 longest_s = max(longest_s, now_s - changed_s) if is_under_way else 0.0
                 pulse, changed_s, is_under_way = latest, now_s, True
 
     def _wait(self, longest_s: float) -> str | None:
-        """Wait until the run is closed; else return why it is to be ended."""
+        """Wait until the run is closed, or return why it must be ended."""
         patience_s = None if self._grace_s is None else max(self._grace_s, _FACTOR * longest_s)
         limit = "" if patience_s is None else f"after {patience_s:.3g} s in which nothing gets on, or "
         same_s = _SAME_UNDER_A_LAUNCHER_S if "TORCHELASTIC_RUN_ID" in os.environ else _SAME_S
@@ -174,10 +174,10 @@ class GracePeriod:
                 self._say_who_is_missing()
 
     def _end(self, reason: str) -> None:
-        """Interrupt the main thread; end the process if it does not close the run soon after."""
+        """Interrupt the main thread; end the process if the run is not closed soon after."""
         place = self._place()
         self._say(f"SIGTERM interrupts {place}, because {reason}.")
-        # The signal that interrupts is heard here, too.
+        # The thread receives the interrupting signal, too.
         is_own = self._watched.interrupt(f"SIGTERM ended the training in {place}, because {reason}")
         pulse, changed_s = self._pulse(), time.monotonic()
         while time.monotonic() - changed_s < LAST_S:
@@ -211,12 +211,12 @@ class GracePeriod:
             threading.Thread(target=say, name="hftrain-missing", daemon=True).start()
 
     def _say(self, text: str) -> None:
-        """Log from another thread: whoever reads the log may be gone, and the main thread may hold its lock."""
+        """Log from another thread: the reader of the log may be gone, and the main thread may hold its lock."""
         _within(_SAY_S, lambda: logger.warning("%s%s", self._watched.label, text))
 
 
 def _within(limit_s: float, call: Callable[[], Any]) -> Any:
-    """Return what a function returns, or None if it fails or does not return in time; it then goes on unheard."""
+    """Return a function's result, or None if it fails or takes too long; it then continues unobserved."""
     found: list[Any] = []
 
     def work() -> None:

@@ -37,31 +37,31 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_step(path: str | Path) -> int | None:
-    """Return the step in a checkpoint folder's name, or None if it is no such name.
+    """Return the step in a checkpoint folder's name, or None if it is not such a name.
 
     Example:
         >>> checkpoint_step("out/checkpoint-500")
         500
     """
-    match = _FOLDER.fullmatch(str(path)) or _FOLDER.fullmatch(Path(path).name)  # a plain name at once
+    match = _FOLDER.fullmatch(str(path)) or _FOLDER.fullmatch(Path(path).name)  # a plain name is matched at once
     return None if match is None else int(match[1])
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
-    """List the folders that are named like checkpoints; see `checkpoint_names`."""
+    """List the folders with names of checkpoints; see `checkpoint_names`."""
     return [Path(output_dir) / name for name in checkpoint_names(output_dir)]
 
 
 def checkpoint_names(output_dir: str | Path, *, with_links: bool = True) -> list[str]:
-    """List the names of the folders that are named like checkpoints, by step, the highest last.
+    """List the names of folders that have names of checkpoints, sorted by step.
 
     Args:
         output_dir: Where they are.
-        with_links: Whether links to folders count as well.
+        with_links: Whether to include links to folders.
     """
     if not os.path.isdir(output_dir):
         return []
-    with os.scandir(output_dir) as entries:  # it tells folders from files without asking for each
+    with os.scandir(output_dir) as entries:  # distinguishes folders from files without a stat call each
         found = [
             (step, entry.name)
             for entry in entries
@@ -71,9 +71,9 @@ def checkpoint_names(output_dir: str | Path, *, with_links: bool = True) -> list
 
 
 def get_last_checkpoint(folder: str | Path) -> str | None:
-    """Return the checkpoint with the highest step in a folder, None if there is none or no folder.
+    """Return the checkpoint with the highest step in a folder, None if there is none or the folder does not exist.
 
-    `Trainer.train(resume_from_checkpoint=True)` takes the newest one that is whole, whatever its step.
+    `Trainer.train(resume_from_checkpoint=True)` takes the newest intact one, whatever its step.
 
     Source: the documented `get_last_checkpoint`.
     """
@@ -82,7 +82,7 @@ def get_last_checkpoint(folder: str | Path) -> str | None:
 
 
 def contents(path: Path) -> str:
-    """Say what lies where a checkpoint was expected."""
+    """Describe what is at a path where a checkpoint was expected."""
     if not path.is_dir():
         return "it is a file" if path.exists() else "it does not exist"
     names = sorted(entry.name for entry in path.iterdir())
@@ -90,7 +90,7 @@ def contents(path: Path) -> str:
 
 
 def nearby(path: Path) -> str:
-    """Say which checkpoints lie in a folder and next to it."""
+    """Describe which checkpoints are in a folder and next to it."""
     around = [*list_checkpoints(path), *list_checkpoints(path.parent)]
     found = ", ".join(str(each) for each in around if each != path)
     places = f"Checkpoints found there: {found}." if found else "No checkpoint lies inside it or next to it."
@@ -98,7 +98,7 @@ def nearby(path: Path) -> str:
 
 
 def rng_name(*, rank: int, world_size: int) -> str:
-    """Return the name of the file that holds the random number generators of one process."""
+    """Return the file name of the random number generators of one process."""
     return "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"
 
 

@@ -1,4 +1,4 @@
-"""The commit protocol: every checkpoint of a run is whole or does not exist."""
+"""The commit protocol: every checkpoint of a run is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ logger = get_logger(__name__)
 
 
 class NoSpaceError(CheckpointError):
-    """A checkpoint could not be written for want of room; the earlier ones are as they were."""
+    """A checkpoint could not be written because the disk is full; the earlier ones are intact."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Where checkpoints go, what they hold and how many are kept.
+    """Where checkpoints are saved, what they contain and how many are kept.
 
     Args:
         output_dir: The folder of the checkpoints.
         save_total_limit: How many are kept; None, or a number below 1, keeps all.
-        only_model: Whether what only a resume needs is left out.
+        only_model: Whether to leave out what only a resume needs.
         safe_weights: Whether weights are written as safetensors.
-        on_each_node: Whether each machine writes to storage of its own.
+        on_each_node: Whether each machine writes to its own storage.
         url: The remote folder where the checkpoints are kept; `output_dir` is then its local mirror.
-        keep_best: How many of those with the best metrics are kept next to the newest; without a limit, no others are.
-        is_greater_better: Which way a metric is better.
+        keep_best: How many with the best metrics are kept in addition to the newest; without a limit, no others are.
+        is_greater_better: Whether a higher metric is better.
 
     Source: the documented `output_dir`, `save_total_limit`, `save_only_model`, `save_safetensors`,
     `save_on_each_node`.
@@ -81,17 +81,17 @@ class CheckpointManager:
     Args:
         config: Where and how many.
         group: The processes that call `save` together.
-        parcels: Where machines do not share the mirror of a remote folder.
+        parcels: Transfers files if machines do not share the mirror of a remote folder.
     """
 
     def __init__(self, config: CheckpointConfig, *, group: Group, parcels: Parcels | None = None) -> None:
         self.config = config
         self.group = group
         self.lock = FolderLock(config.output_dir)
-        # A run that is resumed keeps its name; rotation touches no other run's checkpoints.
+        # A resumed run keeps its id; rotation does not touch checkpoints of other runs.
         self.run_id = uuid.uuid4().hex
         self._manifests = Manifests(lambda name: readable(config.output_dir / name))
-        # The highest number of a commit known; None until the folder was looked at.
+        # The highest known commit number; None until the folder has been read.
         self._number: int | None = None
         self._resumed_number = 0
         self.remote = None if config.url is None else RemoteCheckpoints(config.url, mirror=config.output_dir)
@@ -111,29 +111,29 @@ class CheckpointManager:
     ) -> Path:
         """Write the checkpoint of a step; collective, and durable on return.
 
-        Nothing is visible under the final name before every process has written its part. A checkpoint of the same
+        The final name does not exist until every process has written its part. A checkpoint of the same
         step is replaced.
 
         Args:
             step: The optimizer updates done.
             main: What the main process writes; each is called with the folder to write to.
-            each: What every process writes, under names that differ by rank.
-            facts: What the manifest tells besides the files: numbers, text, lists and dictionaries.
-            group: Lets the processes agree; by default as the manager's own does, by collectives.
+            each: What every process writes, in files whose names differ by rank.
+            facts: What the manifest records besides the files: numbers, text, lists and dictionaries.
+            group: How the processes agree; by default the manager's group, which uses collectives.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
             NoSpaceError: A disk or a quota is full, and nothing else is wrong anywhere.
-            CheckpointError: A writer or the commit failed, on whichever process; the earlier checkpoints are as they
-                were. The cause is attached on the process where it happened.
+            CheckpointError: A writer or the commit failed on any process; the earlier checkpoints are intact. The
+                cause is attached on the process where it happened.
         """
         target = self.config.output_dir / checkpoint_name(step)
         group = group or self.group
         if self.is_committer:
             logger.info("Saving model checkpoint to %s", target)
-        # In this order, for what all write together: no process may wait for one that has failed at its own part.
+        # In this order, because `each` may be collective: no process may wait for one that has failed in `main`.
         writers = [*each, *main] if self.is_committer else each
         self._together(target, self._begin, group, is_for_main=self._parcels is None)
         if self.config.on_each_node:
@@ -146,14 +146,14 @@ class CheckpointManager:
         return target
 
     def follow(self, manifest: Manifest) -> None:
-        """Belong to the run of a checkpoint, and come after it, wherever it lies."""
+        """Continue the run of a checkpoint in any folder: take its run id, and commit numbers above its number."""
         self.run_id = manifest.facts["run_id"]
         self._resumed_number = manifest.facts.get("commit_number", 0)
 
     def claim(self) -> None:
         """Keep other runs from saving to the folder, until `lock` is released or the process ends. Collective.
 
-        What killed saves left behind is put back or deleted, and the checkpoints there are looked at.
+        Leftovers of killed saves are restored or deleted, and the existing checkpoints are read.
 
         Raises:
             ConfigError: Another run saves there.
@@ -171,14 +171,14 @@ class CheckpointManager:
 
     @property
     def is_committer(self) -> bool:
-        """Whether this process commits: the main one, or with `on_each_node` each machine's."""
+        """Whether this process commits: the main one, or with `on_each_node` one per machine."""
         return self.group.is_local_main if self.config.on_each_node else self.group.is_main
 
     def latest(self, is_asked_for: Callable[[Manifest], bool] = lambda manifest: True) -> Path | None:
-        """Return the newest checkpoint that is whole, or None; those passed over are named in a warning.
+        """Return the newest intact checkpoint, or None; a warning lists those that were skipped.
 
-        Not collective: the main process asks, and tells the others. It reads every byte of the answer, and first puts
-        back a checkpoint that a killed save had set aside. Only those count whose manifests `is_asked_for` accepts.
+        Not collective: the main process calls it and tells the others. It reads every byte of the result, and first
+        restores a checkpoint that a killed save had set aside. `is_asked_for` selects checkpoints by their manifests.
         """
         if self.group.is_main:
             self.lock.settle()
@@ -196,18 +196,18 @@ class CheckpointManager:
         return None
 
     def names(self) -> list[str]:
-        """List the folders in the output folder, or the remote one, that are named like checkpoints."""
+        """List the folders with names of checkpoints in the output folder, or the remote one."""
         if self.remote is not None:
             return self.remote.names()
         return checkpoint_names(self.config.output_dir)
 
     def open(self, path: str | Path) -> Manifest | None:
-        """Verify a checkpoint that was named explicitly, and return its manifest.
+        """Verify a checkpoint given by its path, and return its manifest.
 
-        None, with a warning, if it looks like one of the Hugging Face Trainer, which cannot be verified.
+        Returns None, with a warning, for one of the Hugging Face Trainer, which cannot be verified.
 
         Raises:
-            CheckpointError: It is damaged, or no checkpoint.
+            CheckpointError: It is damaged, or not a checkpoint.
         """
         path = Path(path)
         if (path / MANIFEST).exists():
@@ -223,20 +223,20 @@ class CheckpointManager:
         return [self.config.output_dir / name for name in self._own_manifests()]
 
     def rotate(self, *, best: Path | None = None) -> None:
-        """Delete the oldest checkpoints beyond the limit; for the main process alone, others do nothing.
+        """Delete the oldest checkpoints beyond the limit; only the main process does this, others do nothing.
 
-        The newest, the last finite one, the best and the one committed last always stay, and so does every folder
-        without a manifest that can be read.
+        The newest, the last finite one, the best and the one committed last are always kept, and so is every folder
+        without a readable manifest.
         """
         if not self.is_committer:
             return
         limit = self.config.save_total_limit
         if limit is None and self.config.keep_best is not None:
-            limit = 1  # the newest; the best are protected
+            limit = 1  # the newest one; the best are protected
         if self.remote is not None:
             kept_names = {path.name for path in (best, self._committed) if path is not None}
             self.remote.rotate(run_id=self.run_id, limit=limit, protected=kept_names, choose=self._kept_names)
-            limit = 1  # of their copies here
+            limit = 1  # of the local copies
         if limit is None or limit < 1:
             return
         known = self._own_manifests()
@@ -267,9 +267,9 @@ class CheckpointManager:
         return good | last_finite_name(manifests)
 
     def prune(self, needed_bytes: int, *, best: Path | None = None) -> bool:
-        """Delete this run's oldest checkpoints, at least one, until there is room, and return whether any was deleted.
+        """Delete this run's oldest checkpoints, at least one, until there is space; return whether any was deleted.
 
-        For the committer alone. The newest, the last finite one, the best and those that `keep_best` keeps stay.
+        Only for the committer. Keeps the newest, the last finite one, the best and those of `keep_best`.
         """
         known = self._own_manifests() if self.is_committer else {}
         protected = self._protected(known, best)
@@ -286,15 +286,15 @@ class CheckpointManager:
             files.sweep(self.config.output_dir, is_ours=_is_ours)
         except OSError as error:
             logger.warning("Could not delete what a killed save left behind: %s", error)
-        with suppress(OSError, UnreachableError):  # which ends the first save, if it meets them again
+        with suppress(OSError, UnreachableError):  # if it occurs again, the first save raises it
             self._last_number()
 
     def keep_only(self, path: Path) -> None:
-        """Delete all other checkpoints at a run's end, if this one is whole; for the main process alone.
+        """Delete all other checkpoints at the end of a run, if this one is intact; only for the main process.
 
-        The last finite one stays if this one is not finite.
+        The last finite one is kept if this one is not finite.
 
-        Source: the documented `save_total_limit=1` where the best checkpoint is not the last.
+        Source: the documented `save_total_limit=1` if the best checkpoint is not the last.
         """
         if not self.is_committer:
             return
@@ -311,7 +311,7 @@ class CheckpointManager:
         for name in others:
             if name not in choose(known):
                 self._delete(self.config.output_dir / name)
-        if self.remote is not None:  # which may hold more than its copy here
+        if self.remote is not None:  # may contain more than the local copy
             own, protected = self.run_id, {path.name}
             self.remote.rotate(run_id=own, limit=1, protected=protected, keeps_newest=False, choose=choose)
 
@@ -327,7 +327,7 @@ class CheckpointManager:
         self._begun = files.begin(target)
 
     def _check_own_storage(self, target: Path) -> None:
-        """Raise where machines that should each write to their own storage share it: they would destroy each other."""
+        """Raise if machines share storage that should be separate: they would overwrite each other's files."""
         found = sorted(target.parent.glob(f".staging-*-{target.name}"))
         if found != [self._begun]:
             raise CheckpointError(
@@ -341,7 +341,7 @@ class CheckpointManager:
         with hashing.noting() as self._hashes:
             for writer in writers:
                 writer(staged)
-        files.fsync_tree(staged)  # on shared storage each machine can flush only what it wrote itself
+        files.fsync_tree(staged)  # on shared storage each machine can only flush what it wrote
 
     def _send(self, target: Path, step: int) -> None:
         if self._parcels is not None and self._parcels.is_sender:
@@ -360,7 +360,7 @@ class CheckpointManager:
             self.remote.publish(target, run_id=self.run_id)
 
     def _last_number(self) -> int:
-        """Return the highest number of a commit in the folder, to which nobody else writes, and in the remote one."""
+        """Return the highest commit number in the folder, to which nobody else writes, and in the remote one."""
         if self._number is None:
             here = self._manifests.of(checkpoint_names(self.config.output_dir))
             there = 0 if self.remote is None else self.remote.highest_number()
@@ -368,7 +368,7 @@ class CheckpointManager:
         return max(self._number, self._resumed_number)
 
     def _together(self, target: Path, work: Writer, group: Group, *, is_for_main: bool = False) -> None:
-        """Do one stage on every process, and raise on all of them if it failed on one."""
+        """Run one stage on every process, and raise on all of them if it failed on one."""
         cause: Exception | None = None
         try:
             if self.is_committer or not is_for_main:

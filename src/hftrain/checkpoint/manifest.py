@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint is, and the proof that its files are the ones that were saved."""
+"""`manifest.json`: describes a checkpoint, and records sizes and checksums to verify its files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PACKAGES = ("hftrain", "torch", "safetensors", "numpy", "accelerate", "transfor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The description of a checkpoint.
 
     Args:
         step: The optimizer updates done.
-        facts: What the run told: ``progress`` (counters), ``geometry`` (see `check_shape`), ``plan``, ``only_model``.
-        versions: The libraries it was written with.
+        facts: Recorded by the run: ``progress`` (counters), ``geometry`` (see `check_shape`), ``plan``, ``only_model``.
+        versions: Versions of the libraries that wrote it.
         files: Size in bytes and SHA-256 of each file, by its path inside the folder.
-        format_version: The version of this layout.
+        format_version: The version of this format.
     """
 
     step: int
@@ -40,19 +40,19 @@ class Manifest:
 
     @property
     def only_model(self) -> bool:
-        """Whether it was saved without what a resume needs. Source: the documented `save_only_model`."""
+        """Whether it lacks what a resume needs. Source: the documented `save_only_model`."""
         return bool(self.facts.get("only_model", False))
 
     @property
     def is_finite(self) -> bool:
-        """Whether its weights, and the losses since the save before it, were finite; taken for so if it is not told."""
+        """Whether its weights, and the losses since the previous save, were finite; True if not recorded."""
         return bool(self.facts.get("is_finite", True))
 
 
 def write_manifest(
     folder: Path, facts: Mapping[str, Any], *, step: int, hashes: Mapping[Mark, str] | None = None
 ) -> Manifest:
-    """Hash every file of a folder and write its manifest, durably; the last thing before the commit.
+    """Hash every file of a folder and write its manifest, durably; the last step before the commit.
 
     Args:
         hashes: The SHA-256 of files that need not be read again, see `noting`.
@@ -69,10 +69,10 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint without looking at its files.
+    """Read the manifest of a checkpoint without checking its files.
 
     Raises:
-        CheckpointError: It is absent, damaged, or of a format this version does not know.
+        CheckpointError: It is missing, damaged, or of a format unknown to this version.
     """
     if (folder / MANIFEST).is_symlink():
         raise _refused(folder / MANIFEST, "It is a link")
@@ -93,12 +93,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path) -> Manifest:
-    """Prove that a checkpoint is whole: each file present, of the recorded size and SHA-256, and not a link.
+    """Verify a checkpoint: each file is present, has the recorded size and SHA-256, and is not a link.
 
-    Files that the manifest does not name may lie next to them, unless a resume would read them.
+    Files that the manifest does not list are allowed, unless a resume would read them.
 
     Raises:
-        CheckpointError: It is not; the message names the file.
+        CheckpointError: It is damaged; the message names the file.
     """
     manifest = read_manifest(folder)
     if checkpoint_step(folder) not in (None, manifest.step):
@@ -112,21 +112,21 @@ def verify(folder: Path) -> Manifest:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise `CheckpointError` if a part of a checkpoint without a manifest is a link, or no regular file."""
+    """Raise `CheckpointError` if a part of a checkpoint without a manifest is a link, or not a regular file."""
     for path in folder.iterdir():
         if is_part(path.name) and not stat.S_ISREG(path.lstat().st_mode):
             raise _refused(path, "It is a link or no regular file")
 
 
 def check_geometry(manifest: Manifest, **current: Any) -> None:
-    """Refuse a run that differs from that of the checkpoint in what must not change.
+    """Raise if a run differs from that of the checkpoint in a value that must not change.
 
     Args:
-        manifest: The checkpoint's; its facts hold the saved shape under ``geometry``.
-        **current: The same of this run, such as ``optimizer``.
+        manifest: The checkpoint's; its facts contain the saved configuration as ``geometry``.
+        **current: Values of this run, such as ``optimizer``.
 
     Raises:
-        CheckpointError: A value differs or was not recorded; all such values are named.
+        CheckpointError: Values differ or were not recorded; the message names all of them.
     """
     saved = manifest.facts.get("geometry", {})
     differing = [
@@ -143,7 +143,7 @@ def check_geometry(manifest: Manifest, **current: Any) -> None:
 
 
 def inner_path(folder: Path, name: str) -> Path:
-    """Return the path of a file that a manifest names, refusing one outside the folder."""
+    """Return the path of a file in a manifest; raises if it is outside the folder."""
     parts = PurePosixPath(name).parts
     if not parts or name != "/".join(parts) or parts[0] == "/" or ".." in parts or "\\" in name or ":" in parts[0]:
         raise _refused(folder / MANIFEST, f"It names {name!r}, which is not a path inside the folder")
@@ -191,7 +191,7 @@ def _is_well_typed(body: dict[str, Any]) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    # Generators of random numbers, for one, take no larger ones.
+    # Random number generators, for example, accept no larger ones.
     return type(value) is int and 0 <= value < 1 << 53
 
 
@@ -207,7 +207,7 @@ def _is_geometry(value: Any) -> bool:
     )
 
 
-# What the facts that are read again must be.
+# Checks of the facts that are read again.
 _FACTS: dict[str, Callable[[Any], bool]] = {
     "progress": _is_progress,
     "geometry": _is_geometry,
@@ -229,5 +229,5 @@ def _refused(path: Path, reason: str) -> CheckpointError:
 
 
 def _checksum(body: dict[str, Any]) -> str:
-    # Not NaN, for which JSON has no word and which Python reads all the same.
+    # Not NaN, which is not valid JSON but which Python reads.
     return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()

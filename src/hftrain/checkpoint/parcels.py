@@ -1,4 +1,4 @@
-"""One checkpoint from machines that share no disk: what each has written travels through the remote folder."""
+"""One checkpoint from machines without shared storage: each sends its files through the remote folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PARCEL = ".parcel-"
 
 
 class Parcels:
-    """Bring the files of a staging folder to the main process, from machines that do not see its mirror.
+    """Send the files of a staging folder to the main process, from machines that do not see its mirror.
 
     Args:
         url: The run's remote folder.
@@ -28,14 +28,14 @@ class Parcels:
         self._url, self._rank = url.rstrip("/"), rank
 
     def clear(self) -> None:
-        """Delete what killed saves have left, before anything is sent."""
+        """Delete leftovers of killed saves, before anything is sent."""
         folder = RemoteFolder(self._url)
         for name in folder.names():
             if name.startswith(_PARCEL):
                 folder.delete_folder(name)
 
     def send(self, staged: Path, *, step: int) -> None:
-        """Upload a staging folder with a manifest of its own, and delete it here."""
+        """Upload a staging folder with its own manifest, and delete it locally."""
         path = staged.parent / _PARCEL / checkpoint_name(step)
         if path.exists():
             files.discard(path)

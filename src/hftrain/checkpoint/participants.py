@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as lists of named participants: a save and a resume walk the same list in the same order."""
+"""The content of a checkpoint as lists of named participants: a save and a resume use the same list in order."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hftrain.storage.tensors import save_containers
 
 @dataclass(frozen=True, slots=True)
 class Participant:
-    """A part of the state that each process saves of its own.
+    """A part of the state that each process saves for itself.
 
     Args:
-        name: Under which the process's file holds it.
-        state_dict: Returns the state; None where there is none, which is left out.
-        load_state_dict: Goes on from it.
-        default: What `load_state_dict` gets where a checkpoint holds none.
+        name: Its key in the process's file.
+        state_dict: Returns the state; None if there is none, which is left out.
+        load_state_dict: Restores it.
+        default: Passed to `load_state_dict` if the checkpoint has none.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Participant:
 
 @dataclass(frozen=True, slots=True)
 class InFile:
-    """A part of the state that the main process writes into a file of its own.
+    """A part of the state that the main process writes into a separate file.
 
     Args:
-        name: The file's.
-        state_dict: Returns the state; None where there is none. All processes call it.
-        load: Goes on from a checkpoint's folder.
+        name: The file's name.
+        state_dict: Returns the state; None if there is none. All processes call it.
+        load: Restores it from a checkpoint's folder.
         write: Writes the state into a file.
     """
 
@@ -47,11 +47,11 @@ class InFile:
 
 @dataclass(frozen=True, slots=True)
 class InManifest:
-    """A part of the state that the manifest tells, in plain values.
+    """A part of the state that the manifest records, in plain values.
 
     Args:
-        state_dict: Returns facts by name; each participant has names of its own.
-        load_state_dict: Goes on from all that a manifest tells; None where whoever plans the run reads them.
+        state_dict: Returns facts by name; names are unique to the participant.
+        load_state_dict: Restores from all facts of a manifest; None if the planning of the run reads them.
     """
 
     state_dict: Callable[[], Mapping[str, Any]]
@@ -59,23 +59,23 @@ class InManifest:
 
 
 def gather(participants: Iterable[Participant]) -> dict[str, Any]:
-    """Return the states that there are, by name."""
+    """Return the states by name, without those that are None."""
     states = {each.name: each.state_dict() for each in participants}
     return {name: state for name, state in states.items() if state is not None}
 
 
 def restore(participants: Iterable[Participant], states: Mapping[str, Any]) -> None:
-    """Let each participant go on from its state."""
+    """Restore each participant from its state."""
     for each in participants:
         each.load_state_dict(states.get(each.name, each.default))
 
 
 def writers(participants: Iterable[InFile], keep: Keep) -> list[Callable[[Path], None]]:
-    """Return what writes the participants' files as they are now, into a checkpoint's folder.
+    """Return functions that write the participants' current state as files into a checkpoint's folder.
 
     Args:
         participants: In order.
-        keep: Copies tensors to host memory, where they are written later.
+        keep: Copies tensors to host memory, if they are written later.
     """
     states = [(each, each.state_dict()) for each in participants]
     return [_writer(each, keep(state)) for each, state in states if state is not None]

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that are not weights: one reader and one writer for each."""
+"""The files of a checkpoint other than weights: a reader and a writer for each."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from hftrain.storage.files import read_json, write_text
 from hftrain.storage.shards import load_shards
 from hftrain.storage.tensors import load_containers, save_containers
 
-# An entry of the log history has about ten values: room for ten million entries.
+# An entry of the log history has about ten values, so this allows ten million entries.
 _HISTORY_SCALE = 10
 
 
 def load_part(folder: Path, name: str, *, with_numpy: bool = False) -> dict[str, Any]:
-    """Read a file that holds a dictionary onto the CPU; raises `CheckpointError` if it is absent or damaged."""
+    """Read a file with a dictionary onto the CPU; raises `CheckpointError` if it is missing or damaged."""
     check_complete(folder, name)
     path = folder / name
     content = load_containers(path, with_numpy=with_numpy)
@@ -39,7 +39,7 @@ def load_part(folder: Path, name: str, *, with_numpy: bool = False) -> dict[str,
 
 
 def load_optimizer(folder: Path) -> dict[str, Any]:
-    """Read the optimizer's state dict, whole or in shards; raises `CheckpointError` if it is absent or damaged."""
+    """Read the optimizer's state dict, whole or sharded; raises `CheckpointError` if it is missing or damaged."""
     state = load_part(folder, OPTIMIZER)
     with restoring(folder / OPTIMIZER):
         for name, tensor in load_shards(folder, stem=OPTIMIZER_SHARDS).items():
@@ -49,7 +49,7 @@ def load_optimizer(folder: Path) -> dict[str, Any]:
 
 
 def load_scheduler(folder: Path) -> dict[str, Any]:
-    """Read the learning rate schedule's state dict; raises `CheckpointError` if it is absent or damaged."""
+    """Read the learning rate schedule's state dict; raises `CheckpointError` if it is missing or damaged."""
     return load_part(folder, SCHEDULER)
 
 
@@ -59,17 +59,17 @@ def save_rng(state: dict[str, Any], folder: Path, *, rank: int, world_size: int)
 
 
 def load_rng(folder: Path, *, rank: int, world_size: int) -> dict[str, Any]:
-    """Read one process's random number generators; raises `CheckpointError` if they are absent or damaged."""
+    """Read one process's random number generators; raises `CheckpointError` if they are missing or damaged."""
     return load_part(folder, rng_name(rank=rank, world_size=world_size), with_numpy=True)
 
 
 def save_trainer_state(state: TrainerState, folder: Path, history: HistoryText | None = None) -> None:
-    """Write the documented, human-readable state; raises `CheckpointError` if a callback's is not plain data.
+    """Write the documented, human-readable state; raises `CheckpointError` if a callback's state is not plain data.
 
     Args:
         state: What to write.
         folder: Where.
-        history: Has taken the log history to write; None takes the state's.
+        history: The text of the log history to write; None writes that of the state.
     """
     try:
         parts = state.json_parts(history)
@@ -92,7 +92,7 @@ def _is_json(value: Any) -> bool:
 
 
 def load_trainer_state(folder: Path) -> TrainerState:
-    """Read the documented, human-readable state; raises `CheckpointError` if it is absent or damaged."""
+    """Read the documented, human-readable state; raises `CheckpointError` if it is missing or damaged."""
     path = folder / TRAINER_STATE
     content = read_json(path, scale=_HISTORY_SCALE)
     problem = find_misfit(content)
@@ -115,7 +115,7 @@ def load_arguments(folder: Path) -> dict[str, Any]:
 
 
 def check_complete(folder: Path, name: str) -> None:
-    """Raise `CheckpointError` where a checkpoint lacks a file because it was saved for its model only."""
+    """Raise `CheckpointError` if a checkpoint lacks a file because only its model was saved."""
     if not (folder / name).exists() and (folder / MANIFEST).exists() and read_manifest(folder).only_model:
         raise CheckpointError(
             f"Cannot resume from {folder}.",

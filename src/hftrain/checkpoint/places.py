@@ -1,4 +1,4 @@
-"""Whether the machines of a run share its output folder as the settings say, found out before the first step."""
+"""Check before the first step that the machines of a run share its output folder as the settings say."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hftrain.strategies.base import Strategy
 
 
 def check_places(folder: Path, strategy: Strategy, *, on_each_node: bool) -> None:
-    """Refuse an output folder that machines should share and do not, or should not share and do. Collective.
+    """Raise if machines do not share an output folder that they should share, or the reverse. Collective.
 
-    The first process of each machine writes a file there, and looks for those of the others.
+    The first process of each machine writes a file there and looks for the files of the others.
 
     Args:
         folder: Where this process writes checkpoints.
-        on_each_node: Whether each machine keeps checkpoints of its own.
+        on_each_node: Whether each machine keeps its own checkpoints.
 
     Raises:
-        ConfigError: On all processes; it names two machines and their folders.
+        ConfigError: Raised on all processes; it names two machines and their folders.
     """
     own = folder / f"{WRITE_TEST}{secrets.token_hex(8)}" if strategy.is_local_main else None
     host = socket.gethostname()
@@ -42,7 +42,7 @@ def check_places(folder: Path, strategy: Strategy, *, on_each_node: bool) -> Non
 
 
 def _write(own: Path | None, host: str) -> tuple[str, str] | None:
-    """Write this machine's file; return what is wrong and what to do about it, None if nothing is."""
+    """Write this machine's file; return the problem and what to do about it, None if there is none."""
     try:
         if own is not None:
             own.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def _write(own: Path | None, host: str) -> tuple[str, str] | None:
 def _compare(
     own: Path, host: str, places: list[tuple[str, Path, str]], *, on_each_node: bool
 ) -> tuple[str, str] | None:
-    """Look for the other machines' files; return what is wrong and what to do about it, None if nothing is."""
+    """Look for the other machines' files; return the problem and what to do about it, None if there is none."""
     for other, folder, name in places if on_each_node else places[:1]:
         is_other = name != own.name
         if on_each_node and is_other and (own.parent / name).exists():

@@ -16,35 +16,35 @@ _CHOICES = {"on_full_disk": get_args(OnFullDisk), "on_nonfinite": get_args(OnNon
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavePolicy:
-    """When and how a run saves, beyond `save_strategy` and its company.
+    """When and how a run saves, beyond `save_strategy` and related arguments.
 
     Args:
-        save_async: Whether a save copies the state to host memory and writes it in the background, while training
-            goes on. At most one write is in flight; its error is raised at a later step.
+        save_async: Whether a save copies the state to host memory and writes it in the background while training
+            continues. At most one write is in flight; its error is raised at a later step.
         on_signal: Whether SIGTERM and SIGINT end the run at the next step boundary with a checkpoint, and SIGUSR1 saves
-            one and goes on. Handlers that the program has set itself stay.
-        grace_s: How long a run that SIGTERM has told to stop may stand still. Then, or at a second SIGTERM, the step is
-            interrupted by `TrainingStopped`, and 5 s later the process is gone. None waits forever. The default ends
-            a run that hangs after 25 s; SLURM, Kubernetes and torchrun kill after 30 s. The time starts again whenever
-            a batch is done or a checkpoint grows, and is at least 1.5 times the longest pause of the run so far.
-        on_exception: Whether an error in training leaves a checkpoint of the last whole step; in a run of one process.
+            one and continues. Handlers that the program has set stay in place.
+        grace_s: How long a run may make no progress after SIGTERM. Then, or at a second SIGTERM, `TrainingStopped`
+            interrupts the step, and 5 s later the process exits. None waits forever. With the default, a run that
+            hangs ends after 25 s; SLURM, Kubernetes and torchrun kill after 30 s. The time restarts whenever a batch
+            is done or a checkpoint grows, and is at least 1.5 times the longest pause of the run so far.
+        on_exception: Whether an error in training saves a checkpoint of the last complete step; only with one process.
             Each step then begins with a copy of what it changes before the weights.
-        every_s: Save when this much time has passed since the last checkpoint, besides what `save_strategy` says.
-        keep_best: How many checkpoints with the best metric rotation keeps, next to the newest; needs
-            `metric_for_best_model`. Without `save_total_limit` no others are kept. None keeps the one best, as
+        every_s: Also save when this much time has passed since the last checkpoint.
+        keep_best: How many checkpoints with the best metrics to keep, in addition to the newest; needs
+            `metric_for_best_model`. Without `save_total_limit` no others are kept. None keeps the best one, as
             documented.
-        on_full_disk: What to do about a checkpoint for which there is no room: ``"warn"`` and train on with the last
-            one, ``"prune"`` older ones first, or ``"stop"`` the run with an error.
+        on_full_disk: What to do if there is no space for a checkpoint: ``"warn"`` and continue without it, ``"prune"``
+            older ones first, or ``"stop"`` the run with an error.
         on_nonfinite: What to do if, at a save, weights are NaN or infinite, or a loss since the last save was:
-            ``"warn"``, save, and keep the last finite checkpoint, too; ``"stop"`` the run with an error and save
-            nothing; or ``"restore"`` weights and optimizer from the last finite checkpoint, and train on with the next
+            ``"warn"``, save, and also keep the last finite checkpoint; ``"stop"`` the run with an error and save
+            nothing; or ``"restore"`` weights and optimizer from the last finite checkpoint, and continue with the next
             batches.
 
     Units:
         every_s, grace_s: seconds.
 
     Raises:
-        ConfigError: A value is none of these.
+        ConfigError: A value is not one of these.
     """
 
     save_async: bool = False

@@ -1,4 +1,4 @@
-"""What differs by process, for a run that goes on with another number of processes."""
+"""Per-process state, for a run that resumes with another number of processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 def share_out(states: Sequence[dict[str, Any]], *, rank: int) -> dict[str, Any]:
-    """Return what one of the new processes goes on with, of what each of the old ones saved, by rank.
+    """Return the state of one new process, from the states that the old processes saved, by rank.
 
-    Random numbers are those of the process of the same number, or of the last. The open logging window is merged, so
+    Random numbers are those of the process with the same rank, or of the last. The open logging window is merged, so
     that the next log has the same means.
     """
     own = dict(states[min(rank, len(states) - 1)])
-    # Where each process was in its own share of the data, which is another one now.
+    # The position in the process's own share of the data, which is a different share now.
     own.pop("data", None)
     losses = [state["loss_window"] for state in states if "loss_window" in state]
     if losses:
@@ -27,7 +27,7 @@ def share_out(states: Sequence[dict[str, Any]], *, rank: int) -> dict[str, Any]:
     return own
 
 
-# Of a logging window's losses: what each process has of its own, and is averaged over processes when it is read.
+# Values of a logging window that each process has for itself, and that are averaged over processes when read.
 _MEANS = ("sum", "pending", "num_finite")
 
 

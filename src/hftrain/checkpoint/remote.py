@@ -1,4 +1,4 @@
-"""Checkpoints in a remote store: the same commit, with the manifest uploaded last in place of the rename."""
+"""Checkpoints in a remote store: the upload of the manifest, as the last file, is the commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hftrain.core.log import get_logger
 from hftrain.storage import files
 from hftrain.storage.remote import RemoteFolder
 
-# Whose unfinished upload or deletion a folder without a manifest is; the run's name follows.
+# Marks a folder without a manifest as an unfinished upload or deletion of a run; the run's id follows.
 _CLAIM = ".incomplete-"
 _MAX_MANIFEST_BYTES = 1 << 28
 
@@ -22,15 +22,15 @@ logger = get_logger(__name__)
 
 
 class UnreachableError(CheckpointError):
-    """A store could not be used, which says nothing about its checkpoints."""
+    """A store cannot be used; its checkpoints may be intact."""
 
 
 class RemoteCheckpoints:
-    """Publish, list, fetch and delete the checkpoints of a remote folder; for one process alone.
+    """Publish, list, fetch and delete the checkpoints of a remote folder; used by one process only.
 
-    A folder there is a checkpoint from the moment its manifest is there, until its manifest is gone. Before the first
-    file of an upload, and before the manifest goes, the run leaves its name in the folder; only folders without
-    manifest that bear a run's own name are ever swept by it.
+    A folder is a checkpoint as long as it contains a manifest. Before the first file of an upload, and before the
+    manifest is deleted, the run writes its id into the folder. A run only sweeps folders without manifest that have
+    its own id.
 
     Args:
         url: The remote folder.
@@ -48,12 +48,12 @@ class RemoteCheckpoints:
         self._known = Manifests(self._manifest)
 
     def publish(self, path: Path, *, run_id: str) -> None:
-        """Upload a committed checkpoint of the mirror, in place of what has its name; it counts when this returns.
+        """Upload a committed checkpoint of the mirror, replacing one of the same name; committed on return.
 
-        What is replaced is gone from the moment the upload begins.
+        The replaced checkpoint is gone as soon as the upload starts.
 
         Raises:
-            CheckpointError: The store cannot be used; the checkpoint stays in the mirror.
+            CheckpointError: The store cannot be used; the checkpoint remains in the mirror.
         """
         try:
             self._sweep(run_id, besides=path.name)
@@ -75,19 +75,19 @@ class RemoteCheckpoints:
         return highest_number(self._manifests())
 
     def names(self) -> list[str]:
-        """List the folders that are named like checkpoints, in the order of their commits; see `commit_order`."""
+        """List the folders with names of checkpoints in commit order; see `commit_order`."""
         return list(self._manifests())
 
     def latest(self, is_asked_for: Callable[[Manifest], bool] = lambda manifest: True) -> Path | None:
-        """Fetch the newest checkpoint that is whole, or return None; those passed over are named in a warning.
+        """Fetch the newest intact checkpoint, or return None; a warning lists those that were skipped.
 
         Args:
-            is_asked_for: Tells by its manifest whether one counts.
+            is_asked_for: Selects checkpoints by their manifests.
 
         Raises:
-            UnreachableError: The store cannot be used; that is no reason to take an older one.
+            UnreachableError: The store cannot be used; no older one is taken instead.
         """
-        self._known = Manifests(self._manifest)  # what is there now
+        self._known = Manifests(self._manifest)  # read them again
         manifests = self._manifests()
         found = None
         for name, manifest in reversed(manifests.items()):
@@ -113,14 +113,14 @@ class RemoteCheckpoints:
         keeps_newest: bool = True,
         choose: Callable[[Mapping[str, Manifest]], set[str]] = lambda manifests: set(),
     ) -> None:
-        """Delete a run's oldest checkpoints beyond the limit; what fails is left behind with a warning.
+        """Delete a run's oldest checkpoints beyond the limit; failures only warn.
 
         Args:
-            run_id: The run's name; other runs' checkpoints stay.
+            run_id: The run's id; other runs' checkpoints are kept.
             limit: How many are kept; None, or a number below 1, keeps all.
-            protected: The names of those that stay whatever the limit.
-            keeps_newest: Whether the newest is one of them.
-            choose: Names, of all of the run's, others that stay.
+            protected: The names of those that are kept regardless of the limit.
+            keeps_newest: Whether to keep the newest, too.
+            choose: Returns the names of others to keep, given all of the run's.
         """
         if limit is None or limit < 1:
             return
@@ -137,13 +137,13 @@ class RemoteCheckpoints:
                 self.delete(name, run_id=run_id)
 
     def fetch(self, name: str) -> Path:
-        """Return a checkpoint's folder in the mirror, downloaded unless it is there already, and verified.
+        """Return a checkpoint's folder in the mirror, verified, and downloaded unless it is already there.
 
-        One that looks like a Hugging Face Trainer's has no manifest: it is downloaded as it is.
+        A checkpoint of the Hugging Face Trainer has no manifest: it is downloaded without verification.
 
         Raises:
             CheckpointError: It is damaged.
-        UnreachableError: The store cannot be used.
+            UnreachableError: The store cannot be used.
         """
         try:
             return self._fetch(name)
@@ -153,7 +153,7 @@ class RemoteCheckpoints:
             raise self._unreachable(error) from error
 
     def delete(self, name: str, *, run_id: str) -> None:
-        """Delete a run's checkpoint, its manifest first; what cannot be deleted is left behind with a warning."""
+        """Delete a run's checkpoint, its manifest first; failures only warn."""
         self._known.note(name, None)
         try:
             now = self._manifest(name)
@@ -170,7 +170,7 @@ class RemoteCheckpoints:
         claim = self._claim(path.name, run_id)
         names = [file.relative_to(path).as_posix() for file in files.walk_files(path)]
         there = self.folder.sizes(path.name).keys() - {claim}
-        # The manifest first; the new files replace those of their names.
+        # The manifest first; new files replace those of the same name.
         for name in sorted(there & {MANIFEST}) + sorted(there - {*names}):
             self.folder.delete_file(f"{path.name}/{name}")
         for name in sorted(names, key=lambda name: name == MANIFEST):
@@ -182,7 +182,7 @@ class RemoteCheckpoints:
         logger.info("Uploaded %s to %s.", path.name, self.folder.url)
 
     def _check_sizes(self, path: Path, names: list[str]) -> None:
-        """Raise if the store does not hold what it was given, before the manifest says that it does."""
+        """Raise if sizes in the store are wrong, before the manifest is uploaded."""
         found = self.folder.sizes(path.name)
         for name in names:
             size = (path / name).stat().st_size
@@ -194,7 +194,7 @@ class RemoteCheckpoints:
         return f"{_CLAIM}{run_id}"
 
     def _sweep(self, run_id: str, *, besides: str) -> None:
-        """Delete what killed processes of this run have left, once: nobody else leaves anything later."""
+        """Delete leftovers of killed processes of this run, once: no other process can leave any later."""
         for name in [] if self._has_swept else self.folder.names():
             if checkpoint_step(name) is not None and name != besides:
                 found = self.folder.sizes(name)
@@ -203,7 +203,7 @@ class RemoteCheckpoints:
         self._has_swept = True
 
     def _manifests(self) -> dict[str, Manifest | None]:
-        """Map the folders that are named like checkpoints to their manifests, in the order of their commits."""
+        """Map the folders with names of checkpoints to their manifests, in commit order."""
         try:
             return self._known.of(name for name in self.folder.names() if checkpoint_step(name) is not None)
         except OSError as error:
@@ -253,7 +253,7 @@ class RemoteCheckpoints:
             raise self._damaged(name, f"It was saved at step {manifest.step}, as another folder")
 
     def _report_unpublished(self, manifests: Mapping[str, Manifest | None], found: str | None) -> None:
-        """Name the checkpoint of the mirror that a failed upload has left there, if it is newer than the one found."""
+        """Warn of a checkpoint in the mirror whose upload failed, if it is newer than the one found."""
         newest = manifests[found] if found is not None else None
         for path in reversed(by_commit(self.mirror)):
             try:
@@ -287,7 +287,7 @@ class RemoteCheckpoints:
 
 
 def _holds(folder: Path, manifest: Manifest) -> bool:
-    """Tell whether a local folder is the checkpoint of a manifest, whole."""
+    """Tell whether a local folder is the intact checkpoint of a manifest."""
     try:
         return verify(folder) == manifest
     except CheckpointError:

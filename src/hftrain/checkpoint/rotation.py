@@ -1,4 +1,4 @@
-"""Which checkpoints are older than others, and which are too many."""
+"""The order of checkpoints, and which ones to delete."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 class Manifests:
-    """The manifests of one folder's checkpoints, each read once however often they are asked for.
+    """The manifests of one folder's checkpoints, each read only once.
 
-    A manifest that another program replaces goes unnoticed: read it again before you delete what it belongs to.
+    Changes by other programs are not noticed: read a manifest again before you delete its checkpoint.
 
     Args:
-        read: Returns a checkpoint's manifest by the folder's name, None if it cannot be trusted.
+        read: Returns a checkpoint's manifest by the folder's name, None if it is not valid.
     """
 
     def __init__(self, read: Callable[[str], Manifest | None]) -> None:
@@ -29,7 +29,7 @@ class Manifests:
         self._known: dict[str, Manifest] = {}
 
     def of(self, names: Iterable[str]) -> dict[str, Manifest | None]:
-        """Map checkpoints to their manifests, without the records of files, in the order of their commits."""
+        """Map checkpoints to their manifests, without the file records, in commit order."""
         found = {name: self._known.get(name) or self._read(name) for name in names}
         self._known = {}
         for name, manifest in found.items():
@@ -37,7 +37,7 @@ class Manifests:
         return {name: self._known.get(name) for name in sorted(found, key=lambda name: _order(name, found[name]))}
 
     def note(self, name: str, manifest: Manifest | None) -> None:
-        """Remember the manifest of a checkpoint that was just written; None forgets it."""
+        """Store the manifest of a checkpoint that was just written; None removes it."""
         if manifest is None:
             self._known.pop(name, None)
         else:
@@ -45,13 +45,13 @@ class Manifests:
 
 
 def by_commit(output_dir: Path) -> list[Path]:
-    """List the folders that are named like checkpoints as they were committed; see `commit_order`."""
+    """List the folders with names of checkpoints in commit order; see `commit_order`."""
     manifests = Manifests(lambda name: readable(output_dir / name))
     return [output_dir / name for name in manifests.of(checkpoint_names(output_dir))]
 
 
 def readable(folder: Path) -> Manifest | None:
-    """Return a checkpoint's manifest, None if it is absent or damaged."""
+    """Return a checkpoint's manifest, None if it is missing or damaged."""
     try:
         return read_manifest(folder)
     except CheckpointError:
@@ -59,11 +59,11 @@ def readable(folder: Path) -> Manifest | None:
 
 
 def commit_order(manifest: Manifest | None, *, step: int) -> tuple[float, float, int]:
-    """Return what sorts checkpoints as they were committed; those without a manifest that can be read come last.
+    """Return a sort key for commit order; checkpoints without a readable manifest come last.
 
-    The fact ``commit_number`` decides, whatever clocks said. Earlier versions wrote none: their checkpoints come before
-    the others, by time. Steps decide nothing: after a run was begun again in its folder, or resumed from an older
-    checkpoint, higher steps may belong to the abandoned one.
+    The fact ``commit_number`` decides, independently of clocks. Earlier versions wrote none: their checkpoints come
+    before the others, by time. Steps do not decide: if a run was restarted in its folder, or resumed from an older
+    checkpoint, higher steps may belong to the abandoned run.
     """
     if manifest is None:
         return math.inf, math.inf, step
@@ -80,25 +80,25 @@ def _order(name: str, manifest: Manifest | None) -> tuple[float, float, int]:
 
 
 def surplus(known: Sequence[T], *, protected: Collection[T], limit: int) -> Sequence[T]:
-    """Return what to delete of `known`, the oldest first, so that `limit` stay, at least 1, and all `protected`."""
+    """Return the oldest of `known` to delete, so that `limit` (at least 1) remain, and all `protected`."""
     others = [each for each in known if each not in protected]
     return others[: max(0, len(known) - limit)]
 
 
 def finite_of(run_id: str) -> Callable[[Manifest], bool]:
-    """Return what tells whether a run of this name can go back to a checkpoint: a complete one that is finite."""
+    """Return a filter for checkpoints that the run can restore: its own, with optimizer, and finite."""
     return lambda manifest: manifest.is_finite and not manifest.only_model and manifest.facts.get("run_id") == run_id
 
 
 def last_finite_name(manifests: Mapping[str, Manifest]) -> set[str]:
-    """Return the name of the last checkpoint, in the mapping's order, that is finite; empty if none is."""
+    """Return the name of the last finite checkpoint, in the mapping's order, as a set; empty if there is none."""
     return {*[name for name, manifest in manifests.items() if manifest.is_finite][-1:]}
 
 
 def best_names(manifests: Mapping[str, Manifest], *, number: int | None, is_greater_better: bool) -> set[str]:
-    """Return the names of the checkpoints with the best metrics, None for none; of equal ones the earlier.
+    """Return the names of the checkpoints with the best metrics; ties go to the earlier. `number` None returns none.
 
-    Those without the fact ``metric`` are not among the best.
+    Checkpoints without the fact ``metric`` are left out.
     """
     scored = [
         (-metric if is_greater_better else metric, manifest.step, name)

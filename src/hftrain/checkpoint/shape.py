@@ -1,7 +1,7 @@
-"""Where a run goes on that is resumed with other batches, accumulation or processes, and how many steps are left.
+"""Where a run continues with another batch size, accumulation or number of processes, and how many steps are left.
 
-The position is that in samples: how many of the epoch's order were trained on. Where no batch of the new size begins
-there, the rest of that epoch is cut into batches from exactly that sample on, and later epochs from their start.
+The position is counted in samples of the epoch's order. If no batch of the new size starts there, the rest of that
+epoch is cut into batches from exactly that sample on, and later epochs from their start.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 from hftrain.core.errors import CheckpointError
 from hftrain.core.progress import Progress
 
-# What decides the order of the data, or what the optimizer's state means: refused if it differs.
+# Decide the order of the data, or the meaning of the optimizer's state: a difference is an error.
 _FIXED = ("samples", "data_seed", "drop_last", "precision")
-# What only matters within an epoch: an order that depends on the size of batches, or on random numbers of one process.
+# Matter only within an epoch: an order that depends on the batch size, or on the random numbers of one process.
 _FIXED_WITHIN = ("grouping", "seedable")
-# What a run may change: name, and how the warning calls it.
+# A run may change these; a warning lists them.
 _FREE = ("world_size", "batch_size", "accumulation", "precision")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """How a pass over the data is cut.
+    """How a pass over the data is cut into batches.
 
     Units:
-        round_size: samples of one micro-step, all ranks together (None: unknown, or not always as many). accumulation:
+        round_size: samples of one micro-step, all ranks together (None: unknown, or not constant). accumulation:
         micro-steps per update. num_batches: micro-steps of a pass (None: unknown). num_samples: of a pass (None:
         unknown).
     """
@@ -38,7 +38,7 @@ class Grid:
 
     @classmethod
     def of(cls, geometry: Mapping[str, Any], num_batches: int | None) -> Grid:
-        """Return the grid of a run, or of an Engine's loader, by what its checkpoints say of its shape."""
+        """Return the grid of a run, or of an Engine's loader, from the geometry in its checkpoints."""
         return cls(
             round_size=geometry.get("round_size"),
             accumulation=geometry.get("accumulation", 1),
@@ -48,30 +48,30 @@ class Grid:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Updates of a whole pass whose batches are counted."""
+        """Updates of a whole pass; its number of batches must be known."""
         return max(1, -(-(self.num_batches or 0) // self.accumulation))
 
 
 def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_within_epoch: bool, step: int) -> list[str]:
-    """Refuse a run that cannot go on where the checkpoint was saved; name what else has changed.
+    """Raise if a run cannot continue where the checkpoint was saved; return what else has changed.
 
     Args:
         saved: The checkpoint's ``geometry``.
-        current: The same of this run; what is left out is not compared.
+        current: The ``geometry`` of this run; missing entries are not compared.
         is_within_epoch: Whether the checkpoint was saved in the middle of an epoch.
-        step: The checkpoint's, for the message.
+        step: The checkpoint's step, for the message.
 
     Returns:
-        What differs and does not hinder, such as ``"batch_size 2 -> 4"``.
+        Allowed differences, such as ``"batch_size 2 -> 4"``.
 
     Raises:
-        CheckpointError: A value differs without which the position or the optimizer's state means nothing.
+        CheckpointError: A value differs that the position or the optimizer's state depends on.
     """
     fixed = [*_FIXED, *(_FIXED_WITHIN if is_within_epoch else ())]
     if saved.get("weights_dtype") is not None and saved["weights_dtype"] == current.get("weights_dtype"):
-        # Only how numbers are computed changes, and not what the weights and the optimizer's state are.
+        # Only the arithmetic changes, not the weights and the optimizer's state.
         fixed.remove("precision")
-    # Known to the ranks that shared the data only.
+    # Then only the ranks that shared the data know their positions.
     alone = saved.get("own_shares") or current.get("own_shares") or current.get("seedable") is False
     fixed += ["world_size"] if is_within_epoch and alone else []
     if is_within_epoch and not (saved.get("round_size") and current.get("round_size")):
@@ -114,15 +114,15 @@ def steps_left(progress: Progress, grid: Grid, *, num_batches_first: int, num_st
     """Return how many updates a run needs from its position in `grid` to its planned end.
 
     Args:
-        grid: How passes are cut; their batches are counted.
+        grid: How passes are cut; its number of batches must be known.
         num_batches_first: Micro-steps of the pass the position is in.
-        num_steps: The updates that the whole run would have in this grid.
+        num_steps: The updates of a whole run in this grid.
     """
     per_epoch, accumulation = grid.steps_per_epoch, grid.accumulation
     rest = num_steps - (progress.epoch + 1) * per_epoch
     left = num_batches_first - progress.micro_steps_in_epoch
     if rest < 0:
-        # It ends within this pass: the micro-steps beyond that are taken off.
+        # It ends within this pass: subtract the micro-steps beyond the end.
         beyond = num_batches_first - min(num_batches_first, (num_steps - progress.epoch * per_epoch) * accumulation)
         left, rest = left - beyond, 0
     return max(0, -(-left // accumulation)) + rest

@@ -1,4 +1,4 @@
-"""Signals that ask a running training for something, and how it ends when it was stopped."""
+"""Signals that stop a running training or make it save, and how it ends."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ logger = get_logger(__name__)
 _ASKED_BY = {"SIGTERM": "SIGTERM", "SIGINT": "SIGINT", "SIGUSR1": SAVE}
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 _NO_WAKEUP = -1
-# Whom Python's C code tells of signals, if it is ours: a forked process must not tell its parent of its own.
+# Our descriptor to which Python's C code writes signals, if any: a forked process must not write its own to it.
 _wakeup = _NO_WAKEUP
 _HINT = b"\nInterrupted: the run stops after this step. Once more stops it at once.\n"
 
 
 class TrainingStopped(SystemExit):
-    """What `train()` raises when SIGTERM has stopped it: the process ends with 128 + the signal's number.
+    """Raised by `train()` when SIGTERM has stopped it: the process exits with 128 + the signal's number.
 
     Args:
         message: What happened.
         signum: The signal.
-        is_early: Whether it was raised within a step, and not at the boundary after one.
+        is_early: Whether it was raised within a step, instead of at a step boundary.
     """
 
     def __init__(self, message: str, *, signum: int, is_early: bool = False) -> None:
@@ -42,22 +42,22 @@ class TrainingStopped(SystemExit):
 
 
 def stopped_by(name: str, message: str) -> BaseException:
-    """Return the exception that ends a run which a signal has stopped."""
+    """Return the exception that ends a run stopped by a signal."""
     if name == "SIGINT":
         return KeyboardInterrupt(message)
     return TrainingStopped(message, signum=signal.Signals[name])
 
 
 class SignalHandlers:
-    """Turn signals into requests, for as long as the context lasts.
+    """Convert signals to requests, within the context.
 
-    SIGTERM and the first SIGINT ask for a stop, SIGUSR1 asks for a save; the second SIGINT interrupts at once. Only in
-    the main thread, and only where the program has no handler of its own; what was there is put back.
+    SIGTERM and the first SIGINT request a stop, SIGUSR1 requests a save; the second SIGINT interrupts at once. Only in
+    the main thread, and only for signals without a handler of the program; previous handlers are restored.
 
     Args:
-        consensus: What takes the requests.
-        listen: Returns a descriptor on which a thread hears of signals that the main thread cannot handle; called if
-            SIGTERM is noted here. None for no such thread.
+        consensus: Receives the requests.
+        listen: Returns a descriptor on which a thread receives signals that the main thread cannot handle; called if
+            SIGTERM is handled here. None for no such thread.
     """
 
     def __init__(self, consensus: Consensus, listen: Callable[[], int] | None = None) -> None:
@@ -95,20 +95,20 @@ class SignalHandlers:
         _leave_wakeup(self._wakeup)
 
     def interrupt(self, message: str) -> bool:
-        """Raise `TrainingStopped` in the main thread, if that is in Python code or comes back to it; from any thread.
+        """Raise `TrainingStopped` in the main thread, when that is in Python code; from any thread.
 
-        Sends SIGTERM for that. Returns False where SIGTERM is handled by somebody else by now, and nothing happens.
+        Sends SIGTERM to do so. Returns False and does nothing if another handler has been set for SIGTERM.
         """
         with self._leaving:
             is_ours = signal.getsignal(signal.SIGTERM) == self._note and hasattr(signal, "pthread_kill")
             if is_ours:
                 self._ending = TrainingStopped(message, signum=signal.SIGTERM, is_early=True)
-                # To that very thread, or what it sleeps in would go on.
+                # To the main thread itself; otherwise a blocking call there would continue.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
             return is_ours
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Note what was asked, and no more: at this moment the process may be anywhere."""
+        """Only record the request: the process may be interrupted anywhere."""
         name = signal.Signals(number).name
         ending, self._ending = self._ending, None
         if os.getpid() != self._process:
@@ -116,7 +116,7 @@ class SignalHandlers:
         elif ending is not None:
             raise ending
         elif name == "SIGTERM" and self._descriptor != self._wakeup:
-            os.write(self._descriptor, bytes([number]))  # in place of Python's C code, which tells somebody else
+            os.write(self._descriptor, bytes([number]))  # because Python's C code writes to another descriptor
             self._consensus.ask(_ASKED_BY[name])
         elif name == "SIGINT" and self._is_interrupted:
             signal.default_int_handler(number, frame)
@@ -124,17 +124,17 @@ class SignalHandlers:
             self._act_by_default(number)
         elif name == "SIGINT":
             self._is_interrupted = True
-            # Not by a logger or a stream, which the handler may have interrupted.
+            # Not with a logger or a stream, which the handler may have interrupted.
             os.write(2, _HINT)
 
     def _act_by_default(self, number: int) -> None:
-        """Do as if there were no handler: in a process forked from this one, or when nothing handles requests."""
+        """Act as if there were no handler: in a process forked from this one, or when nothing handles requests."""
         signal.signal(number, self._previous[number])
         signal.raise_signal(number)
 
 
 def _take_wakeup(descriptor: int) -> int:
-    """Let Python's C code write the numbers of signals here, unless somebody else has asked for them; return where."""
+    """Let Python's C code write signal numbers to this descriptor, unless another is set; return it, or -1."""
     global _wakeup
     before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
     if before != _NO_WAKEUP:

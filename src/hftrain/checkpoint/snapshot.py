@@ -1,4 +1,4 @@
-"""Copies of a run's tensors in host memory, to be written while training goes on."""
+"""Copies of a run's tensors in host memory, written while training continues."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hftrain.storage.tensors import tensor_identity
 
 logger = get_logger(__name__)
 
-# Below, the caching allocator's rounding costs little; above, memory is registered as it is.
+# Below this, the caching allocator's rounding costs little; above, memory is registered directly.
 _SMALL_BYTES = 1 << 20
 
 
 class HostCopies:
-    """Copy tensors to host memory, into the same memory each time.
+    """Copy tensors to host memory, reusing the same memory each time.
 
-    What was copied stays as it is until the next `begin`. Memory that a save did not use again is let go.
+    Copies stay valid until the next `begin`. Memory that a save did not reuse is released.
     """
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class HostCopies:
         self._is_needed = threading.Event()
 
     def reserve(self, capture: Callable[[Callable[[Any], Any]], Any]) -> None:
-        """Take the memory of the first copies in a thread, so that those need not wait for it; at most once.
+        """Allocate the memory of the first copies in a thread, so that they need not wait for it; at most once.
 
         Args:
-            capture: Calls what it is given with each nested structure that will be copied.
+            capture: Calls its argument with each nested structure that will be copied.
         """
         if self._used:
             return
@@ -48,14 +48,14 @@ class HostCopies:
             return tree
 
         capture(note)
-        likes.pop(None, None)  # no memory of a plain kind
+        likes.pop(None, None)  # not plain memory
         self._reserving = threading.Thread(
             target=self._reserve, args=(list(likes.values()),), name="hftrain-reserve", daemon=True
         )
         self._reserving.start()
 
     def begin(self) -> None:
-        """Take all memory back for new copies."""
+        """Make all memory available for new copies."""
         if self._reserving is not None:
             self._is_needed.set()
             self._reserving.join()
@@ -65,15 +65,15 @@ class HostCopies:
         self._used, self._devices = [], set()
 
     def copy(self, tree: Any) -> Any:
-        """Return a nested structure with its tensors copied; what is one tensor in it stays one.
+        """Return a nested structure with its tensors copied; shared tensors stay shared.
 
-        Copies from a CUDA device may still be under way on return, see `fence`.
+        Copies from a CUDA device may not be complete on return, see `fence`.
         """
         known: dict[Any, torch.Tensor] = {}
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
             identity = tensor_identity(tensor)
-            if identity is None:  # no memory of a plain kind
+            if identity is None:  # not plain memory
                 return tensor.detach().to("cpu", copy=True)
             if identity not in known:
                 known[identity] = self._copy(tensor.detach())
@@ -82,7 +82,7 @@ class HostCopies:
         return map_tensors(tree, once)
 
     def fence(self) -> Callable[[], None]:
-        """End the copying; return what waits, in any thread, until all of it is done. Does not synchronise."""
+        """End the copying; return a function that waits, in any thread, until it is complete. Does not synchronise."""
         for rooms in self._free.values():
             for room in rooms:
                 self._let_go(room)
@@ -100,7 +100,7 @@ class HostCopies:
         return wait
 
     def close(self) -> None:
-        """Let all memory go; for when nobody reads the copies any more."""
+        """Release all memory, once nobody reads the copies any more."""
         self.begin()
         self.fence()
 
@@ -112,13 +112,13 @@ class HostCopies:
 
     def _make_all(self, likes: Sequence[torch.Tensor]) -> None:
         for like in likes:
-            if self._is_needed.is_set():  # what is missing is made when it is copied
+            if self._is_needed.is_set():  # missing memory is allocated by the copy
                 return
             key = _form(like)
-            with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]  # a thread begins on the first device
+            with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]  # a thread starts on the first device
                 room = self._make(like, is_pinned=key[-1])
-            # New memory is only a promise, and keeping it takes longer than the copy. Not by torch, whose threads
-            # would be as many again as those of the training next to it.
+            # Touch the pages now, which takes longer than the copy. Not with torch, which would use as many threads
+            # as the training next to it.
             ctypes.memset(room.data_ptr(), 0, room.nbytes)
             self._free.setdefault(key, []).append(room)
 
@@ -129,7 +129,7 @@ class HostCopies:
         room = rooms.pop() if rooms else self._make(tensor, is_pinned=is_cuda)
         self._used.append((key, room))
         if is_cuda:
-            # In the order of the stream: a later update of the tensor waits for it, and the host does not.
+            # In stream order: a later update of the tensor waits for the copy, and the host does not.
             self._devices.add(tensor.device)
         return room.copy_(tensor, non_blocking=is_cuda)
 
@@ -138,7 +138,7 @@ class HostCopies:
         is_small = num_bytes < _SMALL_BYTES
         room = torch.empty_like(like, device="cpu", pin_memory=is_pinned and is_small)
         if is_pinned and not is_small:
-            # torch's own pinned memory comes in powers of two: up to twice the state.
+            # torch allocates pinned memory in powers of two: up to twice the state.
             status = torch.cuda.cudart().cudaHostRegister(room.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
             if int(status) == 0:
                 self._registered.add(room.data_ptr())
@@ -151,5 +151,5 @@ class HostCopies:
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, bool]:
-    """Return what two tensors share that can be copied to the same memory."""
+    """Return a key that is equal for tensors that can be copied to the same memory."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""A strategy's states on disk: each process writes its part, and another number of processes may read them."""
+"""A strategy's state on disk: each process writes its part, and any number of processes can read it."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ logger = get_logger(__name__)
 
 
 def as_it_is(tree: Any) -> Any:
-    """Copy nothing, for what is written at once."""
+    """Return the structure itself, uncopied, because it is written at once."""
     return tree
 
 
 def shard_writers(
     strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer | None, keep: Keep = as_it_is
 ) -> list[Callable[[Path], None]]:
-    """Return what writes this process's pieces of model and optimizer; nothing where they are saved whole.
+    """Return functions that write this process's shards of model and optimizer; none if they are saved whole.
 
     Args:
         model: As the strategy wrapped it.
         optimizer: None to leave its state out.
-        keep: Copies tensors to host memory, where they are written later.
+        keep: Copies tensors to host memory, if they are written later.
     """
     place = {"rank": strategy.rank, "world_size": strategy.world_size}
     weights = strategy.model_shards(model)
@@ -52,7 +52,7 @@ def shard_writers(
 
 
 def load_own(folder: Path, *, rank: int, world_size: int, num_saved: int) -> dict[str, Any]:
-    """Read what differs by process; another number of processes than now, `num_saved`, may have saved it."""
+    """Read the per-process state, which `num_saved` processes have saved; may differ from `world_size`."""
     if num_saved == world_size:
         return load_rng(folder, rank=rank, world_size=world_size)
     logger.warning(
@@ -64,7 +64,7 @@ def load_own(folder: Path, *, rank: int, world_size: int, num_saved: int) -> dic
 
 
 def whole_state(strategy: Strategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what the main process writes of an optimizer; `shard_writers` write the rest. Collective."""
+    """Return the part of an optimizer's state that the main process writes; see `shard_writers`. Collective."""
     split = strategy.optimizer_shards(model, optimizer)
     return split[0] if split else strategy.optimizer_state(model, optimizer)
 
@@ -77,10 +77,10 @@ def restore_optimizer(
     *,
     check: Callable[[dict[str, Any]], None] = lambda state: None,
 ) -> None:
-    """Load an optimizer's state, after `check` has looked at it. Collective; mutates the optimizer.
+    """Load an optimizer's state after calling `check` on it. Collective; mutates the optimizer.
 
     Raises:
-        CheckpointError: The state is absent, damaged, or does not fit.
+        CheckpointError: The state is missing, damaged, or does not fit.
     """
     before, state = group_settings(optimizer), load_optimizer(folder)
     check(state)
@@ -99,6 +99,6 @@ def restore_scaler(folder: Path, precision: Precision) -> None:
 
 
 def check_engine(state: dict[str, Any], path: Path, *, is_deepspeed: bool) -> None:
-    """Refuse an optimizer's state that DeepSpeed split where another strategy would have to put it together."""
+    """Raise for an optimizer's state that DeepSpeed has split if this strategy cannot merge it."""
     if "deepspeed" in state and not is_deepspeed:
         raise misfit(path, "DeepSpeed split it in a way of its own, and the run does not use DeepSpeed")

@@ -1,4 +1,4 @@
-"""A model's weights in a folder: whole or sharded, safetensors or torch's zip format."""
+"""A model's weights in a folder: whole or sharded, as safetensors or in torch's zip format."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ logger = get_logger(__name__)
 def save_weights(
     model: torch.nn.Module, folder: Path, *, state_dict: Mapping[str, Any] | None = None, safe: bool = True
 ) -> None:
-    """Write a model's weights in place of those in a folder, and its configuration if it saves itself.
+    """Write a model's weights, replacing those in a folder, and its configuration if it has `save_pretrained`.
 
     Args:
         model: The model without wrappers.
         folder: An existing folder.
-        state_dict: The weights to write instead of the model's own; an empty one writes the configuration alone.
-        safe: Write safetensors, else torch's zip format.
+        state_dict: The weights to write instead of the model's own; an empty one writes only the configuration.
+        safe: Write safetensors instead of torch's zip format.
 
     Raises:
-        CheckpointError: The state holds something that the format cannot.
+        CheckpointError: The format cannot store the state.
     """
     state = dict(model.state_dict() if state_dict is None else state_dict)
     _remove_weights(folder)
@@ -67,7 +67,7 @@ def save_weights(
 
 
 def check_saveable(model: torch.nn.Module, state: Mapping[str, Any], *, safe: bool = True) -> None:
-    """Raise `CheckpointError` where a model's state cannot be a safetensors file, or without `safe` torch's zip."""
+    """Raise `CheckpointError` if a model's state cannot be saved as safetensors (or, without `safe`, as a zip)."""
     if saves_adapters(model) or _saves_itself(model):
         return
     if not safe:
@@ -91,24 +91,24 @@ def load_weights(
     load: Callable[[torch.nn.Module, Mapping[str, Any]], Any] | None = None,
     own: Mapping[str, Any] | None = None,
 ) -> None:
-    """Overwrite a model's weights in place with those of a folder, in whichever form they are.
+    """Overwrite a model's weights in place with those of a folder, in any supported format.
 
     Args:
         model: The model without wrappers.
         folder: What `save_weights` or `save_pretrained` wrote.
-        strict: Raise if names are missing or left over, instead of warning.
-        load: Puts a whole state into the model, where its parameters are split among processes.
+        strict: Raise, instead of warning, if names are missing or unexpected.
+        load: Loads a whole state into the model, if its parameters are split among processes.
         own: See `matching_weights`.
 
     Raises:
         CheckpointError: There are no weights, a file is damaged, or names or shapes do not fit.
     """
-    # Each process of a split model has written its part of everything, not of the adapters alone.
+    # Each process of a split model has written its part of all weights, not only of the adapters.
     if saves_adapters(model) and not find_shards(folder, stem=WEIGHT_SHARDS):
         return load_adapters(model, folder)
     state = matching_weights(model, folder, strict=strict, own=own)
     try:
-        with restoring(folder):  # what a model keeps next to its tensors is its own to check
+        with restoring(folder):  # the model itself checks its state other than tensors
             load(model, state) if load else model.load_state_dict(state, strict=strict)
     except CheckpointError as error:
         raise _unfit(model, folder, str(error.__cause__ or error)) from error
@@ -119,8 +119,8 @@ def matching_weights(
 ) -> dict[str, Any]:
     """Read a folder's weights under the names of a model's state; see `load_weights`.
 
-    The state is `own`, where the model's own has other names; the parameters themselves, for names of one and the same
-    to be seen.
+    `own` replaces the model's state if that has other names. It holds the parameters themselves, so that names of the
+    same parameter can be recognised.
     """
     state, own = read_weights(folder), model.state_dict(keep_vars=True) if own is None else own
     _add_tied(state, own)
@@ -137,12 +137,12 @@ def matching_weights(
         raise _unfit(model, folder, problem)
     if problem:
         logger.warning("The weights in %s were loaded in part; %s.", folder, problem)
-    # what the model itself leaves out when it saves is rebuilt with it, and stays as it is
+    # what the model leaves out when it saves is created with it, and is kept
     return {name: value for name, value in {**own, **state}.items() if strict or name in state}
 
 
 def read_weights(folder: Path) -> dict[str, Any]:
-    """Read all weights of a folder onto the CPU, under the names they are stored with.
+    """Read all weights of a folder onto the CPU, under their stored names.
 
     Raises:
         CheckpointError: There are none, or a file is damaged.
@@ -164,13 +164,13 @@ def read_weights(folder: Path) -> dict[str, Any]:
 
 
 def save_task_state(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write what a task learns outside its model, such as a loss's parameters; without any, no file is written."""
+    """Write a task's state outside its model, such as a loss's parameters; writes no file if there is none."""
     if tensors:
         save_tensors(tensors, folder / TASK_STATE)
 
 
 def load_task_state(folder: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Read what `save_task_state` wrote; raises `CheckpointError` if it is damaged, or holds other names."""
+    """Read what `save_task_state` wrote; raises `CheckpointError` if it is damaged, or has other names."""
     path = folder / TASK_STATE
     tensors = load_tensors(path) if names or path.exists() else {}
     if tensors.keys() != set(names):
@@ -208,7 +208,7 @@ def _remove_weights(folder: Path) -> None:
 
 
 def _renamed(model: Any, folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Undo the renaming and regrouping with which transformers 5 stores some architectures, by its own rules."""
+    """Undo the renaming and regrouping of some architectures by transformers 5, using its own rules."""
     dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else None
     try:
@@ -223,8 +223,8 @@ def _renamed(model: Any, folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_tied(state: dict[str, Any], own: Mapping[str, Any]) -> None:
-    """Give a name that is missing the value of a loaded name with which it is one tensor in the model."""
-    # A parameter that is split has no memory that could be compared, but is itself the same object.
+    """Add a missing name with the value of a loaded name that is the same tensor in the model."""
+    # A split parameter has no memory to compare, but is the same object.
     loaded = {tensor_identity(own[name]) or id(own[name]): name for name in state if name in own}
     for name, tensor in own.items():
         source = loaded.get(tensor_identity(tensor) or id(tensor))
