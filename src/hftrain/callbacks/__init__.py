@@ -10,6 +10,7 @@ from hftrain.callbacks.prediction_writer import PredictionWriter
 from hftrain.callbacks.printer import PrinterCallback
 from hftrain.callbacks.progress import ProgressCallback
 from hftrain.callbacks.runner import CallbackHandler
+from hftrain.callbacks.summary import SummaryCallback
 
 __all__ = [
     "CallbackHandler",
@@ -20,6 +21,7 @@ __all__ = [
     "PredictionWriter",
     "PrinterCallback",
     "ProgressCallback",
+    "SummaryCallback",
     "TrainerCallback",
     "in_notebook",
     "progress_callback",

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from hftrain.callbacks.base import Metrics, TrainerCallback
-from hftrain.callbacks.progress import shorten
+from hftrain.callbacks.lines import shorten
+from hftrain.callbacks.progress import stage_of
 from hftrain.core.optional import require
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
@@ -142,7 +143,7 @@ class NotebookProgressCallback(TrainerCallback):
         bar = self._prediction
         # An evaluation that was interrupted leaves its bar behind: another loader, or one batch too many, tells.
         if bar is None or bar.n == bar.total or self._loader is not eval_dataloader:
-            self._prediction = bar = Bar(label="inference", total=operator.length_hint(eval_dataloader) or None)
+            self._prediction = bar = Bar(label=stage_of(kwargs), total=operator.length_hint(eval_dataloader) or None)
             self._loader = eval_dataloader
         bar.n += 1
         self._draw(state)

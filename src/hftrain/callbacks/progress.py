@@ -1,27 +1,39 @@
-"""Progress of training and evaluation: bars on a terminal, a few plain lines anywhere else."""
+"""Progress of training, evaluation and prediction: bars on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
+import logging
 import operator
 import sys
 import time
+import warnings
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from hftrain.callbacks.base import Metrics, TrainerCallback
+from hftrain.callbacks.lines import LogLines, columns_of, pace_text
+from hftrain.callbacks.summary import Rows, summary_text
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 
+REFRESH_S = 0.1
+# Without a terminal: a line at most that often, and at most so many.
+PLAIN_INTERVAL_S = 30.0
 PLAIN_LINES = 10
-PLAIN_INTERVAL_S = 1.0
+MIN_BAR, MAX_BAR = 8, 30
 
 
 class ProgressCallback(TrainerCallback):
     """Show a bar of optimizer steps, a bar per evaluation or prediction, and the logs; on process zero only.
 
-    If the output is not a terminal, it prints plain lines instead: at most one per tenth of the work and per second,
-    and one at the end.
+    The bar shows the time of a step, without evaluations and saves, and as many of the last logged numbers as fit. Each
+    log entry is a line above it; on a terminal it is folded between values to fit. At the end of training a terminal
+    gets a summary of the run; `SummaryCallback` prints it anywhere.
+
+    If the output is not a terminal, there are no bars: each log entry is one line. If nothing was logged for
+    half a minute, a line tells how far the run is, at most ten times.
 
     Args:
         max_str_len: Longer texts in logs are cut on display.
@@ -39,12 +51,17 @@ class ProgressCallback(TrainerCallback):
         self._training: Meter | None = None
         self._prediction: Meter | None = None
         self._loader: Any = None
+        self._lines = LogLines(max_str_len)
+        self._logged: dict[str, str] = {}
+        self._undo: Callable[[], object] = bool
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Open the training bar at the step reached so far; closes what a failed run left open."""
         self._close_all()
         if state.is_world_process_zero:
-            self._training = Meter("train", state.max_steps, initial=state.global_step, unit="step", file=self._file)
+            self._lines, self._logged = LogLines(self.max_str_len), {}
+            self._training = self._open("train", state.max_steps, initial=state.global_step, unit="step")
+            self._undo = clearing_before_messages(self._clear)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Move the training bar."""
@@ -54,37 +71,72 @@ class ProgressCallback(TrainerCallback):
     def on_prediction_step(
         self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Move the evaluation's bar; opens it at the first batch."""
+        """Move the bar of the evaluation or prediction; opens it at the first batch."""
         if not state.is_world_process_zero:
             return
         # An evaluation that failed halfway leaves its bar behind: another loader, or one batch too many, gives it away.
         if self._prediction is None or self._prediction.is_full or self._loader is not eval_dataloader:
             self._close_prediction()
             total = operator.length_hint(eval_dataloader) or None
-            leave = self._training is None
-            self._prediction = Meter("inference", total, unit="batch", file=self._file, leave=leave)
+            name, leave = stage_of(kwargs), self._training is None
+            self._prediction = self._open(name, total, initial=0, unit="batch", leave=leave)
             self._loader = eval_dataloader
         self._prediction.advance_to(self._prediction.n + 1)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Close the bar of the evaluation or prediction."""
+        """Close the bar of the evaluation or prediction, whose time is not that of a step."""
         self._close_prediction()
+        self._skip_time(args, state, control)
 
     on_predict = on_evaluate
+
+    def _skip_time(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._training is not None:
+            self._training.skip_time()
+
+    on_save = _skip_time
 
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
     ) -> None:
-        """Write a training run's log entry above the bars."""
-        if self._training is not None and logs:
-            shown = {name: shorten(value, self.max_str_len) for name, value in logs.items() if name != "total_flos"}
-            file = self._file or sys.stdout
-            tqdm.write(str(shown), file=file)
-            file.flush()
+        """Write a training run's log entry above the bars, and show it in the training bar."""
+        if self._training is None or not logs:
+            return
+        pace = self._training.read_pace() if "loss" in logs else ""
+        self._logged.update(self._lines.split(logs)[0])
+        self._training.fields = [f"{name} {self._logged[name]}" for name in sorted(self._logged, key=_rank)]
+        file = self._file or sys.stdout
+        step, max_steps = state.global_step, state.max_steps
+        self._write(self._lines.format(logs, step=step, max_steps=max_steps, pace=pace, width=columns_of(file)), file)
+        for meter in (self._training, self._prediction):
+            if meter is not None:
+                meter.note_line()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Close the bars."""
         self._close_all()
+
+    @property
+    def shows_summary(self) -> bool:
+        """Tell whether the end of a run is summed up here: on a terminal."""
+        return columns_of(self._file or sys.stdout) is not None
+
+    def show_summary(self, title: str, rows: Rows) -> None:
+        """Print a run's summary, see `SummaryCallback`."""
+        file = self._file or sys.stdout
+        self._write(summary_text(title, rows, width=columns_of(file)), file)
+
+    def _open(self, name: str, total: int | None, *, initial: int, unit: str, leave: bool = True) -> Meter:
+        return Meter(name, total, initial=initial, unit=unit, file=self._file, leave=leave)
+
+    def _write(self, text: str, file: TextIO) -> None:
+        tqdm.write(text, file=file)
+        file.flush()
+
+    def _clear(self) -> None:
+        for meter in (self._training, self._prediction):
+            if meter is not None:
+                meter.clear()
 
     def _close_prediction(self) -> None:
         if self._prediction is not None:
@@ -96,20 +148,45 @@ class ProgressCallback(TrainerCallback):
         if self._training is not None:
             self._training.close()
             self._training = None
+        self._undo()
+        self._undo = bool
 
 
-def shorten(value: Any, max_str_len: int) -> Any:
-    """Round a float and cut a long text for display: four decimals, or four digits below 1.
+def stage_of(extra: dict[str, Any]) -> str:
+    """Return what a batch of `on_prediction_step` is part of: only a prediction hands over its outputs."""
+    return "predict" if "outputs" in extra else "evaluate"
 
-    Example:
-        >>> shorten(0.123456, 10), shorten(1234.56789, 10), shorten("a long story", 6)
-        (0.1235, 1234.5679, 'a long... (12 characters)')
-    """
-    if isinstance(value, str) and len(value) > max_str_len:
-        return f"{value[:max_str_len]}... ({len(value)} characters)"
-    if isinstance(value, float):
-        return float(f"{value:.4g}") if abs(value) < 1 else round(float(value), 4)
-    return value
+
+def _rank(name: str) -> int:
+    """Order what a bar shows: the loss, evaluation metrics, the rest."""
+    return 0 if name == "loss" else 1 if name.startswith("eval_") else 2
+
+
+def clearing_before_messages(clear: Callable[[], None]) -> Callable[[], None]:
+    """Call `clear` before `logging` or `warnings` write to the console, and return what ends that."""
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    handlers = [each for each in (*found, logging.lastResort) if isinstance(each, logging.StreamHandler)]
+    show = warnings.showwarning
+
+    def before_record(record: logging.LogRecord) -> bool:
+        clear()
+        return True
+
+    def before_warning(*args: Any, **kwargs: Any) -> None:
+        clear()
+        show(*args, **kwargs)
+
+    def end() -> None:
+        for handler in handlers:
+            handler.removeFilter(before_record)
+        if warnings.showwarning is before_warning:
+            warnings.showwarning = show
+
+    for handler in handlers:
+        handler.addFilter(before_record)
+    warnings.showwarning = before_warning
+    return end
 
 
 class Meter:
@@ -118,6 +195,7 @@ class Meter:
     Args:
         total: Where the count ends; None if unknown.
         file: Where to show it; standard error by default.
+        leave: Leave the full bar on the screen.
     """
 
     def __init__(
@@ -131,16 +209,19 @@ class Meter:
         leave: bool = True,
     ) -> None:
         self.n = initial
+        self.fields: list[str] = []
         self._name, self._total, self._initial, self._unit = name, total, initial, unit
-        self._file = file or sys.stderr
-        self._bar: _Bar | None = None
-        if getattr(self._file, "isatty", bool)():
-            looks: dict[str, Any] = {"leave": leave, "dynamic_ncols": True, "miniters": 1}
-            self._bar = _Bar(desc=name, total=total, initial=initial, unit=unit, file=self._file, **looks)
-        self._stride = max(1, -(-total // PLAIN_LINES)) if total else sys.maxsize
-        self._next_line = initial + self._stride
-        self._printed: int | None = None
-        self._started = self._last_line = time.monotonic()
+        self.file = file or sys.stderr
+        # When it began, when the last step ended, and from when and where on the time of a step is taken.
+        self._started_s = self._step_s = self._window_s = time.monotonic()
+        self._first, self._pace = initial, ""
+        is_terminal = columns_of(self.file) is not None
+        self._stride = -(-total // PLAIN_LINES) if total else 0
+        self._printed = initial - 1
+        self._wait_s = REFRESH_S if is_terminal else PLAIN_INTERVAL_S
+        self._next_s = self._started_s + self._wait_s
+        # It draws itself at once, so it comes last.
+        self._bar = _Bar(self, total=total, file=self.file, leave=leave) if is_terminal else None
 
     @property
     def is_full(self) -> bool:
@@ -148,31 +229,97 @@ class Meter:
         return self._total is not None and self.n >= self._total
 
     def advance_to(self, n: int) -> None:
-        """Show that `n` are done."""
+        """Count on to `n`, and show it if it is time to."""
+        now = time.monotonic()
+        self.n, self._step_s = n, now
+        if now >= self._next_s:
+            self._next_s = now + self._wait_s
+            if self._bar is not None:
+                self._bar.refresh()
+            elif n >= self._printed + self._stride:
+                self._print()
+
+    def skip_time(self) -> None:
+        """Leave the time since the last step out of the time of a step."""
+        now = time.monotonic()
+        self._window_s += now - self._step_s
+        self._step_s = now
+
+    def read_pace(self) -> str:
+        """Return the time of a step since the last reading, as text, and begin a new one."""
+        self._step_s = time.monotonic()
+        self._pace = self._pace_text()
+        self._window_s, self._first = self._step_s, self.n
+        return self._pace
+
+    def _pace_text(self) -> str:
+        count = self.n - self._first
+        return pace_text((self._step_s - self._window_s) / count, self._unit) if count > 0 else self._pace
+
+    def note_line(self) -> None:
+        """Hear that a line has told how far the count is."""
+        self._printed = self.n
+        self._next_s = time.monotonic() + self._wait_s
         if self._bar is not None:
-            self._bar.update(n - self.n)
-        self.n = n
-        if self._bar is None and n >= self._next_line:
-            now = time.monotonic()
-            if now - self._last_line >= PLAIN_INTERVAL_S:
-                self._print(now)
+            self._bar.refresh()
+
+    def clear(self) -> None:
+        """Take the bar from the screen until it is shown again."""
+        if self._bar is not None:
+            self._bar.clear()
 
     def close(self) -> None:
         """Show the final count and let go of the output."""
         if self._bar is not None:
             self._bar.close()
         elif self._printed != self.n:
-            self._print(time.monotonic())
+            self._print()
 
-    def _print(self, now: float) -> None:
-        self._last_line, self._printed, self._next_line = now, self.n, self.n + self._stride
-        line = tqdm.format_meter(
-            self.n, self._total or 0, now - self._started, 0, self._name, unit=self._unit, initial=self._initial
-        )
-        print(line, file=self._file, flush=True)
+    def _print(self) -> None:
+        self._printed = self.n
+        print(self.text(None), file=self.file, flush=True)
+
+    def text(self, width: int | None, *, is_ascii: bool = False) -> str:
+        """Return the count, the times and what was logged, as much of it as fits; the first parts come first.
+
+        Args:
+            width: Characters that there is room for; None leaves out the bar.
+            is_ascii: Draw the bar with characters that every terminal has.
+        """
+        done_s, total = time.monotonic() - self._started_s, self._total
+        elapsed, left = tqdm.format_interval(done_s), "?"
+        if total and self.n > self._initial:
+            left = tqdm.format_interval(max(total - self.n, 0) * done_s / (self.n - self._initial))
+        share = min(self.n / total, 1.0) if total else 0.0
+        head = f"{self._name} {share:4.0%}" if total else self._name
+        count, clock = (f"{self.n}/{total}", f"[{elapsed}<{left}]") if total else (str(self.n), f"[{elapsed}]")
+        pace = self._pace_text()
+        if width is None:
+            return "  ".join(filter(None, (head, count, clock, pace)))
+        # The first of these that fit, each after two spaces.
+        room, fitting = width - len(head), set()
+        for part in (count, *self.fields[:1], clock, pace, " " * MIN_BAR, *self.fields[1:]):
+            if part and len(part) + 2 <= room:
+                room -= len(part) + 2
+                fitting.add(part)
+        bar = " " * MIN_BAR
+        if total and bar in fitting:
+            length = min(MIN_BAR + room, MAX_BAR)
+            bar = f"{('#' if is_ascii else '█') * round(share * length):<{length}}"
+            fitting.add(bar)
+        shown = [head, *(part for part in (bar, count, clock, pace, *self.fields) if part in fitting)]
+        return "  ".join(part for part in shown if part.strip() or total)[:width]
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
-    """A bar without tqdm's watchdog thread: `miniters=1` does its work, and loader processes may be forked."""
+    """A bar whose meter knows what to show, and without tqdm's watchdog thread, as loader processes may be forked."""
 
     monitor_interval = 0
+
+    def __init__(self, meter: Meter, **options: Any) -> None:
+        self._meter = meter
+        super().__init__(**options)
+
+    def __str__(self) -> str:
+        # One column stays free: some terminals begin a new line at the last one.
+        return self._meter.text((columns_of(self._meter.file) or 80) - 1, is_ascii=self.ascii is True)

@@ -52,6 +52,8 @@ class Finiteness:
         self._parts, self._hooks, self._ready, self._manager, self._own = parts, hooks, ready, manager, own
         self._policy = parts.save_policy.on_nonfinite
         self._is_finite = True
+        # The steps of this session whose saves found something that is not finite.
+        self.found_steps: list[int] = []
         self._num_losses = self._num_restores = 0
         if self._policy != "warn" and not saves_at_all(parts.args, parts.save_policy) and parts.strategy.is_main:
             warn_once(
@@ -89,6 +91,7 @@ class Finiteness:
             self._num_restores = 0 if is_later else self._num_restores
             self._finite_step = step
             return
+        self.found_steps.append(step)
         found = _describe(strategy.gather_object([names, num_losses]), since=self._finite_step)
         if self._policy == "warn":
             if was_finite and strategy.is_main:

@@ -34,6 +34,7 @@ from hftrain.run.salvage import Salvage
 from hftrain.run.saving import RunCheckpoints
 from hftrain.run.setup import empty_cache, reset
 from hftrain.run.step_end import StepEnd
+from hftrain.run.summary import show_summary
 from hftrain.run.unfinished import END_EPOCH, END_RUN, EVALUATE, SAVE
 
 logger = get_logger(__name__)
@@ -299,6 +300,7 @@ class Run:
         if args.save_total_limit == 1 and keep_best in (None, 1) and not with_newest and best is not None:
             self.checkpoints.manager.keep_only(best)
         parts.events.fire("on_train_end")
+        show_summary(parts, self.checkpoints, metrics, first=first, resume=self._resume)
         parts.output.publish_quietly()
         if args.push_to_hub:
             hooks.push_at_end()

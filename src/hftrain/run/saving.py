@@ -91,7 +91,7 @@ class RunCheckpoints:
         self.own = OwnOptimizers(parts.strategy, ready.task, holders=hooks.holders, known=self._known)
         self.loops = LoopStates(parts.loops)
         self.metric = BestMetric(parts.args, parts.state)
-        self._finiteness = Finiteness(parts, hooks, ready, manager, self.own)
+        self.finiteness = Finiteness(parts, hooks, ready, manager, self.own)
         self._history = HistoryText()
         self.saved_step: int | None = None
         self.tried_step: int | None = None
@@ -123,7 +123,7 @@ class RunCheckpoints:
         parts, hooks, ready, writes = self._parts, self._hooks, self._ready, self.writes
         args, strategy, state, keep = parts.args, parts.strategy, parts.state, writes.keep
         writes.finish(for_next=True)
-        self._finiteness.check()
+        self.finiteness.check()
         # A callback may have changed them.
         limit, only_model = args.save_total_limit, bool(args.save_only_model)
         self.manager.config = replace(self.manager.config, save_total_limit=limit, only_model=only_model)
@@ -279,7 +279,7 @@ class RunCheckpoints:
             InManifest(left, lambda facts: setattr(self, "left", left_in(facts))),
             InManifest(self._unfreezing.state_dict, self._unfreezing.load_state_dict),
             InManifest(self.metric.state_dict),
-            InManifest(self._finiteness.state_dict, self._finiteness.load_state_dict),
+            InManifest(self.finiteness.state_dict, self.finiteness.load_state_dict),
         ]
 
     def _known(self) -> list[Any]:
@@ -326,7 +326,7 @@ class RunCheckpoints:
         num_saved = saved.facts["geometry"]["world_size"]
         own = load_own(folder, rank=strategy.rank, world_size=strategy.world_size, num_saved=num_saved)
         restore(self._own_parts(), own)
-        self._finiteness.begin()
+        self.finiteness.begin()
         parts.events.restore(parts.state.stateful_callbacks, is_full=parts.args.restore_callback_states_from_checkpoint)
         with preserved_rng():  # now, for the loop that restores them is no place to find out that they are none
             for numbers in (self.epoch_rng, own) if self.epoch_rng else (own,):

@@ -84,6 +84,8 @@ class CheckpointWrites:
         self._flight: BackgroundWrite | None = None
         self._has_waited = self._is_closed = False
         self._is_written = threading.Event()
+        # The steps whose checkpoints had no room on the disk.
+        self.skipped_steps: list[int] = []
 
     def __enter__(self) -> CheckpointWrites:
         return self
@@ -292,6 +294,7 @@ class CheckpointWrites:
                     raise
 
     def _skip(self, step: int, error: BaseException) -> None:
+        self.skipped_steps.append(step)
         if self.manager.is_committer:
             own = self.manager.own_checkpoints()
             logger.warning(

@@ -1,8 +1,15 @@
 from __future__ import annotations
 
-import ast
+import contextlib
+import fcntl
 import io
+import logging
+import os
+import re
+import struct
+import termios
 import threading
+import warnings
 
 import pytest
 
@@ -16,6 +23,50 @@ class Terminal(io.StringIO):
         return True
 
 
+class PseudoTerminal:
+    """A terminal of some width; what was written to its `file` is drawn as a terminal would."""
+
+    def __init__(self, width):
+        self.width, self.text = width, ""
+
+    def __enter__(self):
+        self._master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, self.width, 0, 0))
+        self.file = os.fdopen(slave, "w", encoding="utf-8")
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        return self
+
+    def _read(self):
+        read = b""
+        with contextlib.suppress(OSError):  # once the other end is closed
+            while part := os.read(self._master, 65536):
+                read += part
+        self.text = read.decode()
+
+    def __exit__(self, *error):
+        self.file.close()
+        self._reader.join()
+        os.close(self._master)
+
+    def screen(self):
+        """Return the lines as written: one that is longer than the terminal is wide would have been wrapped."""
+        lines, row, column = [""], 0, 0
+        for part in re.findall(r"\x1b\[A|[\r\n]|[^\r\n\x1b]+", self.text):
+            if part == "\r":
+                column = 0
+            elif part == "\n":
+                row += 1
+                lines += [""] * (row == len(lines))
+            elif part == "\x1b[A":
+                row -= 1
+            else:
+                lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
+                column += len(part)
+        lines = [line.rstrip() for line in lines]
+        return lines[: max(i for i, line in enumerate(lines, 1) if line)]
+
+
 class Player:
     """Plays the loop's part for one callback."""
 
@@ -24,8 +75,9 @@ class Player:
         self.state = TrainerState(max_steps=max_steps, **state)
         self.runner = CallbackHandler([self.callback], args=None, state=self.state, control=TrainerControl())
 
-    def train(self, num_steps, *, is_ended=True):
-        self.runner.fire("on_train_begin")
+    def train(self, num_steps, *, is_begun=False, is_ended=True):
+        if not is_begun:
+            self.runner.fire("on_train_begin")
         for _ in range(num_steps):
             self.state.global_step += 1
             self.runner.fire("on_step_end")
@@ -41,7 +93,7 @@ class Player:
 
 @pytest.fixture
 def every_line(monkeypatch):
-    """Lift the limit of one plain line per second."""
+    """Lift the limit of one plain line per half minute."""
     monkeypatch.setattr("hftrain.callbacks.progress.PLAIN_INTERVAL_S", 0.0)
 
 
@@ -50,7 +102,7 @@ def test_terminal_gets_a_bar_of_optimizer_steps() -> None:
     Player(file).train(100)
     assert "\r" in file.getvalue()
     last = file.getvalue().rsplit("\r", 1)[1]
-    assert last.startswith("train: 100%")
+    assert last.startswith("train 100%")
     assert "100/100" in last
     assert last.endswith("\n")
 
@@ -69,7 +121,58 @@ def test_terminal_logs_are_written_on_lines_of_their_own() -> None:
     player.train(10, is_ended=False)
     player.runner.fire("on_log", logs={"loss": 0.123456, "total_flos": 1e15})
     player.runner.fire("on_train_end")
-    assert "\r{'loss': 0.1235}\n" in file.getvalue()
+    assert "\rstep  10/100  loss 0.1235  " in file.getvalue()
+    assert "flos" not in file.getvalue()
+
+
+@pytest.mark.filterwarnings("always:x")
+@pytest.mark.parametrize("kind", ["logging", "warnings"])
+def test_messages_do_not_tear_the_bar(kind, monkeypatch) -> None:
+    with PseudoTerminal(80) as terminal:
+        handler = logging.StreamHandler(terminal.file)
+        monkeypatch.setattr(logging.getLogger("somebody"), "handlers", [handler])
+        monkeypatch.setattr(warnings, "showwarning", lambda *args, **kwargs: terminal.file.write("a message\n"))
+        show = warnings.showwarning
+        player = Player(terminal.file)
+        player.train(3, is_ended=False)
+        logging.getLogger("somebody").warning("a message") if kind == "logging" else warnings.warn("x", stacklevel=1)
+        player.train(3, is_begun=True)
+    assert terminal.screen()[0] == "a message"
+    assert [line[:5] for line in terminal.screen()[1:] if line] == ["train"]
+    assert (handler.filters, warnings.showwarning) == ([], show)
+
+
+LOGS = {
+    "loss": 0.5,
+    "learning_rate": 1e-3,
+    "a_name_that_is_longer_than_any_terminal_should_have_to_show": 123.456,
+    "b": 1,
+}
+
+
+@pytest.mark.parametrize("width", [10, 24, 40, 80, 120, 200])
+def test_terminal_shows_nothing_wider_than_it_is(width, monkeypatch) -> None:
+    monkeypatch.setattr("hftrain.callbacks.progress.REFRESH_S", 0.0)
+    with PseudoTerminal(width) as terminal:
+        player = Player(terminal.file, epoch=0.5)
+        player.train(20, is_ended=False)
+        player.runner.fire("on_log", logs=LOGS)
+        player.evaluate(range(5), event=None)
+        player.runner.fire("on_log", logs={"eval_loss": float("nan"), "eval_runtime": 2.0, "epoch": 0.5})
+        player.runner.fire("on_evaluate", metrics={})
+        player.train(80, is_begun=True)
+    lines = terminal.screen()
+    assert max(map(len, lines)) < width
+    text = "\n".join(lines)
+    if width >= 24:
+        assert all(part in text for part in ("loss 0.5000", "eval_loss nan", "lr 0.001000"))
+        assert re.match(r"train 100%  .*100/100", lines[-1])
+    if width >= 40:
+        assert re.search(r"  a_name_that_is[a-z_]*(\.\.\.)? 123.5", text)
+    if width >= 80:
+        assert re.search(r"█ +100/100  \[00:0\d<00:00\]  [\d.]+ [mu]?s/step  loss 0.5000", lines[-1])
+    if width >= 120:
+        assert lines[-1].endswith("eval_loss nan") or "eval_loss nan  lr 0.001000" in lines[-1]
 
 
 def test_terminal_evaluation_bar_vanishes_within_training_and_stays_outside() -> None:
@@ -78,7 +181,7 @@ def test_terminal_evaluation_bar_vanishes_within_training_and_stays_outside() ->
     player.train(1, is_ended=False)
     player.evaluate(range(5))
     player.runner.fire("on_train_end")
-    assert "inference:   0%" in file.getvalue()
+    assert "evaluate   0%" in file.getvalue()
     assert "5/5" not in file.getvalue().splitlines()[-1]
     outside = Terminal()
     Player(outside).evaluate(range(5), event="on_predict")
@@ -101,7 +204,7 @@ def test_failed_run_is_closed_by_the_next_one(file_class) -> None:
     player.evaluate(range(5), num_batches=2, event=None)
     player.state.global_step = 0
     player.train(100)
-    assert file.getvalue().splitlines()[-1].startswith("train: 100%")
+    assert file.getvalue().splitlines()[-1].startswith("train 100%")
     assert "3/100" in file.getvalue()
 
 
@@ -110,7 +213,7 @@ def test_plain_output_has_a_line_per_tenth_and_nothing_garbled() -> None:
     file = io.StringIO()
     Player(file, max_steps=50).train(50)
     lines = file.getvalue().splitlines()
-    assert [line.split("[")[0].split()[-1] for line in lines] == [f"{step}/50" for step in range(5, 51, 5)]
+    assert [line.split("[")[0].split()[-1] for line in lines] == [f"{step}/50" for step in (4, *range(9, 50, 5), 50)]
     assert not set("\r\x1b█") & set(file.getvalue())
 
 
@@ -118,20 +221,35 @@ def test_plain_output_of_a_short_run_is_its_last_line() -> None:
     file = io.StringIO()
     Player(file, max_steps=50, global_step=20).train(30)
     (line,) = file.getvalue().splitlines()
-    assert line.startswith("train: 100% 50/50")
+    assert line.startswith("train 100%  50/50  [00:00<00:00]  ")
 
 
-def test_plain_logs_are_literals_with_rounded_numbers_and_cut_texts() -> None:
+def test_plain_logs_are_one_aligned_line_each() -> None:
     file = io.StringIO()
-    player = Player(callback=ProgressCallback(max_str_len=5, file=file))
-    player.train(1, is_ended=False)
-    logs = {"loss": 1234.56789, "learning_rate": 4.987654e-05, "note": "abcdefgh", "step": 7, "total_flos": 1.0}
-    player.runner.fire("on_log", logs=logs)
-    shown = ast.literal_eval(file.getvalue().splitlines()[-1])
-    assert shown == {"loss": 1234.5679, "learning_rate": 4.988e-05, "note": "abcde... (8 characters)", "step": 7}
-    assert logs["loss"] == 1234.56789
-    assert "total_flos" in logs
+    player = Player(callback=ProgressCallback(max_str_len=5, file=file), max_steps=1000, epoch=0.0)
+    player.train(7, is_ended=False)
+    logs = {"loss": 0.12345678, "learning_rate": 4.987654e-05, "note": "abcdefgh", "epoch": 0.25, "total_flos": 1.0}
+    for entry in (logs, {**logs, "loss": float("nan")}, {**logs, "loss": float("-inf"), "learning_rate": 0.001}):
+        player.runner.fire("on_log", logs=entry)
+    evaluation = {"eval_loss": 12.3456, "eval_runtime": 1.5, "eval_samples_per_second": 20.0, "epoch": 1.0}
+    player.runner.fire("on_log", logs=evaluation)
     player.runner.fire("on_train_end")
+    first, second, third, last = file.getvalue().splitlines()
+    assert first.startswith("step    7/1000  epoch 0.25  loss 0.1235  lr 4.99e-05  note abcde... (8 characters)  ")
+    assert re.search(r"  [\d.]+ [mu]s/step$", first)
+    assert second.startswith("step    7/1000  epoch 0.25  loss nan     lr 4.99e-05  note ")
+    assert third.startswith("step    7/1000  epoch 0.25  loss -inf    lr 0.001000  note ")
+    assert last == "step    7/1000  epoch 1.00  eval_loss 12.35   1.500 s  20.00 samples/s"
+    assert logs["loss"] == 0.12345678
+
+
+def test_log_line_counts_as_a_line_of_progress() -> None:
+    file = io.StringIO()
+    player = Player(file, max_steps=10)
+    player.train(10, is_ended=False)
+    player.runner.fire("on_log", logs={"train_loss": 1.0})
+    player.runner.fire("on_train_end")
+    assert file.getvalue() == "step 10/10  train_loss 1.000\n"
 
 
 def test_plain_evaluation_prints_one_line_each() -> None:
@@ -140,8 +258,8 @@ def test_plain_evaluation_prints_one_line_each() -> None:
     player.evaluate(range(5))
     player.evaluate(range(7), event="on_predict")
     assert [line.split("[")[0] for line in file.getvalue().splitlines()] == [
-        "inference: 100% 5/5 ",
-        "inference: 100% 7/7 ",
+        "evaluate 100%  5/5  ",
+        "evaluate 100%  7/7  ",
     ]
 
 
@@ -151,13 +269,13 @@ def test_evaluation_after_a_failed_one_counts_from_the_start() -> None:
     failed, good = range(5), range(5)
     player.evaluate(failed, num_batches=2, event=None)
     player.evaluate(good)
-    assert file.getvalue().splitlines()[-1].startswith("inference: 100% 5/5")
+    assert file.getvalue().splitlines()[-1].startswith("evaluate 100%  5/5")
 
 
 def test_evaluation_of_a_stream_is_counted_without_a_total() -> None:
     file = io.StringIO()
     Player(file).evaluate(iter(()), num_batches=4)
-    assert file.getvalue().startswith("inference: 4batch")
+    assert file.getvalue().startswith("evaluate  4  [00:00]")
 
 
 def test_other_processes_stay_silent(capsys) -> None:
@@ -174,11 +292,13 @@ def test_other_processes_stay_silent(capsys) -> None:
 def test_bars_go_to_standard_error_and_logs_to_standard_output(capsys) -> None:
     player = Player()
     player.train(100, is_ended=False)
+    out, err = capsys.readouterr()
+    assert out == err == ""
     player.runner.fire("on_log", logs={"loss": 1.0})
     player.runner.fire("on_train_end")
     out, err = capsys.readouterr()
-    assert out == "{'loss': 1.0}\n"
-    assert err.startswith("train: 100% 100/100")
+    assert out.startswith("step 100/100  loss 1.000  ")
+    assert err == ""
 
 
 def test_output_without_isatty_is_no_terminal() -> None:
@@ -194,4 +314,4 @@ def test_output_without_isatty_is_no_terminal() -> None:
 
     tee = Tee()
     Player(tee).train(100)
-    assert tee.text.startswith("train: 100%")
+    assert tee.text.startswith("train 100%")

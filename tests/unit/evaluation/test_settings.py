@@ -238,7 +238,7 @@ def test_evaluation_shows_a_bar(tmp_path: Path) -> None:
     shown.isatty = lambda: True  # type: ignore[method-assign]
     trainer = Trainer(Net(), make_arguments(tmp_path), callbacks=[ProgressCallback(file=shown)])
     trainer.evaluate(make_rows(9))
-    assert "inference: 100%" in shown.getvalue()
+    assert "evaluate 100%" in shown.getvalue()
     assert "3/3" in shown.getvalue()
 
 

@@ -1,0 +1,167 @@
+"""Log entries as text for people: one aligned line each, folded at the width of a terminal."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_SHORT = {"learning_rate": "lr"}
+# What an entry ends with, and what a narrow terminal leaves out: `<prefix>_runtime` and its company.
+_UNITS = {
+    "runtime": "s",
+    "samples_per_second": "samples/s",
+    "tokens_per_second": "tokens/s",
+    "steps_per_second": "steps/s",
+}
+_MIN_VALUE = 6
+
+
+def shorten(value: Any, max_str_len: int) -> Any:
+    """Round a float and cut a long text for display: four decimals, or four digits below 1.
+
+    Example:
+        >>> shorten(0.123456, 10), shorten(1234.56789, 10), shorten("a long story", 6)
+        (0.1235, 1234.5679, 'a long... (12 characters)')
+    """
+    if isinstance(value, str) and len(value) > max_str_len:
+        return f"{value[:max_str_len]}... ({len(value)} characters)"
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if abs(value) < 1 else round(float(value), 4)
+    return value
+
+
+def number_text(value: float) -> str:
+    """Return a number with about four digits, so that most numbers of a column are equally wide.
+
+    Example:
+        >>> [number_text(each) for each in (0.03125, 12.34567, 1234.5, 4.98765e-05, 2e9, math.nan, 7)]
+        ['0.0312', '12.35', '1234', '4.99e-05', '2.00e+09', 'nan', '7']
+    """
+    if isinstance(value, int) or not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size and not 1e-3 <= size < 1e7:
+        return f"{value:.2e}"
+    if 0.01 <= size < 1:
+        return f"{value:.4f}"
+    return f"{value:.0f}" if size >= 1000 else f"{value:#.4g}"
+
+
+def pace_text(seconds: float, unit: str) -> str:
+    """Return the time that one of something takes.
+
+    Example:
+        >>> pace_text(0.0341, "step"), pace_text(2.5, "batch"), pace_text(2e-5, "step"), pace_text(100.0, "step")
+        ('34.1 ms/step', '2.50 s/batch', '20.0 us/step', '100 s/step')
+    """
+    scale, prefix = (1, "") if seconds >= 1 else (1e3, "m") if seconds >= 1e-3 else (1e6, "u")
+    value = seconds * scale
+    return f"{value:.0f} {prefix}s/{unit}" if value >= 100 else f"{value:#.3g} {prefix}s/{unit}"
+
+
+def duration_text(seconds: float) -> str:
+    """Return a time as people say it.
+
+    Example:
+        >>> duration_text(12.345), duration_text(754), duration_text(98765)
+        ('12.3 s', '12 min 34 s', '27 h 26 min')
+    """
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    if minutes == 0:
+        return f"{seconds:.1f} s"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min {int(seconds % 60)} s"
+
+
+def columns_of(file: Any) -> int | None:
+    """Return how many columns a terminal has; None if a file is not a terminal."""
+    if not getattr(file, "isatty", bool)():
+        return None
+    try:
+        columns = os.get_terminal_size(file.fileno()).columns
+    except (AttributeError, OSError, ValueError):
+        columns = 0
+    return columns or shutil.get_terminal_size().columns
+
+
+class LogLines:
+    """Format a run's log entries so that the numbers of one name stand below each other.
+
+    Args:
+        max_str_len: Longer texts are cut, in characters.
+    """
+
+    def __init__(self, max_str_len: int = 100) -> None:
+        self._max_str_len = max_str_len
+        self._widths: dict[str, int] = {}
+
+    def split(self, logs: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+        """Return the texts of an entry's values by their shown names, and its times and rates with their units."""
+        values: dict[str, str] = {}
+        rates = []
+        for name, value in logs.items():
+            ending = next((each for each in _UNITS if name.endswith(f"_{each}")), None)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            text = number_text(value) if is_number else str(shorten(value, self._max_str_len))
+            if ending is not None:
+                rates.append(f"{text} {_UNITS[ending]}")
+            elif name not in ("epoch", "step", "total_flos"):
+                values[_SHORT.get(name, name)] = text
+        return values, rates
+
+    def format(self, logs: Mapping[str, Any], *, step: int, max_steps: int, pace: str = "", width: int | None) -> str:
+        """Return an entry as a line, or as several that fit.
+
+        Args:
+            logs: A log entry.
+            step: The optimizer step it belongs to, of `max_steps`.
+            pace: The time of a step, as text; added at the end.
+            width: Columns of the terminal: what is longer is folded between values, and times and rates that do not
+                fit are left out. None allows a line of any length.
+        """
+        values, rates = self.split(logs)
+        head = [f"step {step:>{len(str(max_steps))}}/{max_steps}"]
+        if "epoch" in logs:
+            head.append(f"epoch {logs['epoch']:.2f}")
+        for name, text in values.items():
+            self._widths[name] = max(self._widths.get(name, _MIN_VALUE), len(text))
+        cells = [f"{name} {text:<{self._widths[name]}}" for name, text in values.items()]
+        extras = rates + [pace] * bool(pace)
+        if width is None:
+            return "  ".join([*head, *cells, *extras]).rstrip()
+        lines = fold([*head, *cells], width - 1)
+        for extra in extras:
+            if len(lines[-1]) + 2 + len(extra) < width:
+                lines[-1] += f"  {extra}"
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def fold(cells: Iterable[str], width: int, *, indent: int = 2) -> list[str]:
+    """Join cells with two spaces into lines of at most `width` characters; a cell that is longer itself is cut.
+
+    Args:
+        indent: Spaces before each line but the first.
+
+    Example:
+        >>> fold(["step 1/9", "loss 0.5000", "a_name_without_end 0.1"], 22)
+        ['step 1/9  loss 0.5000', '  a_name_withou... 0.1']
+    """
+    lines: list[str] = []
+    for cell in cells:
+        if lines and len(lines[-1]) + 2 + len(cell.rstrip()) <= width:
+            lines[-1] += f"  {cell}"
+        else:
+            start = " " * indent if lines else ""
+            lines.append(start + cut(cell, width - len(start)))
+    return lines
+
+
+def cut(cell: str, width: int) -> str:
+    """Shorten a cell's name, and if that is not enough its value, to `width` characters."""
+    if len(cell.rstrip()) <= width:
+        return cell
+    name, _, value = cell.rstrip().partition(" ")
+    room = width - len(value) - 4
+    return f"{name[:room]}... {value}" if room > 0 else cell[: max(width, 1)]

@@ -1,0 +1,115 @@
+"""What the end of a run says about it: figures that the run has counted anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hftrain.callbacks.early_stopping import EarlyStoppingCallback
+from hftrain.callbacks.lines import LogLines, duration_text, number_text
+from hftrain.callbacks.progress import ProgressCallback
+from hftrain.callbacks.summary import Rows, SummaryCallback
+from hftrain.checkpoint.layout import checkpoint_name
+from hftrain.core.progress import Progress
+from hftrain.rules.evaluation import best_metric_key
+from hftrain.run.parts import RunParts
+from hftrain.run.saving import RunCheckpoints
+
+
+def show_summary(
+    parts: RunParts,
+    checkpoints: RunCheckpoints,
+    metrics: Mapping[str, Any],
+    *,
+    first: Progress,
+    resume: Path | None,
+) -> None:
+    """Hand the summary to those callbacks that show it; nothing is read if there are none.
+
+    Args:
+        metrics: What `train()` returns.
+        first: Where this session began.
+        resume: The checkpoint that it began from.
+    """
+    state, callbacks = parts.state, parts.events.callbacks
+    shown_by: list[Any] = [each for each in callbacks if isinstance(each, SummaryCallback)]
+    if not shown_by and not state.is_hyper_param_search:
+        shown_by = [each for each in callbacks if isinstance(each, ProgressCallback) and each.shows_summary]
+    if not state.is_world_process_zero or not shown_by:
+        return
+    num_steps = parts.progress.step - first.step
+    title = f"Trained {num_steps} steps in {duration_text(metrics['train_runtime'])}"
+    rates = LogLines().split({name: value for name, value in metrics.items() if name.endswith("_per_second")})[1]
+    rows: Rows = {"speed": rates}
+    if resume is not None:
+        rows["resumed"] = [f"from {resume}"]
+    if state.global_step < state.max_steps:
+        rows["stopped"] = [f"at step {state.global_step} of {state.max_steps}: {_stop_reason(callbacks)}"]
+    rows.update(_results(parts, metrics))
+    rows.update(_files(parts, checkpoints))
+    rows.update(_oddities(parts, checkpoints))
+    for each in shown_by[:1]:
+        each.show_summary(title, rows)
+
+
+def _results(parts: RunParts, metrics: Mapping[str, Any]) -> Rows:
+    state, wanted = parts.state, parts.args.metric_for_best_model
+    rows: Rows = {}
+    last = next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None)
+    losses = [f"last {number_text(last)}"] if last is not None else []
+    rows["training loss"] = [*losses, f"mean {number_text(metrics['train_loss'])}"]
+    evaluations = [entry for entry in state.log_history if any(name.startswith("eval_") for name in entry)]
+    if evaluations:
+        step = evaluations[-1]["step"]
+        merged = {name: value for entry in evaluations if entry["step"] == step for name, value in entry.items()}
+        values = LogLines().split(merged)[0]
+        rows["last evaluation"] = [f"step {step}", *(f"{name} {text}" for name, text in values.items())]
+    if state.best_metric is not None and state.best_global_step is not None and wanted:
+        rows["best evaluation"] = [
+            f"step {state.best_global_step}",
+            f"{best_metric_key(wanted)} {number_text(state.best_metric)}",
+        ]
+    return rows
+
+
+def _files(parts: RunParts, checkpoints: RunCheckpoints) -> Rows:
+    rows: Rows = {}
+    best, step = checkpoints.best(), checkpoints.saved_step
+    if best is not None and best.is_dir():
+        rows["best checkpoint"] = [f"{best}{' (loaded)' * bool(parts.args.load_best_model_at_end)}"]
+    last = None if step is None else parts.output.folder / checkpoint_name(step)
+    if last is not None and last.is_dir() and last != best:
+        rows["last checkpoint"] = [str(last)]
+    return rows
+
+
+def _oddities(parts: RunParts, checkpoints: RunCheckpoints) -> Rows:
+    """Return what a run should not have met."""
+    rows: Rows = {}
+    if parts.losses.num_nonfinite:
+        rows["NaN or infinite"] = [f"{parts.losses.num_nonfinite} training losses"]
+    num_skipped = parts.precision.logs().get("skipped_steps", 0)
+    if num_skipped:
+        rows["skipped updates"] = [f"{num_skipped:.0f}, whose gradients overflowed in {parts.precision.policy.name}"]
+    found, skipped = checkpoints.finiteness.found_steps, checkpoints.writes.skipped_steps
+    if found:
+        was_restored = parts.save_policy.on_nonfinite == "restore"
+        outcome = "the last finite checkpoint was restored" if was_restored else "saved all the same"
+        rows["not finite"] = [f"weights or losses at {_steps(found)}: {outcome}"]
+    if skipped:
+        rows["not saved"] = [f"{_steps(skipped)}: the disk was full"]
+    return rows
+
+
+def _steps(steps: list[int]) -> str:
+    shown = ", ".join(map(str, steps[:5]))
+    return f"step{'s' * (len(steps) > 1)} {shown}" + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
+
+
+def _stop_reason(callbacks: list[Any]) -> str:
+    for each in callbacks:
+        is_early = isinstance(each, EarlyStoppingCallback)
+        if is_early and each.early_stopping_patience_counter >= each.early_stopping_patience:
+            return f"no improvement in {each.early_stopping_patience_counter} evaluations (early stopping)"
+    return "a callback or the loop ended the run"

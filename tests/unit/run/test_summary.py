@@ -1,0 +1,174 @@
+"""The summary at the end of a run, against what the run did."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import Net, Task, make_arguments, make_rows, share
+
+from hftrain import (
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+    SavePolicy,
+    SummaryCallback,
+    Trainer,
+    TrainerCallback,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def read(text: str) -> dict[str, str]:
+    """Return a summary's rows by their label, the title as "title"."""
+    title, *lines = text.splitlines()
+    return {"title": title, **{line[2:19].strip(): line[19:].strip() for line in lines}}
+
+
+def summarize(trainer: Trainer, **options: Any) -> tuple[Any, dict[str, str]]:
+    file = io.StringIO()
+    trainer.add_callback(SummaryCallback(file=file))
+    output = trainer.train(**options)
+    return output, read(file.getvalue())
+
+
+def make_trainer(folder: Path, **options: Any) -> Trainer:
+    parts = {name: options.pop(name) for name in ("callbacks", "save_policy", "precision", "model") if name in options}
+    model = parts.pop("model", Net())
+    settings = {"eval_strategy": "epoch", "save_strategy": "epoch", "metric_for_best_model": "share", **options}
+    return Trainer(
+        model,
+        make_arguments(folder, load_best_model_at_end=settings["save_strategy"] != "no", **settings),
+        train_dataset=make_rows(20),
+        eval_dataset=make_rows(12, seed=2),
+        compute_metrics=share,
+        **parts,
+    )
+
+
+def test_summary_tells_the_numbers_of_the_run(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, num_train_epochs=3)
+    output, rows = summarize(trainer)
+    history, state = trainer.state.log_history, trainer.state
+    evaluation = [entry for entry in history if "eval_share" in entry][-1]
+    last_loss = [entry["loss"] for entry in history if "loss" in entry][-1]
+    assert re.fullmatch(r"Trained 15 steps in \d+\.\d s", rows["title"])
+    assert float(rows["speed"].split()[0]) == pytest.approx(output.metrics["train_samples_per_second"], rel=1e-3)
+    assert rows["training loss"] == f"last {last_loss:#.4g}  mean {output.training_loss:#.4g}"
+    shown = f"eval_loss {evaluation['eval_loss']:#.4g}  eval_share {evaluation['eval_share']:.4f}"
+    assert rows["last evaluation"] == f"step 15  {shown}"
+    assert rows["best evaluation"] == f"step {state.best_global_step}  eval_share {state.best_metric:.4f}"
+    assert rows["best checkpoint"] == f"{tmp_path}/checkpoint-{state.best_global_step} (loaded)"
+    assert (
+        rows.keys() & {"resumed", "stopped", "NaN or infinite", "skipped updates", "not finite", "not saved"} == set()
+    )
+
+
+def test_summary_of_a_resumed_run_counts_its_own_steps(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save = control.should_training_stop = state.global_step == 4
+
+    _, rows = summarize(make_trainer(tmp_path, callbacks=[Stop]))
+    assert rows["title"].startswith("Trained 4 steps")
+    assert rows["stopped"] == "at step 4 of 10: a callback or the loop ended the run"
+    assert rows["best checkpoint"] == f"{tmp_path}/checkpoint-4 (loaded)"
+    _, rows = summarize(make_trainer(tmp_path), resume_from_checkpoint=True)
+    assert rows["title"].startswith("Trained 6 steps")
+    assert rows["resumed"] == f"from {tmp_path}/checkpoint-4"
+
+
+def test_summary_says_why_early_stopping_ended_the_run(tmp_path: Path) -> None:
+    callback = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=1.0)
+    _, rows = summarize(make_trainer(tmp_path, callbacks=[callback], num_train_epochs=9))
+    assert rows["stopped"] == "at step 15 of 45: no improvement in 2 evaluations (early stopping)"
+
+
+def test_summary_without_evaluations_names_the_last_checkpoint(tmp_path: Path) -> None:
+    arguments = make_arguments(tmp_path, save_strategy="steps", save_steps=4)
+    _, rows = summarize(Trainer(Task(), arguments, train_dataset=make_rows()))
+    assert rows.keys() == {"title", "speed", "training loss", "last checkpoint"}
+    assert rows["last checkpoint"] == f"{tmp_path}/checkpoint-12"
+
+
+class Overflowing(Net):
+    """Its third loss is infinite."""
+
+    num_calls = 0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        loss, logits = super().forward(x, labels)
+        self.num_calls += self.training
+        return (loss * (math.inf if self.num_calls == 3 and self.training else 1.0), logits)
+
+
+@pytest.mark.filterwarnings("ignore:The loss was NaN")
+def test_summary_counts_losses_and_updates_that_were_left_out(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, model=Overflowing(), precision="fp16", save_strategy="no", eval_strategy="no")
+    output, rows = summarize(trainer)
+    assert output.metrics["nonfinite_losses"] == 1
+    assert rows["NaN or infinite"] == "1 training losses"
+    num_skipped = trainer.precision.logs()["skipped_steps"]
+    assert num_skipped >= 1
+    assert rows["skipped updates"] == f"{num_skipped:.0f}, whose gradients overflowed in fp16"
+
+
+@pytest.mark.filterwarnings("ignore:The loss was NaN")
+def test_summary_tells_of_saves_that_were_not_finite(tmp_path: Path) -> None:
+    policy = SavePolicy(on_nonfinite="warn")
+    _, rows = summarize(make_trainer(tmp_path, model=Overflowing(), save_policy=policy))
+    assert rows["not finite"] == "weights or losses at steps 5, 10: saved all the same"
+
+
+def test_summary_tells_of_saves_for_which_there_was_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path, save_policy=SavePolicy(on_full_disk="warn"))
+
+    class FillDisk(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 6:
+                monkeypatch.setattr("hftrain.run.writing.free_bytes", lambda *args: 0)
+
+    trainer.add_callback(FillDisk)
+    _, rows = summarize(trainer)
+    assert rows["not saved"] == "step 10: the disk was full"
+
+
+def test_summary_comes_on_a_terminal_and_nowhere_else_unless_asked(tmp_path: Path) -> None:
+    for number, (file, is_there) in enumerate(((Terminal(), True), (io.StringIO(), False))):
+        trainer = Trainer(Task(), make_arguments(tmp_path / str(number)), train_dataset=make_rows())
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(ProgressCallback(file=file))
+        trainer.train()
+        assert ("Trained 12 steps" in file.getvalue()) is is_there
+        assert "12/12" in file.getvalue()
+
+
+def test_summary_is_printed_once(tmp_path: Path) -> None:
+    file, asked = Terminal(), io.StringIO()
+    callbacks = [ProgressCallback(file=file), SummaryCallback(file=asked)]
+    Trainer(Task(), make_arguments(tmp_path), train_dataset=make_rows(), callbacks=callbacks).train()
+    assert "Trained" not in file.getvalue()
+    assert asked.getvalue().startswith("Trained 12 steps")
+
+
+def test_summary_is_that_of_process_zero(tmp_path: Path) -> None:
+    asked = io.StringIO()
+    trainer = Trainer(Task(), make_arguments(tmp_path), train_dataset=make_rows())
+    trainer.add_callback(SummaryCallback(file=asked))
+
+    class AnotherProcess(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            state.is_world_process_zero = False
+
+    trainer.add_callback(AnotherProcess)
+    trainer.train()
+    assert asked.getvalue() == ""
