@@ -1,8 +1,8 @@
-"""What a file in torch's zip format would build, worked out before torch reads it and without building it.
+"""Check what a file in torch's zip format would build, before torch reads it and without building it.
 
-torch's safe reader runs no code from a file, but a file can still make it reserve any amount of memory, and make its
-versions before 2.10 read beyond a tensor's end. So nothing goes to it but plain containers, numbers, text and tensors
-whose memory is really in the file.
+torch's safe reader runs no code from a file. But a file can make it allocate any amount of memory, and make versions
+before 2.10 read beyond the end of a tensor. So torch only gets files with plain containers, numbers, text, and tensors
+whose data is in the file.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class _Storage(NamedTuple):
 
 
 class _Opaque(NamedTuple):
-    """A tensor, an array or the like, checked when it was built."""
+    """A tensor, an array or similar, checked when it was built."""
 
     kind: str
 
 
 class _Ordered(dict[Any, Any]):
-    """An OrderedDict, which may carry the versions of a model's modules."""
+    """An OrderedDict, which may have the versions of a model's modules as an attribute."""
 
 
 def check_archive(path: Path, *, with_numpy: bool = False) -> None:
-    """Raise ValueError unless a file is torch's zip format and holds plain data of a bounded size.
+    """Raise ValueError unless a file is in torch's zip format and contains plain data of a bounded size.
 
     Args:
         with_numpy: Also accept NumPy arrays of numbers.
@@ -82,7 +82,7 @@ def check_archive(path: Path, *, with_numpy: bool = False) -> None:
 
 
 def _check_directory(path: Path) -> None:
-    """Look at the size of a zip file's directory before anything reads it."""
+    """Check the size of a zip file's directory before it is read."""
     with open(path, "rb") as file:
         length = file.seek(0, 2)
         file.seek(max(0, length - 42))
@@ -90,7 +90,7 @@ def _check_directory(path: Path) -> None:
         if len(end) < 42 or end[20:24] != b"PK\5\6" or end[40:] != b"\0\0":
             raise ValueError("it is not in the zip format of torch.save")
         size = int(struct.unpack("<I", end[32:36])[0])
-        if end[:4] == b"PK\6\7":  # more records or bytes than the classic format can tell
+        if end[:4] == b"PK\6\7":  # more records or bytes than the classic format can express
             file.seek(struct.unpack("<Q", end[8:16])[0] + 40)
             size = int(struct.unpack("<Q", file.read(8))[0])
         if size > _MAX_DIRECTORY_BYTES:
@@ -98,7 +98,7 @@ def _check_directory(path: Path) -> None:
 
 
 class _Reader:
-    """Follow the instructions of a pickle with values that stand for what they would build.
+    """Interpret a pickle with placeholders for the objects that it would build.
 
     Args:
         sizes: Bytes of each record in the file.
@@ -131,7 +131,7 @@ class _Reader:
             self._callables["numpy dtype"] = _array_dtype
 
     def read(self, structure: bytes) -> Any:
-        """Return what stands for the whole."""
+        """Return the placeholder of the whole structure."""
         for number, (opcode, argument, _) in enumerate(pickletools.genops(structure)):
             if number > _MAX_INSTRUCTIONS:
                 raise ValueError(f"its structure takes more than {_MAX_INSTRUCTIONS} instructions")
@@ -215,7 +215,7 @@ class _Reader:
     def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> _Opaque:
         storage = _expect(storage, _Storage)
         item_bytes = storage.item_bytes
-        for part in rest:  # in newer versions the dtype stands next to memory without one
+        for part in rest:  # newer versions store the dtype next to untyped memory
             dtype = getattr(torch, part.name.partition(" ")[2], None) if isinstance(part, _Global) else None
             item_bytes = dtype.itemsize if isinstance(dtype, torch.dtype) else item_bytes
         shape, strides = _counts(size), _counts(stride)
@@ -247,7 +247,7 @@ def _expect(value: Any, kind: Any) -> Any:
 def is_key(value: Any) -> bool:
     """Tell whether a value may be a key, or a member of a set: None, text, a short number, or a tuple of them.
 
-    Long numbers may all have one and the same hash, and that of nested tuples ends in the stack's overflow.
+    Long numbers may all have the same hash, and hashing nested tuples can overflow the stack.
     """
     parts = value if isinstance(value, tuple) else (value,)
     return all(isinstance(part, _KEYS) and _is_short(part) for part in parts)
@@ -298,7 +298,7 @@ def _encoded(text: Any, encoding: Any) -> bytes:
 
 
 def _count(node: Any, known: dict[int, int | None], depth: int) -> int:
-    """Count the values that a walk through all would meet: what is there twice is met twice."""
+    """Count the values that a traversal would visit; shared values count each time."""
     if not isinstance(node, (list, tuple, dict)) or isinstance(node, (_Global, _Storage, _Opaque)):
         return 1
     if id(node) in known:

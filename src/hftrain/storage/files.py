@@ -1,8 +1,8 @@
-"""Durable local files, and folders that appear whole or not at all.
+"""Durable local files, and folders that appear completely or not at all.
 
-A folder is written next to its target as ``.staging-<token>-<name>``, flushed, and renamed once. What stands in the way
-is first renamed to ``.replaced-<token>-<name>``, what must go to ``.trash-<token>-<name>``; so after a kill at any
-instant each of these says by its name what has to be done with it, and `restore` and `sweep` do it.
+A folder is written next to its target as ``.staging-<token>-<name>``, flushed, and renamed once. A folder of that name
+is first renamed to ``.replaced-<token>-<name>``, one to be deleted to ``.trash-<token>-<name>``. So after a kill at any
+instant, these names tell `restore` and `sweep` what to do with each folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_LOOKS, _LOOK_S = 10, 0.3
 _MAX_JSON_BYTES = 1 << 28
 _MAX_JSON_VALUES = 10_000_000
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/.*", re.IGNORECASE)
-# The name comes last, for an override of `_save` may read the step from the end of it. It used to come first.
+# The name comes last because an override of `_save` may read the step from its end. It used to come first.
 _LEFTOVER = re.compile(
     r"\.(?P<kind>staging|replaced|trash)-(?:[0-9a-f]{8}-(?P<name>.+)|(?P<older_name>.+)-[0-9a-f]{8})"
 )
@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 
 def check_writable(folder: str | Path) -> None:
-    """Create a folder if it is absent, and prove that a file can be written in it."""
+    """Create a folder if it does not exist, and check that a file can be written in it."""
     asked = f"Cannot write to {str(folder)!r}."
     if _URL.fullmatch(str(folder)):
         raise ConfigError(asked, "This version writes to local folders only.", "Give a path without scheme.")
@@ -52,7 +52,7 @@ def check_writable(folder: str | Path) -> None:
 
 
 def appears(path: Path) -> bool:
-    """Tell whether a file is there, or comes within seconds: network file systems show it late."""
+    """Tell whether a file exists, or appears within seconds: network file systems may show it late."""
     for _ in range(_MAX_LOOKS):
         if path.exists():
             return True
@@ -61,11 +61,11 @@ def appears(path: Path) -> bool:
 
 
 def write_text(path: Path, *parts: str) -> None:
-    """Write a file so that it holds the old text or the new, whenever the machine stops; returns when durable.
+    """Write a file so that it has the old or the new text if the machine crashes; durable on return.
 
     Args:
         path: The file.
-        *parts: The text, in pieces that follow each other.
+        *parts: The text, in consecutive parts.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -84,7 +84,7 @@ def read_json(path: Path, *, scale: int = 1) -> Any:
 
     Args:
         path: The file.
-        scale: How many times larger than 256 MB, or 10 million values, it may be.
+        scale: Factor on the limits of 256 MB and 10 million values.
     """
     try:
         if not path.is_file():
@@ -92,7 +92,7 @@ def read_json(path: Path, *, scale: int = 1) -> Any:
         if path.stat().st_size > scale * _MAX_JSON_BYTES:
             raise ValueError(f"it is larger than {scale * _MAX_JSON_BYTES} bytes")
         text = path.read_bytes()
-        if sum(map(text.count, (b",", b"[", b"{"))) > scale * _MAX_JSON_VALUES:  # tens of bytes each once read
+        if sum(map(text.count, (b",", b"[", b"{"))) > scale * _MAX_JSON_VALUES:  # each takes tens of bytes in memory
             raise ValueError(f"it holds more than {scale * _MAX_JSON_VALUES} values")
         return json.loads(text.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -111,14 +111,14 @@ def sha256(path: Path) -> str:
 
 
 def walk_files(folder: Path) -> Iterator[Path]:
-    """Yield all that a folder and its subfolders hold except folders; links are yielded and not followed."""
+    """Yield everything in a folder and its subfolders except folders; links are yielded and not followed."""
     for parent, folders, names in os.walk(folder):
         yield from (Path(parent) / name for name in names)
         yield from (path for name in folders if (path := Path(parent) / name).is_symlink())
 
 
 def fsync_tree(folder: Path) -> None:
-    """Flush each file and folder below `folder`, itself included, to disk; files that vanish meanwhile are skipped."""
+    """Flush each file and folder below `folder`, itself included, to disk; skips files that disappear meanwhile."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
@@ -146,7 +146,7 @@ def find_staging(target: Path) -> Path:
 
 
 def staged_bytes(folder: Path) -> int:
-    """Return the bytes of what is being written below a folder, 0 if nothing is; for a look while others write."""
+    """Return the bytes in staging folders below a folder, 0 if there are none; safe while others write."""
     sizes = 0
     for staged in folder.glob(".staging-*"):
         for parent, _, names in os.walk(staged):
@@ -157,7 +157,7 @@ def staged_bytes(folder: Path) -> int:
 
 
 def commit(staged: Path, target: Path) -> None:
-    """Flush a staging folder and give it its name, in place of what has that name; durable on return."""
+    """Flush a staging folder and rename it to `target`, replacing an existing one; durable on return."""
     fsync_tree(staged)
     replaced = _beside(target, "replaced") if os.path.lexists(target) else None
     if replaced is not None:
@@ -169,7 +169,7 @@ def commit(staged: Path, target: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder, renamed out of sight first; what cannot be deleted is left behind with a warning."""
+    """Delete a folder, after renaming it; failures only warn."""
     try:
         if _LEFTOVER.fullmatch(folder.name) is None:
             folder = folder.rename(_beside(folder, "trash"))
@@ -179,10 +179,10 @@ def discard(folder: Path) -> None:
 
 
 def restore(parent: Path, *, is_ours: Callable[[str], bool]) -> None:
-    """Put back the folders that a killed `commit` had renamed aside without putting the new one in their place.
+    """Restore folders that a killed `commit` had renamed without replacing them.
 
     Args:
-        is_ours: Tells by a target's name whether the caller may touch it.
+        is_ours: Tells by a target's name whether the caller may change it.
     """
     for path, kind, name in _leftovers(parent):
         if kind == "replaced" and is_ours(name) and not os.path.lexists(parent / name):
@@ -191,7 +191,7 @@ def restore(parent: Path, *, is_ours: Callable[[str], bool]) -> None:
 
 
 def sweep(parent: Path, *, is_ours: Callable[[str], bool]) -> None:
-    """Delete what killed saves left behind, after `restore`; the arguments are the same."""
+    """Delete leftovers of killed saves, after `restore`; takes the same arguments."""
     restore(parent, is_ours=is_ours)
     for path, _, name in _leftovers(parent):
         if is_ours(name):
@@ -206,10 +206,10 @@ def _beside(target: Path, kind: str) -> Path:
 
 
 def _leftovers(parent: Path) -> list[tuple[Path, str, str]]:
-    """List path, kind and target name of the folders of this layout; links are not of this layout."""
+    """List path, kind and target name of leftover folders; links are ignored."""
     if not parent.is_dir():
         return []
-    with os.scandir(parent) as entries:  # a run's folder may hold thousands of checkpoints
+    with os.scandir(parent) as entries:  # a folder may contain thousands of checkpoints
         found = [
             (entry.name, match)
             for entry in entries

@@ -1,4 +1,4 @@
-"""Large files that are passed over once: hashed while they are written, and not read again for their hash."""
+"""Hash large files while they are written, so that they are not read again for their hash."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-# What a file looks like to the system; see `mark`.
+# Identifies a file and its version; see `mark`.
 Mark = tuple[int, ...]
 
 _PIECE_BYTES = 1 << 22
@@ -33,7 +33,7 @@ _notes: ContextVar[dict[Mark, str] | None] = ContextVar("hftrain_hashes", defaul
 
 @contextlib.contextmanager
 def noting() -> Iterator[dict[Mark, str]]:
-    """Let `create` hash what this thread writes; yields the SHA-256 of those files by their `mark`."""
+    """Make `create` hash the files that this thread writes; yields their SHA-256 by `mark`."""
     notes: dict[Mark, str] = {}
     token = _notes.set(notes)
     try:
@@ -43,13 +43,13 @@ def noting() -> Iterator[dict[Mark, str]]:
 
 
 def mark(status: os.stat_result) -> Mark:
-    """Return what tells a file from every other one, and from itself once it was changed or moved."""
+    """Return a key that identifies a file, and that differs once the file was changed or moved."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @contextlib.contextmanager
 def create(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file for writing from its begin to its end; under `noting` it is hashed, and durable when closed."""
+    """Open a new file for sequential writing; within `noting` it is hashed, and durable when closed."""
     notes = _notes.get()
     if notes is None:
         with open(path, "wb") as plain:
@@ -61,9 +61,9 @@ def create(path: Path) -> Iterator[IO[bytes]]:
         digest = file.finish()
         os.fsync(raw.fileno())
     status = path.stat()
-    # The system's clock for files ticks every few milliseconds. A change within the tick of the last write would leave
-    # the same time, so that time is moved to the past, where no later change can put it.
-    with contextlib.suppress(OSError):  # not every network file system can
+    # The clock for file times ticks every few milliseconds. A change within the tick of the last write would not change
+    # the time, so the time is moved to the past, where no later change can set it.
+    with contextlib.suppress(OSError):  # some network file systems cannot
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - _BACKWARDS_NS))
         moved = path.stat()
         if moved.st_mtime_ns < status.st_mtime_ns:
@@ -71,28 +71,28 @@ def create(path: Path) -> Iterator[IO[bytes]]:
 
 
 class _Hashed(io.RawIOBase):
-    """Copy what is written into pieces, and write each while a thread hashes it.
+    """Copy the data into blocks, and write each block while a thread hashes it.
 
-    Both see the same bytes even if somebody changes the memory meanwhile. Where the file system allows it, pieces go to
-    the disk past the system's cache: its pages would cost more time than the hash.
+    Both see the same bytes even if the memory changes meanwhile. If the file system allows it, writes bypass the page
+    cache, whose pages would cost more time than the hash.
     """
 
     def __init__(self, raw: io.FileIO, pool: ThreadPoolExecutor) -> None:
         self._raw, self._pool = raw, pool
         self._digest = hashlib.sha256()
-        # Pages, as writing past the cache wants them; one piece is filled while the one before is hashed.
+        # Page-aligned, as direct writes need it; one block is filled while the previous one is hashed.
         self._pieces = [numpy.frombuffer(mmap.mmap(-1, _PIECE_BYTES), numpy.uint8) for _ in range(2)]
         self._hashed: Future[None] | None = None
         self._used = 0
-        self._is_direct: bool | None = None  # until the first whole piece
+        self._is_direct: bool | None = None  # until the first full block
 
     def write(self, data: Any) -> int:
-        """Take bytes in; they may change afterwards."""
+        """Write bytes; they may change afterwards."""
         left = numpy.frombuffer(data, numpy.uint8)
         num_bytes = len(left)
         while len(left):
             part = left[: _PIECE_BYTES - self._used]
-            self._pieces[0][self._used : self._used + len(part)] = part  # lets other threads run, as bytes do not
+            self._pieces[0][self._used : self._used + len(part)] = part  # releases the GIL, unlike bytes
             self._used += len(part)
             left = left[len(part) :]
             if self._used == _PIECE_BYTES:
@@ -100,8 +100,8 @@ class _Hashed(io.RawIOBase):
         return num_bytes
 
     def finish(self) -> str:
-        """Write what is left, and return the SHA-256 of all."""
-        if self._is_direct:  # its last piece need not be whole
+        """Write the rest, and return the SHA-256 of the file."""
+        if self._is_direct:  # its last block may be partial
             self._set_direct(False)
         self._put()
         if self._hashed is not None:

@@ -1,4 +1,4 @@
-"""Folders that one run at a time writes to."""
+"""Locks that let only one run at a time write to a folder."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _held: set[FolderLock] = set()
 
 
 class FolderLock:
-    """Claim a local folder for this process, until it is released or the process ends, however that is.
+    """Lock a local folder for this process, until it is released or the process ends for any reason.
 
-    Nothing is written. Where the system, or a network's file system, cannot lock folders, every claim is granted.
+    Nothing is written. If the system, or a network file system, cannot lock folders, every lock is granted.
 
     Args:
-        folder: The folder; it is created when it is claimed.
+        folder: The folder; created when it is locked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +32,7 @@ class FolderLock:
         self._wait: Callable[[], object] | None = None
 
     def take(self) -> bool:
-        """Claim the folder; False if another lock, of this process or another, has it."""
+        """Lock the folder; False if this process or another has already locked it."""
         if sys.platform == "win32" or self._descriptor is not None:
             return True
         self.settle()
@@ -48,18 +48,18 @@ class FolderLock:
         return True
 
     def linger(self, wait: Callable[[], object]) -> None:
-        """Say that the run has ended and still writes; `wait` returns when that is done, and the folder released."""
+        """Mark the run as ended but still writing; `wait` returns when that is done and the folder is released."""
         self._wait = wait
 
     def settle(self) -> None:
-        """Wait for what an interrupted run of this process still writes to the folder."""
+        """Wait until an interrupted run of this process has finished writing to the folder."""
         for lock in [*_held]:
             if lock._wait is not None and lock.folder.resolve() == self.folder.resolve():
                 logger.warning("Waiting for the checkpoint that the interrupted run still writes to %s.", self.folder)
                 lock._wait()
 
     def release(self) -> None:
-        """Give the folder up; safe to call twice, and from any thread."""
+        """Release the folder; safe to call twice, and from any thread."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -67,9 +67,9 @@ class FolderLock:
 
 
 def _let_go() -> None:
-    """In a forked process, such as a loader's worker that outlives a killed run: it claims nothing."""
+    """Release the locks in a forked process, such as a loader worker that outlives a killed run."""
     for lock in [*_held]:
-        lock.release()  # the parent's claim lasts: it ends with the last process that has it open
+        lock.release()  # the parent keeps its lock until the last process with the open file ends
 
 
 if hasattr(os, "register_at_fork"):

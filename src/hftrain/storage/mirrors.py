@@ -1,4 +1,4 @@
-"""Local folders in which a run works whose own folder is remote."""
+"""Local folders for runs whose output folder is remote."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CACHE_VARIABLE = "HFTRAIN_CACHE"
 
 
 def mirror_of(url: str) -> Path:
-    """Return the local folder that stands for a remote one: always the same for a URL, and of the same name.
+    """Return the local folder for a remote one: always the same for a URL, with the same last name.
 
-    It is in ``mirrors/`` of the folder that the environment variable `HFTRAIN_CACHE` names, else of ``hftrain`` in the
-    user's cache (`XDG_CACHE_HOME`, ``~/.cache``). Nothing is lost if it is deleted between two runs.
+    It is in ``mirrors/`` of the folder in the environment variable `HFTRAIN_CACHE`, by default of ``hftrain`` in the
+    user's cache (`XDG_CACHE_HOME`, ``~/.cache``). It may be deleted between two runs.
     """
     url = url.rstrip("/")
     own = os.environ.get(CACHE_VARIABLE)
@@ -27,18 +27,18 @@ def mirror_of(url: str) -> Path:
 
 
 def local_folder(folder: str | Path, *, start: Path) -> Path:
-    """Return where a folder is written: a remote one in its mirror, another where it is, relative to `start`."""
+    """Return where a folder is written: the mirror of a remote one; a local one relative to `start`."""
     text = str(folder)
     return mirror_of(text) if is_url(text) else start / text.removeprefix("file://")
 
 
 class Mirror:
-    """The local folder of a remote one, whose new files are published.
+    """The local folder of a remote one; new files in it are uploaded.
 
-    What an earlier process has left in it is not: the remote folder may hold newer files by now.
+    Files of earlier processes are not uploaded: the remote folder may already contain newer ones.
 
     Args:
-        is_left_out: Tells by a part of a file's path that the file is not published here. Hidden files never are.
+        is_left_out: Tells by a part of a file's path not to upload the file. Hidden files are never uploaded.
     """
 
     def __init__(self, url: str, *, is_left_out: Callable[[str], bool]) -> None:
@@ -49,7 +49,7 @@ class Mirror:
         self._lock = threading.Lock()
 
     def publish(self) -> None:
-        """Upload the files that were written since the last time, or since this object was made; from any thread."""
+        """Upload the files written since the last call, or since this object was created; from any thread."""
         with self._lock:
             self._publish()
 
@@ -63,7 +63,7 @@ class Mirror:
             self._published[name] = stamp
 
     def _stamps(self) -> dict[str, tuple[int, int, int]]:
-        """Map each file to what changes when it is written to, or replaced, even within one tick of the clock."""
+        """Map each file to a key that changes when it is written or replaced, even within one clock tick."""
         found = {}
         for path in walk_files(self.folder):
             name = path.relative_to(self.folder)

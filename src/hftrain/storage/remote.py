@@ -1,4 +1,4 @@
-"""One folder of a remote store, through fsspec: ``s3://``, ``gs://``, ``memory://`` and every other it knows."""
+"""One folder of a remote store, through fsspec: ``s3://``, ``gs://``, ``memory://`` and others."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hftrain.core.log import get_logger
 T = TypeVar("T")
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]+)://(?P<path>.+)", re.IGNORECASE)
-# fsspec chains such as simplecache::s3://..., and what pathlib makes of a URL.
+# fsspec chains such as simplecache::s3://..., and URLs mangled by pathlib.
 _SPOILT = re.compile(r"[a-z][a-z0-9+.-]+(::.*|:/[^/].*)", re.IGNORECASE)
-# Seconds between attempts, besides what the store's own package retries.
+# Seconds between attempts, in addition to retries of the store's package.
 _WAITS_S = (0.5, 1.0, 2.0, 4.0)
 _FINAL = (FileNotFoundError, PermissionError, NotImplementedError, ValueError, TypeError)
 
@@ -39,7 +39,7 @@ def is_url(folder: str | Path) -> bool:
 
 
 def check_url(folder: str | Path) -> None:
-    """Raise unless a folder is a path, or a URL whose store can be reached with what is installed; asks no network."""
+    """Raise unless a folder is a path, or a URL whose store package is installed; does not use the network."""
     text = str(folder)
     asked = f"The folder {text!r} was given."
     if _SPOILT.fullmatch(text):
@@ -55,7 +55,7 @@ def check_url(folder: str | Path) -> None:
         raise ConfigError(asked, f"fsspec knows no store {protocol!r}.", "Use a protocol that it lists.") from error
     except ImportError as error:
         package = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
-        # Some stores of fsspec itself, and those of other packages, need what only their own message names.
+        # For some stores, only their own error message names the missing package.
         remedy = f"Run: pip install {package}." if package not in ("", "fsspec") else "Install what the message names."
         raise MissingDependencyError(asked, f"{str(error).rstrip('.')}.", remedy) from error
 
@@ -63,11 +63,11 @@ def check_url(folder: str | Path) -> None:
 class RemoteFolder:
     """Read and write the files of one remote folder; names are relative to it, with slashes.
 
-    What fails is tried again, five times in all, unless trying again cannot help. Every method raises `OSError` when it
-    has failed for good: `FileNotFoundError` where there is no such file, another one where the store cannot be used.
+    Failed requests are tried five times in all, unless a retry cannot help. After that, methods raise `OSError`:
+    `FileNotFoundError` if there is no such file, another one if the store cannot be used.
 
     Args:
-        url: The folder's. It need not exist.
+        url: The folder's URL. It need not exist.
     """
 
     def __init__(self, url: str) -> None:
@@ -75,14 +75,14 @@ class RemoteFolder:
         from fsspec.core import url_to_fs
 
         self.url = url.rstrip("/")
-        # The one store that does not make folders by itself.
+        # The only store that does not create folders by itself.
         options = {"auto_mkdir": True} if self.url.startswith("local:") else {}
         self._fs, self._root = url_to_fs(self.url, **options)
         self._root = self._root.rstrip("/")
 
     def check_writable(self) -> None:
-        """Prove that a file can be written here and deleted again."""
-        # Always of the same name, so that a kill here leaves nothing that stays.
+        """Check that a file can be written here and deleted again."""
+        # Always the same name, so that leftovers of a kill are overwritten.
         try:
             self.write(".write-test", "test")
             self.delete_file(".write-test")
@@ -94,14 +94,14 @@ class RemoteFolder:
             ) from error
 
     def names(self) -> list[str]:
-        """List what lies directly in the folder, sorted; nothing if it does not exist."""
+        """List the direct children of the folder, sorted; empty if it does not exist."""
         try:
             return sorted({Path(entry["name"].rstrip("/")).name for entry in self._ask("ls", "", detail=True)})
         except FileNotFoundError:
             return []
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Map the files below a folder, by their names in it, to their sizes in bytes; empty if there is none."""
+        """Map the files below a folder, by relative name, to their sizes in bytes; empty if there are none."""
         root = self._path(folder) + "/"
         try:
             found = self._ask("find", folder, detail=True)
@@ -110,7 +110,7 @@ class RemoteFolder:
         return {path.partition(root)[2]: int(entry["size"] or 0) for path, entry in found.items() if root in path}
 
     def upload(self, path: Path, name: str) -> None:
-        """Write a local file's bytes to the store; it is there whole when this returns."""
+        """Upload a local file; complete on return."""
         self._do("put_file", str(path), self._path(name), name)
 
     def write(self, name: str, text: str) -> None:
@@ -121,17 +121,17 @@ class RemoteFolder:
             self.upload(path, name)
 
     def download(self, name: str, path: Path) -> None:
-        """Write a file's bytes to a local one, whose folder is made if absent."""
+        """Download a file to a local path, whose folder is created if needed."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._do("get_file", self._path(name), str(path), name)
 
     def delete_file(self, name: str) -> None:
-        """Delete a file; one that is absent is none to delete."""
+        """Delete a file, if it exists."""
         with suppress(FileNotFoundError):
             self._ask("rm_file", name)
 
     def delete_folder(self, name: str) -> None:
-        """Delete a folder and all that is in it; one that is absent is none to delete."""
+        """Delete a folder and its contents, if it exists."""
         with suppress(FileNotFoundError):
             self._ask("rm", name, recursive=True)
 
@@ -140,7 +140,7 @@ class RemoteFolder:
 
     def _ask(self, method: str, name: str, **options: Any) -> Any:
         def ask() -> Any:
-            # Others write here too, and some stores remember what a folder held.
+            # Others write here too, and some stores cache listings.
             self._fs.invalidate_cache()
             return getattr(self._fs, method)(self._path(name), **options)
 
@@ -162,17 +162,17 @@ class RemoteFolder:
                 if wait_s is None:
                     raise OSError(f"{what}: {type(error).__name__}: {error}") from error
                 logger.warning("%s: %s failed, and is tried again: %r", self.url, what, error)
-                # Spread, for many processes may have met the same failure.
+                # Random, because many processes may have had the same failure.
                 time.sleep(wait_s * random.SystemRandom().uniform(0.5, 1.5))
         raise AssertionError
 
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Leave Python's generator as it is: stores' packages draw the waits between their attempts from it.
+    """Restore Python's random generator: store packages draw their retry delays from it.
 
-    A training would go on with other numbers after a bad minute of the network. In a background thread the generator is
-    the training's at the same time, and cannot be put back.
+    Otherwise training would continue with different numbers after a network failure. In a background thread, training
+    uses the generator at the same time, so it cannot be restored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

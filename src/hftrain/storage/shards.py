@@ -1,4 +1,4 @@
-"""One safetensors file per process, each with its rows of tensors that are split along their first dimension."""
+"""One safetensors file per process, with its rows of tensors that are split along the first dimension."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ROWS = "hftrain.rows"
 
 
 def save_shards(shards: Mapping[str, Shard], folder: Path, *, stem: str, rank: int, world_size: int) -> None:
-    """Write one process's pieces; without any, no file is written.
+    """Write one process's shards; writes no file if there are none.
 
     Args:
-        shards: The pieces by name. The file's metadata says which rows of how many they are.
+        shards: The shards by name. The file's metadata records which rows they are, and of how many.
     """
     if shards:
         rows = {name: [shard.start, shard.length] for name, shard in shards.items() if shard.start is not None}
@@ -32,13 +32,13 @@ def save_shards(shards: Mapping[str, Shard], folder: Path, *, stem: str, rank: i
 
 
 def find_shards(folder: Path, *, stem: str) -> list[Path]:
-    """List the files that `save_shards` wrote, in the order of processes."""
+    """List the files that `save_shards` wrote, ordered by rank."""
     pattern = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.safetensors")
     return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name)) if folder.is_dir() else []
 
 
 def load_shards(folder: Path, *, stem: str) -> dict[str, torch.Tensor]:
-    """Put the pieces of all processes together, on the CPU; it does not matter how many there are now."""
+    """Merge the shards of all processes, on the CPU; independent of the current number of processes."""
     whole: dict[str, torch.Tensor] = {}
     parts: dict[str, list[tuple[int, int, torch.Tensor]]] = {}
     for path in find_shards(folder, stem=stem):

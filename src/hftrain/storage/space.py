@@ -1,4 +1,4 @@
-"""Room on a disk: how much there is, and errors that say there was none."""
+"""Free disk space, and errors that say that a disk is full."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the room for files in a folder, which need not exist yet; a user's quota may leave less."""
+    """Return the free space for a folder, which need not exist yet; a user's quota may allow less."""
     folder = folder.absolute()
     return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.is_dir())).free
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Tell whether an error, or what it came from, says that a disk or a quota is full."""
+    """Tell whether an error, or its cause, says that a disk or a quota is full."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        # safetensors tells the number in its text only.
+        # safetensors gives the number only in its text.
         if getattr(error, "errno", None) in _FULL or any(f"(os error {number})" in str(error) for number in _FULL):
             return True
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""Tensors on disk: safetensors for flat dictionaries, torch's zip format for nested plain containers."""
+"""Tensors on disk: safetensors for flat dictionaries, torch's zip format for nested containers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hftrain.storage.hashing import create
 _ALIASES = "hftrain.aliases"
 _MAX_HEADER_BYTES = 1 << 25
 _PLAIN = (type(None), bool, int, float, str, complex, bytes, torch.device, torch.dtype, torch.layout)
-# NumPy's numbers that a Python number stands for in any computation, to the last bit.
+# NumPy numbers that a Python number can replace in any computation, bit for bit.
 _NUMBERS = (numpy.bool_, numpy.float64, numpy.int64)
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file; names of one and the same tensor are stored once and noted in the metadata.
+    """Write a safetensors file; a tensor with several names is stored once, with the names in the metadata.
 
-    Tensors that share memory in any other way are written whole, each for itself.
+    Tensors that share memory in any other way are each written in full.
     """
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -55,7 +55,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: M
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `CheckpointError` where `save_tensors` would; writes nothing and reads no tensor's memory."""
+    """Raise `CheckpointError` if `save_tensors` would; writes nothing and reads no tensor data."""
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided:
             raise _unsupported(name, tensor)
@@ -63,11 +63,11 @@ def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-    """Read a safetensors file; names that were one tensor when saved are one tensor again."""
+    """Read a safetensors file; names that shared a tensor when saved share one again."""
     try:
         check_header(path)
         with safe_open(path, framework="pt", device=str(device)) as file:
-            # the reader hands out memory that is mapped to the file, and changes when the file is written again
+            # the reader returns memory-mapped tensors, which change when the file is overwritten
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             aliases = json.loads((file.metadata() or {}).get(_ALIASES, "{}"))
         tensors.update({alias: tensors[name] for alias, name in aliases.items()})
@@ -77,7 +77,7 @@ def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, to
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes in a safetensors file, by name, without reading a tensor."""
+    """Return the shapes in a safetensors file, by name, without reading tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -86,18 +86,18 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def save_containers(tree: Any, path: Path) -> None:
-    """Write tensors, numbers and text in nested dictionaries, lists, tuples and sets: all that safe loading accepts."""
+    """Write tensors, numbers and text in nested dictionaries, lists, tuples and sets, as accepted by safe loading."""
     plain = plain_containers(tree)
-    # Given a path, torch forgets why a write failed; a full disk must be told from other errors.
+    # Given a path, torch drops the cause of a failed write; a full disk must be distinguishable.
     with create(path) as file:
         torch.save(plain, file)
 
 
 def plain_containers(tree: Any, where: str = "state") -> Any:
-    """Return what `save_containers` writes of a nested structure; nothing is copied.
+    """Return the form of a nested structure that `save_containers` writes; nothing is copied.
 
     Args:
-        where: What an error calls it.
+        where: Its name in errors.
     """
     try:
         return _plain(tree, where)
@@ -106,10 +106,10 @@ def plain_containers(tree: Any, where: str = "state") -> Any:
 
 
 def load_containers(path: Path, *, with_numpy: bool = False) -> Any:
-    """Read on the CPU what `save_containers` wrote, without running code from the file.
+    """Read a file of `save_containers` onto the CPU, without running code from it.
 
     Args:
-        with_numpy: Also accept NumPy arrays, which the RNG files of the Hugging Face Trainer hold.
+        with_numpy: Also accept NumPy arrays, which the RNG files of the Hugging Face Trainer contain.
     """
     try:
         _check_regular(path)
@@ -121,7 +121,7 @@ def load_containers(path: Path, *, with_numpy: bool = False) -> Any:
 
 
 def check_header(path: Path) -> None:
-    """Raise ValueError if a safetensors file is not a regular file, or its header is larger than any real one."""
+    """Raise ValueError if a safetensors file is not a regular file, or its header is implausibly large."""
     _check_regular(path)
     with open(path, "rb") as file:
         if int.from_bytes(file.read(8), "little") > _MAX_HEADER_BYTES:
@@ -129,20 +129,20 @@ def check_header(path: Path) -> None:
 
 
 def tensor_identity(tensor: Any) -> tuple[Any, ...] | None:
-    """Return a key that two tensors share when they are the same memory seen in the same way.
+    """Return a key that is equal for two tensors that are the same view of the same memory.
 
-    None stands for what is not comparable: other objects, subclasses, empty tensors, tensors without memory.
+    Returns None if not comparable: other objects, subclasses, empty tensors, tensors without memory.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return None
-    if tensor.device.type in ("meta", "xla") or tensor.numel() == 0:  # XLA does not tell where its memory is
+    if tensor.device.type in ("meta", "xla") or tensor.numel() == 0:  # XLA does not expose its memory addresses
         return None
     storage = tensor.untyped_storage().data_ptr()
     return (tensor.device, storage, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 def _write(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write the safetensors format, whose library opens the file itself: nobody could hash the bytes on their way."""
+    """Write the safetensors format; its library opens the file itself, so the bytes could not be hashed."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
@@ -159,7 +159,7 @@ def _write(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[st
         for _, tensor in ordered:
             if tensor.numel():
                 plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
-                # Not by `reshape`: a single number may keep another stride.
+                # Not `reshape`: a single number may keep another stride.
                 file.write(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data)
 
 
@@ -172,13 +172,13 @@ def _format_dtype(name: str, tensor: torch.Tensor) -> str:
 
 @functools.cache
 def _known_dtype(dtype: torch.dtype) -> str:
-    """Return what the format calls a dtype, by its library's own answer; KeyError if it has no word for it."""
+    """Return the format's name of a dtype, from its library; KeyError if it has none."""
     data = save({"a": torch.empty(0, dtype=dtype)})
     return str(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["a"]["dtype"])
 
 
 def _check_regular(path: Path) -> None:
-    if path.exists() and not path.is_file():  # a pipe would be waited for
+    if path.exists() and not path.is_file():  # opening a pipe would block
         raise ValueError("it is not a regular file")
 
 
@@ -189,7 +189,7 @@ def _plain(tree: Any, where: str) -> Any:
             raise _not_plain(where, "It is an empty bytes object, which torch's safe loader refuses")
         return tree
     if kind in (torch.Tensor, torch.nn.Parameter):
-        return tree.detach()  # drops Python attributes, which would be pickled along
+        return tree.detach()  # drops Python attributes, which would be pickled, too
     if kind in (dict, OrderedDict, Counter):
         items = {_key(key, where): _plain(value, f"{where}[{key!r}]") for key, value in tree.items()}
         return items if kind is dict else kind(items)
