@@ -28,7 +28,7 @@ XLA = ("torch==2.9.0", "torch_xla==2.9.0")
 # Tests with one of these marks have a session of their own.
 MARKS = (
     "slow", "guarantees", "distributed", "slurm", "mpi", "ray", "interop", "cuda", "mps", "xla", "deepspeed",
-    "optimizers", "trackers", "remote", "clients", "machines", "bench",
+    "optimizers", "trackers", "remote", "clients", "machines", "browser", "bench",
 )  # fmt: skip
 
 # What `tests-oldest` runs.
@@ -64,6 +64,8 @@ QUICKSTART = (
         (*TORCHRUN, DIGITS, "--output-dir", f"{RUNS}/ddp", "--strategy", "ddp", "--precision", "bf16", "--epochs", "5"),
     ),
 )
+
+BUILD_SITE = ("python", "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build")
 
 # Arguments that keep an example short; the others run as they are.
 SHORTENED = {
@@ -155,7 +157,7 @@ def need_programs(session: nox.Session, packages: str, *programs: str) -> None:
 
     if missing() and shutil.which("apt-get") and os.geteuid() == 0:
         command = ("apt-get", "install", "--yes", "--no-install-recommends", *packages.split())
-        session.run_install(*command, external=True, success_codes=range(256))
+        session.run(*command, external=True, success_codes=range(256))
     if missing():
         session.skip(f"no {', '.join(missing())}; on Debian: apt-get install {packages}")
 
@@ -351,7 +353,17 @@ def docs(session: nox.Session) -> None:
     """Run the documentation's code blocks, check its links and build the HTML in docs/_build."""
     install(session, "docs", "examples")
     session.run("python", "docs/check.py", env=ENV)
-    session.run("python", "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build")
+    session.run(*BUILD_SITE)
+
+
+@nox.session(name="docs-browser")
+def docs_browser(session: nox.Session) -> None:
+    """Build the HTML and open every page in Chromium: width, contrast, console, network, search."""
+    need_programs(session, "chromium", "chromium")
+    install(session, "docs", "test")
+    session.install(*CONSTRAINTS, "playwright")
+    session.run(*BUILD_SITE)
+    pytest(session, "browser", "tests/browser", *NO_HANG)
 
 
 @nox.session
