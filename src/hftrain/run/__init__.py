@@ -1,1 +1,1 @@
-"""One training: its parts and its plan, how it is built, runs, is saved and closed; none needs a Trainer."""
+"""One training run: its parts, plan, construction, execution, checkpoints and cleanup, without a Trainer."""

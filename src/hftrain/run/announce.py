@@ -1,4 +1,4 @@
-"""What a run says about itself in the log, at level INFO, when it begins."""
+"""Log messages about a run when it starts, at level INFO."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def announce_training(
     progress: Progress,
     count_parameters: Callable[[], int],
 ) -> None:
-    """Log how long a run is and how its batches come about; parameters are counted only where somebody reads it."""
+    """Log the length and batch sizes of a run; parameters are counted only if the message is shown."""
     if not logger.isEnabledFor(logging.INFO):
         # Counting parameters is not free.
         return
@@ -45,7 +45,7 @@ def announce_training(
 
 
 def announce_evaluation(loader: Any, *, description: str, batch_size: int, count_samples: Callable[[Any], int]) -> None:
-    """Log how much is evaluated."""
+    """Log the size of an evaluation."""
     logger.info("***** Running %s *****", description)
     dataset = getattr(loader, "dataset", None)
     is_known = has_length(dataset) or (dataset is None and has_length(loader))

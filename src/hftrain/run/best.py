@@ -1,4 +1,4 @@
-"""The best evaluation so far, and the metric that decides it."""
+"""The best evaluation so far, and the metric that ranks evaluations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hftrain.rules.evaluation import best_metric_key
 
 
 class BestMetric:
-    """Remember the best evaluation so far in the state (mutated), and for the manifest what the last one said."""
+    """Store the best evaluation so far in the state (mutated), and the last metric for the manifest."""
 
     def __init__(self, args: TrainingArguments, state: TrainerState) -> None:
         self._args, self._state = args, state
@@ -23,7 +23,7 @@ class BestMetric:
         self._last: tuple[int, float] | None = None
 
     def note(self, metrics: Mapping[str, Any], *, has_all_sets: bool) -> bool:
-        """Note what an evaluation says of the checkpoint of this step, and tell whether it is the best one so far."""
+        """Store the metric of this step's evaluation, and tell whether it is the best one so far."""
         args, state, wanted = self._args, self._state, self._args.metric_for_best_model
         if not wanted or not state.global_step or is_left_out(metrics, wanted, has_all_sets=has_all_sets):
             return False
@@ -37,7 +37,7 @@ class BestMetric:
         return bool(is_better)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the manifest of this step's checkpoint says of it: None for NaN, or if it was not evaluated."""
+        """Return the metric for the manifest of this step's checkpoint: None for NaN, or if it was not evaluated."""
         step, value = self._last or (0, math.nan)
         return {"metric": value if step == self._state.global_step and math.isfinite(value) else None}
 
@@ -45,7 +45,7 @@ class BestMetric:
 def follow_metric(
     schedule: Any, args: TrainingArguments, state: TrainerState, metrics: Mapping[str, Any], *, has_all_sets: bool
 ) -> None:
-    """Step a schedule that follows the evaluations; any other is left alone."""
+    """Step a schedule that depends on evaluations; do nothing for others."""
     wanted = args.metric_for_best_model or "loss"
     is_there = not is_left_out(metrics, wanted, has_all_sets=has_all_sets)
     if isinstance(schedule, ReduceLROnPlateau) and state.global_step > 0 and is_there:
@@ -53,12 +53,12 @@ def follow_metric(
 
 
 def is_left_out(metrics: Mapping[str, Any], wanted: str, *, has_all_sets: bool) -> bool:
-    """Tell whether the evaluation set that decides has a cadence of its own, and had no part in an evaluation."""
+    """Tell whether the evaluation set of the wanted metric has its own interval, and was not evaluated now."""
     return not has_all_sets and best_metric_key(wanted) not in metrics
 
 
 def read_metric(metrics: Mapping[str, Any], wanted: str) -> float:
-    """Return the metric that picks the best model.
+    """Return the metric that selects the best model.
 
     Raises:
         ConfigError: The evaluation did not report it, or it is not a number.

@@ -1,4 +1,4 @@
-"""Building a run: everything it needs stands before its first step, and is let go on every path."""
+"""Build a run completely before its first step, and close everything afterwards, also on errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hftrain.task.overflow import DebugUnderflowOverflow
 
 @contextmanager
 def open_run(parts: RunParts, hooks: RunHooks, resume: Path | None) -> Iterator[Run]:
-    """Build a run that goes on from a checkpoint, or begins; and close what was opened, also where that fails.
+    """Build a new or resumed run, and close everything that was opened, also if building fails.
 
     Collective.
     """
@@ -38,7 +38,7 @@ def open_run(parts: RunParts, hooks: RunHooks, resume: Path | None) -> Iterator[
             yield _build(parts, hooks, resume, stack)
         except (RuntimeError, OSError, EOFError) as error:
             report_worker(error)
-            report_late_ranks(parts.strategy, error)  # as long as the run knows what it was about
+            report_late_ranks(parts.strategy, error)  # while the run still knows what it was doing
             raise
 
 

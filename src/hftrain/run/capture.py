@@ -1,4 +1,4 @@
-"""What a checkpoint's writers need of the model, taken so that training may go on while they write."""
+"""The parts of the model that a checkpoint needs, captured so that training can continue during the write."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hftrain.core.state import TrainerState
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, task_state
 
-# What a model writes next to its weights, and what may change while it trains.
+# Configurations that a model writes next to its weights, and that may change during training.
 _CONFIGS = ("config", "generation_config")
 
 
 def model_writer(
     args: TrainingArguments, strategy: Strategy, task: TaskModule, model: nn.Module, *, tool: Any, keep: Keep
 ) -> Callable[[Path], None]:
-    """Return what writes the model and what belongs to it as they are now. Collective.
+    """Return a function that writes the current model and its other files. Collective.
 
     Args:
         model: As the strategy wrapped it.
@@ -53,7 +53,7 @@ def write_model(
     tool: Any,
     arguments: dict[str, Any],
 ) -> None:
-    """Write a model, what its task holds next to it, the processing class and the arguments."""
+    """Write a model, the state of its task outside the model, the processing class and the arguments."""
     save_weights(model, folder, state_dict=weights, safe=bool(arguments["save_safetensors"]))
     save_task_state(own, folder)
     if hasattr(tool, "save_pretrained"):
@@ -62,21 +62,21 @@ def write_model(
 
 
 def saved_tool(processing_class: Any, collator: Any) -> Any:
-    """Return what is saved next to a model: the processing class, else the collator's tokenizer."""
+    """Return what is saved next to a model: the processing class, or the collator's tokenizer."""
     return getattr(collator, "tokenizer", None) if processing_class is None else processing_class
 
 
 def frozen_state(state: TrainerState) -> TrainerState:
-    """Return a copy of the documented state that later steps do not change, without the log history."""
+    """Return a copy of the documented state, independent of later steps, without the log history."""
     frozen = copy.copy(state)
-    frozen.log_history = []  # which `HistoryText` takes
+    frozen.log_history = []  # `HistoryText` has it
     frozen.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
     return frozen
 
 
 def _with_own_configs(model: nn.Module) -> nn.Module:
-    """Return another face of a model: the same parts, with copies of its configurations."""
-    # Not copy.copy: the classes that FSDP makes cannot be copied.
+    """Return a shallow copy of a model with copies of its configurations."""
+    # Not copy.copy: the classes that FSDP creates cannot be copied.
     face: nn.Module = object.__new__(type(model))
     vars(face).update(vars(model))
     vars(face).update({name: copy.deepcopy(vars(model)[name]) for name in _CONFIGS if name in vars(model)})

@@ -1,4 +1,4 @@
-"""Counting a run's input tokens and floating-point operations; nothing is read before somebody looks."""
+"""Count a run's input tokens and floating-point operations; counts are read from the device only on demand."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class TokenCounter:
 
     Args:
         input_name: The main input's name.
-        skips_padding: Leave padding out: what the attention mask masks, else what equals the padding token.
-        padding_id: The padding token, where one is known.
+        skips_padding: Leave out padding: masked positions, or without an attention mask the padding token.
+        padding_id: The padding token, if known.
     """
 
     def __init__(self, input_name: str, *, skips_padding: bool = False, padding_id: int | None = None) -> None:
@@ -33,7 +33,7 @@ class TokenCounter:
         self.padding_id = padding_id
 
     def count(self, batch: Any) -> Count:
-        """Return the number of tokens: a plain number, or a 0-d tensor where reading it might synchronise."""
+        """Return the number of tokens: a plain number, or a 0-d tensor if reading it could synchronise."""
         tokens = batch.get(self.input_name) if isinstance(batch, (dict, Mapping)) else None
         if not isinstance(tokens, torch.Tensor):
             warn_once(
@@ -56,13 +56,13 @@ class TokenCounter:
 
 
 class RunCounts:
-    """Count what a run's steps take in, where anybody asked for it, and sum it over ranks when it is read.
+    """Count tokens and operations of a run's steps if requested, and sum them over ranks when read.
 
     Args:
         state: Its `num_input_tokens_seen` is mutated.
         counter: Counts a batch's tokens.
-        count_flos: Returns a batch's floating-point operations; None where nobody knows them.
-        add_flos: Given those counted, when they are read.
+        count_flos: Returns a batch's floating-point operations; None if unknown.
+        add_flos: Called with the counted operations when they are read.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class RunCounts:
         self._first_tokens = 0
 
     def begin(self) -> None:
-        """Remember where this session starts, which a resumed one does not at 0."""
+        """Store the counts at the start of this session; a resumed one does not start at 0."""
         self._first_tokens = self._state.num_input_tokens_seen
 
     def watching(self, take: Take) -> Take:
-        """Return a function that takes batches and counts them; the very same one where nothing is counted."""
+        """Return a function that takes batches and counts them; `take` itself if nothing is counted."""
         if not self._counts_tokens and self._count_flos is None:
             return take
 
@@ -107,7 +107,7 @@ class RunCounts:
             self._flos += self._count_flos(batch)
 
     def read(self) -> None:
-        """Bring the state's token count up to date; collective and synchronises, where tokens are counted."""
+        """Update the state's token count; collective and synchronises if tokens are counted."""
         self._add_flos(self._flos)
         self._flos = 0
         if self._counts_tokens:
@@ -116,30 +116,30 @@ class RunCounts:
             self._state.num_input_tokens_seen += int(tokens)
 
     def mark(self) -> tuple[Count, float]:
-        """Return what is counted and not read yet, for `reset`."""
+        """Return the counts that are not read yet, for `reset`."""
         return self._tokens, self._flos
 
     def reset(self, mark: tuple[Count, float]) -> None:
-        """Forget what was counted since a mark, if nothing was read meanwhile."""
+        """Drop the counts since a mark, if nothing was read meanwhile."""
         self._tokens, self._flos = mark
 
     def session_tokens(self) -> int | None:
-        """Return the tokens per device since `begin`, None where nobody asked for their speed."""
+        """Return the tokens per device since `begin`, None if their speed is not reported."""
         return self.num_tokens() if self._counts_speed else None
 
     def num_tokens(self) -> int:
-        """Return the tokens per device since `begin` that the state knows of."""
+        """Return the tokens per device since `begin` according to the state."""
         return (self._state.num_input_tokens_seen - self._first_tokens) // self._strategy.world_size
 
 
 def samples_since(first: Progress, now: Progress, strategy: Strategy) -> int:
-    """Return the samples that all ranks have trained on since; collective."""
+    """Return the samples that all ranks have trained on since `first`; collective."""
     own = (now.samples - first.samples) // strategy.world_size
     return int(strategy.reduce(torch.tensor(own, device=strategy.device), op="sum"))
 
 
 def token_counter(args: TrainingArguments, model: nn.Module, tool: Any) -> TokenCounter:
-    """Return the counter that suits a model, its processing class and the arguments."""
+    """Return the counter for a model, its processing class and the arguments."""
     padding = getattr(tool, "pad_token_id", getattr(getattr(tool, "tokenizer", None), "pad_token_id", None))
     return TokenCounter(
         getattr(model, "main_input_name", "input_ids"),
@@ -149,12 +149,12 @@ def token_counter(args: TrainingArguments, model: nn.Module, tool: Any) -> Token
 
 
 def count_tokens(batches: Iterable[Any], counter: TokenCounter, *, max_batches: int | None = None) -> int:
-    """Walk once over batches and return their tokens.
+    """Iterate over batches and return their number of tokens.
 
     Args:
         batches: A loader.
         counter: Counts one batch.
-        max_batches: How many batches to count, going round again where there are fewer; None counts each once.
+        max_batches: How many batches to count, starting again if there are fewer; None counts each once.
     """
     counts: list[int] = []
     iterator = iter(batches)

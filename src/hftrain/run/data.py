@@ -1,4 +1,4 @@
-"""The data that a run reads."""
+"""The training data of a run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class RunData:
     """Open a run's training data. Collective.
 
     Args:
-        open_loader: Returns this rank's batches, of another dataset where one is given.
+        open_loader: Returns this rank's batches, from another dataset if one is given.
         seed: The data seed.
 
     Attributes:
-        feed: What the loop reads; a loop may let other data take its place.
-        deaths: Holds back what torch says of dead workers, until `close`.
+        feed: The batches that the loop reads; a loop may replace them.
+        deaths: Delays torch's errors about dead workers, until `close`.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class RunData:
         return self.feed
 
     def close(self) -> None:
-        """Let go of the data."""
-        # Workers that persist live as long as their loader, which torch's optimizers keep the frame of.
+        """Release the data."""
+        # Persistent workers live as long as their loader, and torch's optimizers keep a frame that refers to it.
         end_workers(self.feed.loader)
         self.feed.close()
         self.deaths.close()

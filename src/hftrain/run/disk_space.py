@@ -1,4 +1,4 @@
-"""Room for a run's checkpoints: how much one takes, whether it is there, and what is done if not."""
+"""Disk space for a run's checkpoints: how much one needs, and the check before the first step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hftrain.task.module import TaskModule, task_state
 
 logger = get_logger(__name__)
 
-# Beside tensors: configurations, a vocabulary, the log history; and what the file system needs.
+# For files other than tensors (configurations, a vocabulary, the log history) and file system overhead.
 _ALLOWANCE, _ALLOWANCE_BYTES = 1.01, 1 << 20
 
 
@@ -35,11 +35,11 @@ def checkpoint_bytes(
     *,
     is_first: bool = False,
 ) -> int:
-    """Return about how much a checkpoint takes on the disk of this process's committer. Collective; synchronises.
+    """Return the approximate bytes of a checkpoint on the disk of this process's committer. Collective; synchronises.
 
     Args:
         model: As the strategy wrapped it.
-        is_first: Whether to add what the optimizer's state will take, before its first step.
+        is_first: Whether to add the expected size of the optimizer's state, before its first step.
     """
     own = 0
     shards = strategy.model_shards(model)
@@ -64,28 +64,28 @@ def checkpoint_bytes(
 
 
 def tree_bytes(tree: Any) -> int:
-    """Return the bytes of all tensors in a nested structure, each tensor once; of split ones all processes' parts."""
+    """Return the bytes of all tensors in a nested structure, each counted once; split tensors count in full."""
     sizes: dict[Any, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         sizes[tensor_identity(tensor) or id(tensor)] = tensor.numel() * tensor.element_size()
         return tensor
 
-    kept = map_tensors(tree, note)  # no tensor goes, and gives its identity to the next, before all are counted
+    kept = map_tensors(tree, note)  # keeps all tensors alive, so that no identity is reused while counting
     del kept
     return sum(sizes.values())
 
 
 def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return what the state of one of torch's optimizers will take once it has stepped; 0 for any other's.
+    """Return the bytes that the state of a torch optimizer will have after a step; 0 for other optimizers.
 
-    It is tried on a small parameter with the same settings.
+    Measured on a small parameter with the same settings.
     """
     if not type(optimizer).__module__.startswith("torch.optim.") or optimizer.state:
         return 0
     sample = nn.Parameter(torch.zeros(32, 32))
     sample.grad = torch.zeros_like(sample)
-    # Some defaults are the class's own, and no arguments.
+    # Some defaults are set by the class and are not arguments.
     names = optimizer.defaults.keys() & inspect.signature(type(optimizer)).parameters.keys()
     try:
         twin = type(optimizer)([sample], **{name: optimizer.defaults[name] for name in names})
@@ -99,17 +99,17 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def check_room(manager: CheckpointManager, needed: Callable[[], int], *, may_wait: bool) -> None:
-    """Refuse a run whose output folder is another's, or cannot hold one checkpoint, before its first step. Collective.
+    """Raise before the first step if another run uses the output folder, or no checkpoint fits. Collective.
 
-    What killed saves left there is deleted first: it takes room, and this run may have nothing more to save. A resumed
-    run that has one there already may go on, unless it is to stop when there is no room.
+    Leftovers of killed saves are deleted first, because they take space. A resumed run that already has a checkpoint
+    there may continue, unless its policy is to stop when the disk is full.
 
     Args:
-        needed: Returns the bytes of one; collective.
-        may_wait: Whether a run that has one already may begin without room for another.
+        needed: Returns the bytes of a checkpoint; collective.
+        may_wait: Whether a run that already has a checkpoint may start without space for another.
 
     Raises:
-        ConfigError: Another run saves to the folder, or there is not the room for a checkpoint.
+        ConfigError: Another run saves to the folder, or there is not enough space for a checkpoint.
     """
     manager.claim()
     num_bytes = needed()
@@ -128,11 +128,11 @@ def check_room(manager: CheckpointManager, needed: Callable[[], int], *, may_wai
 
 
 def _whole_bytes(strategy: Strategy, wrapped: nn.Module) -> int:
-    """Return the bytes of a model that is saved whole, without asking for its state: that may be collective."""
+    """Return the bytes of a model that is saved whole, without its state dict, which may be collective."""
     model = strategy.unwrap(wrapped)
     parameters = list(model.parameters())
     if saves_adapters(model):
         return tree_bytes([parameter for parameter in parameters if parameter.requires_grad])
-    # torch's older FSDP wrapper leaves each process a piece, all of about the same size; newer ones know the whole.
+    # With torch's older FSDP wrapper, each process has a shard of about the same size; newer ones know the full size.
     is_in_pieces = strategy.shards_model and not any(hasattr(parameter, "placements") for parameter in parameters)
     return tree_bytes([*parameters, *model.buffers()]) * (strategy.world_size if is_in_pieces else 1)

@@ -1,4 +1,4 @@
-"""Whether what a save is about to write is finite, and what `SavePolicy(on_nonfinite=...)` does if it is not."""
+"""Check at a save that its state is finite, and apply `SavePolicy(on_nonfinite=...)` if it is not."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from hftrain.run.writing import saves_at_all
 
 _MAX_RESTORES = 3
 _NUM_NAMES = 3
-# What schedules, and callbacks, set in an optimizer's groups: where a run stands, and not what it has learned.
+# Set by schedules and callbacks in an optimizer's groups: the position of a run, not what it has learned.
 _SCHEDULED = ("lr", "initial_lr", "momentum", "betas", "weight_decay", "max_lr", "min_lr")
 
 logger = get_logger(__name__)
 
 
 class Finiteness:
-    """Look at weights and losses once per save, and act as the policy says. No step costs anything.
+    """Check weights and losses once per save, and act as the policy says. Steps cost nothing.
 
-    Losses count unless the precision is fp16, whose scaler leaves out the updates of losses that overflow.
+    Losses count unless the precision is fp16, whose scaler skips the updates of losses that overflow.
 
     Args:
         own: The optimizers and schedules that user code keeps.
@@ -60,26 +60,26 @@ class Finiteness:
                 f"SavePolicy(on_nonfinite={self._policy!r}) acts at saves, and save_strategy='no' plans none. Set "
                 "save_strategy, or every_s."
             )
-        # The step of the last look, and of the last that found everything finite.
+        # The step of the last check, and of the last one that found everything finite.
         self._step = self._finite_step = parts.progress.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the manifest tells."""
+        """Return the facts for the manifest."""
         return {"is_finite": self._is_finite, "restored_in_a_row": self._num_restores}
 
     def load_state_dict(self, facts: Mapping[str, Any]) -> None:
-        """Go on from what a manifest tells."""
+        """Restore the facts of a manifest."""
         self._num_restores = facts.get("restored_in_a_row", 0)
 
     def begin(self) -> None:
-        """Leave out the losses that the checkpoint's save has looked at."""
+        """Exclude the losses that the checkpoint's save has already checked."""
         self._num_losses = self._parts.losses.total_nonfinite()
 
     def check(self) -> None:
-        """Look at weights and losses, and warn, stop, or restore the last finite checkpoint; collective.
+        """Check weights and losses, and warn, stop, or restore the last finite checkpoint; collective.
 
         Raises:
-            NonFiniteError: As the policy asks, or because there is nothing to restore, on all processes.
+            NonFiniteError: On all processes, if the policy is to stop, or there is nothing to restore.
         """
         parts, strategy, step = self._parts, self._parts.strategy, self._parts.state.global_step
         names, num_losses = self._nonfinite_names(), parts.losses.total_nonfinite() - self._num_losses
@@ -125,7 +125,7 @@ class Finiteness:
     # -- going back ----------------------------------------------------------------------------------------------
 
     def _restore(self, step: int, found: str) -> None:
-        """Load weights, optimizers and loss scale from the last finite checkpoint; all else goes on. Collective."""
+        """Load weights, optimizers and loss scale from the last finite checkpoint; the rest continues. Collective."""
         parts, strategy = self._parts, self._parts.strategy
         if self._num_restores == _MAX_RESTORES:
             raise self._error(step, found, f"Restoring {_MAX_RESTORES} times in a row has not helped.")
@@ -148,7 +148,7 @@ class Finiteness:
 
     @contextmanager
     def _schedules_go_on(self) -> Iterator[None]:
-        """Put back what schedules have reached, after optimizers were loaded together with them."""
+        """Restore the current state of schedules after optimizers and schedules were loaded."""
         own = list(self._own.find().values())
         schedules = [each for each in own if isinstance(each, LRScheduler)]
         if self._hooks.schedule() is not None:
@@ -169,7 +169,7 @@ class Finiteness:
     # -- looking -------------------------------------------------------------------------------------------------
 
     def _nonfinite_names(self) -> list[str]:
-        """Return which weights are not finite, of this process's part of them; synchronises."""
+        """Return the names of weights that are not finite in this process's part; synchronises."""
         task, model = self._ready.task, self._ready.model
         trained = (each for group in self._ready.optimizer.param_groups for each in group["params"])
         outside = ((f"outside weight {number}", each) for number, each in enumerate(trained))
@@ -178,10 +178,10 @@ class Finiteness:
 
 @torch.no_grad()
 def nonfinite_names(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Return the names of tensors that hold NaN, or infinity where they are trained; one pass, synchronises.
+    """Return the names of tensors with NaN, or with infinity if they are trained; one pass, synchronises.
 
-    What is not trained, such as the mask of an attention, may hold infinity on purpose. A tensor counts under its first
-    name; of one that is split, this process's part does.
+    Tensors that are not trained, such as an attention mask, may contain infinity on purpose. A tensor counts under its
+    first name; of a split tensor, this process's part is checked.
     """
     groups: dict[Any, list[tuple[str, bool, torch.Tensor]]] = defaultdict(list)
     seen: set[int] = set()
@@ -193,7 +193,7 @@ def nonfinite_names(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
                 groups[part.device, part.dtype].append((name, tensor.requires_grad, part))
     found = []
     for group in groups.values():
-        # The largest magnitude: it cannot overflow, as a sum could, and NaN and infinity pass through.
+        # The largest magnitude cannot overflow, unlike a sum, and it preserves NaN and infinity.
         norms = torch.stack([torch.linalg.vector_norm(part, math.inf) for *_, part in group]).tolist()
         found += [
             name
@@ -204,10 +204,10 @@ def nonfinite_names(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return what this process holds of a tensor; None if it holds no floating-point numbers that can be looked at."""
+    """Return this process's part of a tensor; None if it has no floating-point numbers that can be checked."""
     if is_lazy(tensor):
         return None
-    part: torch.Tensor = getattr(tensor, "ds_tensor", tensor).detach()  # what ZeRO-3 has split is empty in itself
+    part: torch.Tensor = getattr(tensor, "ds_tensor", tensor).detach()  # a tensor split by ZeRO-3 is empty itself
     part = part.to_local() if hasattr(part, "to_local") else part
     is_plain = type(part) in (torch.Tensor, nn.Parameter) and part.layout is torch.strided and not part.is_meta
     has_numbers = (part.is_floating_point() and part.itemsize > 1) or part.is_complex()
@@ -219,7 +219,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _describe(told: list[Any], *, since: int) -> str:
-    """Word what all processes have found."""
+    """Describe what all processes have found."""
     names = list(dict.fromkeys(chain.from_iterable(found for found, _ in told)))
     num_losses = sum(number for _, number in told)
     shown = ", ".join(names[:_NUM_NAMES]) + (f" and {len(names) - _NUM_NAMES} more" if names[_NUM_NAMES:] else "")

@@ -1,4 +1,4 @@
-"""What a training does when a signal or a clock asks for a checkpoint, or for the end."""
+"""Handle requests of signals or a clock to save or to stop."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ MARKER = "requeue.json"
 
 
 class Interrupts:
-    """Hear requests for as long as the context lasts, and do at the agreed step boundary what was asked.
+    """Receive requests within the context, and handle them at the agreed step boundary.
 
     Args:
-        grace: Ends a run that SIGTERM cannot stop; closed by its owner, when nothing is written any more.
-        end_step: Does what is due at a step's end.
+        grace: Ends a run that SIGTERM cannot stop; closed by its owner after the last write.
+        end_step: Does what is due at the end of a step.
         save: Commits a checkpoint; collective.
-        where: Returns in words what the run does; from any thread.
+        where: Returns a description of what the run is doing; from any thread.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Interrupts:
         self._state, self._control, self._progress = parts.state, parts.control, parts.progress
         self._checkpoints, self._end_step, self._commit = checkpoints, end_step, save
         self._marker = checkpoints.manager.config.output_dir / MARKER
-        # Why there is no consensus, though it was asked for.
+        # Why there is no consensus although it is needed.
         self.silence = ""
         self.consensus = self._make_consensus(parts)
         self._open = ExitStack()
         self._is_stopped = False
-        # Where the run began: from a checkpoint, unless it is 0.
+        # The step at which the run started: 0 if new, otherwise from a checkpoint.
         self._first_step = 0
 
     def _make_consensus(self, parts: RunParts) -> Consensus | None:
@@ -102,23 +102,23 @@ class Interrupts:
             self.consensus.close(is_failed=kind is not None and not self._is_stopped)
             late = self.consensus.left_over()
             if late is not None and kind is None:
-                # Noted after the last look: as if it had come a moment later.
+                # Received after the last check: treat it as if it had come a moment later.
                 signal.raise_signal(signal.Signals[late])
 
     def note_save(self) -> None:
-        """Hear that a checkpoint was saved."""
+        """Restart the clock, because a checkpoint was saved."""
         if self.consensus is not None:
             self.consensus.note_save()
 
     def act(self) -> None:
-        """Do what was asked, if this is the step boundary for it; collective there, and may end the run.
+        """Handle a request, if this is the agreed step boundary; collective there, and may end the run.
 
-        Comes before what callbacks have asked for at this boundary.
+        Runs before the requests of callbacks at this boundary.
         """
         control, step = self._control, self._progress.step
         assert self.consensus is not None
         if step >= self._state.max_steps or control.should_training_stop:
-            # The run ends here by itself, as it does in the other processes: nobody may wait for them.
+            # The run ends here on all processes anyway, so none may wait for the others.
             return
         asked = self.consensus.due(step)
         if asked == SAVE or asked in STOPS:
@@ -129,9 +129,9 @@ class Interrupts:
             self._stop(asked, f"after step {step} of {self._state.max_steps}")
 
     def settle(self) -> None:
-        """End a run that is complete like one that was stopped, if the stop was asked for too late; collective."""
+        """End a complete run like a stopped one, if the stop was requested too late; collective."""
         if self.consensus is not None and self._policy.on_signal:
-            # A process may wait long for the main one, which finishes the run, and is to look only then.
+            # A process may wait long for the main one, which finishes the run; it must check only afterwards.
             self._strategy.barrier()
             asked = strongest(self._strategy.gather_object(self.consensus.left_over()))
             if asked is not None:
@@ -143,18 +143,18 @@ class Interrupts:
             warn_once(f"Nothing is saved as was asked: save_strategy={str(args.save_strategy)!r}.")
             return
         is_due = control.should_evaluate, control.should_save
-        # What is due at this boundary, as far as it takes no time: the log.
+        # Of what is due at this boundary, only the log, which takes no time.
         control.should_evaluate = control.should_save = False
         self._end_step()
         control.should_evaluate, control.should_save = is_due
         if not control.should_evaluate:
-            # This is the checkpoint that was due anyway. Before an evaluation, it notes what is left to do.
+            # This is the checkpoint that was due anyway. Before an evaluation, it records what is still due.
             control.should_save = False
         self._commit()
 
     def _stop(self, name: str, when: str, *, is_complete: bool = False) -> None:
         self._is_stopped = True
-        # Nothing may be on its way to the disk any more.
+        # No write may be pending.
         self._checkpoints.settle()
         step = self._checkpoints.saved_step
         saved = "No checkpoint was saved" if step is None else f"The last checkpoint is {checkpoint_name(step)}"
@@ -165,12 +165,12 @@ class Interrupts:
                 self._leave_marker(name, step)
         if not is_complete:
             self._events.fire("on_train_end")
-        # Together, or a launcher would kill the slower ones.
+        # Together, because a launcher would kill the slower ones.
         self._strategy.barrier()
         raise stopped_by(name, message)
 
     def _watched(self, handlers: SignalHandlers) -> Watched:
-        """Return what the thread that waits for the end of a step needs to know."""
+        """Return what the grace period's thread needs from the run."""
         parts, strategy, folder, consensus = self._parts, self._strategy, self._marker.parent, self.consensus
         assert consensus is not None
         progress, losses, fired = parts.progress, parts.losses, parts.events.num_fired
@@ -185,7 +185,7 @@ class Interrupts:
             pulse=lambda: (progress.step, losses.num_micro_steps, *fired, parts.phase.text),
             share=lambda pulse: consensus.share([*pulse, staged_bytes(folder), is_writing()]),
             where=self._where,
-            # Of a process that was gone before the signal came there is no note.
+            # A process that was gone before the signal has no note.
             is_saving=lambda notes: is_writing() or any(json.loads(note or "[false]")[-1] for note in notes or ()),
             missing=None if strategy.watch is None else strategy.watch.missing,
             interrupt=handlers.interrupt,
@@ -193,7 +193,7 @@ class Interrupts:
         )
 
     def _last_words(self) -> str:
-        """Leave the marker of a run that ends within a step, and return what is saved and what is lost."""
+        """Write the marker of a run that ends within a step, and describe what is saved and what is lost."""
         step, done = self._checkpoints.saved_step or self._first_step, self._progress.step
         if not step:
             return "There is no checkpoint."
@@ -206,12 +206,12 @@ class Interrupts:
         try:
             write_text(self._marker, json.dumps(facts, indent=1) + "\n")
         except OSError as error:
-            # A full disk, say: the run stops as it was told to, and the others with it.
+            # For example a full disk: the run still stops, and the other processes with it.
             logger.warning("%s is not there to ask for a requeue: %s", self._marker, error)
         self._output.publish_quietly()
 
     def _remove_marker(self) -> None:
-        """Forget an earlier stop: from here on this run is what its folder is about."""
+        """Remove the marker of an earlier stop."""
         url = self._output.url
         self._marker.unlink(missing_ok=True)
         if url is not None and saves_at_all(self._args, self._policy):

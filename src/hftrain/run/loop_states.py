@@ -1,4 +1,4 @@
-"""The states of a Trainer's own loops."""
+"""The states of custom loops."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ logger = get_logger(__name__)
 
 
 class LoopStates:
-    """The states of a Trainer's own loops, as one part of what each process saves.
+    """The states of custom loops, saved by each process.
 
-    A fit loop is given its state once it is attached.
+    A fit loop gets its state when it is attached.
     """
 
     def __init__(self, loops: Mapping[str, Loop[Any]]) -> None:
@@ -23,16 +23,16 @@ class LoopStates:
         self._waiting: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states that there are, by stage."""
+        """Return the states by stage, of loops that have one."""
         ready = {stage: loop for stage, loop in self._loops.items() if stage != "fit" or loop.is_attached}
         states = {stage: loop.state_dict() for stage, loop in ready.items()}
         return {stage: state for stage, state in states.items() if state}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` returned; a checkpoint from before there were loops has none.
+        """Restore the result of `state_dict`; older checkpoints have none.
 
         Raises:
-            CheckpointError: The run was trained by a loop with a state, and this one has no such loop.
+            CheckpointError: The checkpoint has the state of a loop that this run does not have.
         """
         for stage, state in states.items():
             loop = self._loops.get(stage)
@@ -52,6 +52,6 @@ class LoopStates:
                 logger.warning("The checkpoint holds no state of %s, which begins as it is.", type(loop).__name__)
 
     def hand_over(self, loop: Loop[Any]) -> None:
-        """Load the state that waited for its loop to be attached."""
+        """Load the state of a loop that was just attached."""
         if loop.stage in self._waiting:
             loop.load_state_dict(self._waiting.pop(loop.stage))

@@ -1,4 +1,4 @@
-"""What is done to the model itself while it trains, and undone after it."""
+"""Changes of the model during training, undone afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Undo = Callable[[], None]
 
 
 class ModelChanges:
-    """Change a model for as long as it trains, as the arguments say."""
+    """Change a model during training, as the arguments say."""
 
     def __init__(self, args: TrainingArguments, strategy: Strategy) -> None:
         self._args, self._strategy = args, strategy
@@ -31,10 +31,10 @@ class ModelChanges:
         *,
         noise_hooks: tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]] | None = None,
     ) -> None:
-        """Turn gradient checkpointing and NEFTune on; before the model is wrapped.
+        """Enable gradient checkpointing and NEFTune, before the model is wrapped.
 
         Args:
-            noise_hooks: The documented hooks that turn NEFTune's noise on and off; None where none is wanted.
+            noise_hooks: The documented hooks that turn NEFTune's noise on and off; None for no noise.
         """
         args = self._args
         if args.gradient_checkpointing:
@@ -49,7 +49,7 @@ class ModelChanges:
             self._undo.callback(noise_hooks[1], model)
 
     def save(self, save: Callable[[], None]) -> None:
-        """Save with the configuration as the user has it."""
+        """Save with the user's original configuration."""
         if self._put_cache_back is None or self._switch_cache_off is None:
             save()
             return
@@ -60,7 +60,7 @@ class ModelChanges:
             self._put_cache_back = self._switch_cache_off()
 
     def undo(self) -> None:
-        """Leave the model as it was; safe to call twice."""
+        """Restore the model; safe to call twice."""
         self._undo.close()
         if self._put_cache_back is not None:
             self._put_cache_back()

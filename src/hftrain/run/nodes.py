@@ -1,4 +1,4 @@
-"""Runs on several machines, each of which keeps the checkpoints on storage of its own (`save_on_each_node`)."""
+"""Runs on several machines that each keep checkpoints on their own storage (`save_on_each_node`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hftrain.strategies.base import Strategy
 
 
 def own_checkpoint(args: TrainingArguments, strategy: Strategy, output_dir: Path, folder: Path) -> Path:
-    """Return where this machine has the checkpoint that the main process goes on from. Collective.
+    """Return the path on this machine of the checkpoint that the main process resumes from. Collective.
 
     Raises:
-        CheckpointError: A machine that keeps checkpoints of its own lacks this one, or has it damaged.
+        CheckpointError: On a machine that keeps its own checkpoints, this one is missing or damaged.
     """
     if not args.save_on_each_node:
         return folder

@@ -1,4 +1,4 @@
-"""Where a run's files go. Where `output_dir` is a URL, it works in a local mirror and publishes what it writes."""
+"""The output folder of a run. If `output_dir` is a URL, files are written to a local mirror and uploaded."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ logger = get_logger(__name__)
 
 
 class Output:
-    """The output folder of a Trainer, and what it takes to get files out of it and into it.
+    """The output folder of a Trainer, with uploads and downloads if it is remote.
 
     Args:
-        read_dir: Returns `output_dir` as the arguments say it now: a folder, or the URL of a remote one.
+        read_dir: Returns the current `output_dir` of the arguments: a folder, or the URL of a remote one.
     """
 
     def __init__(self, read_dir: Callable[[], Any], strategy: Strategy) -> None:
         self._read_dir, self._strategy = read_dir, strategy
         self._start = Path.cwd()
         self._mirrors: dict[str, Mirror] = {}
-        # Where checkpoints were fetched from that were named by a URL.
+        # The URLs of checkpoints that were fetched by URL.
         self._origins: dict[Path, str] = {}
 
     @property
     def folder(self) -> Path:
-        """Where its files are written: a remote one's, in its mirror."""
+        """Where its files are written; for a remote folder, the mirror."""
         return self.locate(str(self._read_dir()))
 
     @property
@@ -46,29 +46,29 @@ class Output:
         return folder if is_url(folder) else None
 
     def locate(self, folder: str) -> Path:
-        """Return where the files of any folder are written: a remote one's, in its mirror."""
+        """Return where the files of any folder are written; for a remote folder, its mirror."""
         if is_url(folder) and folder not in self._mirrors:
-            # From now on it notices what is written.
+            # From now on it detects new files.
             self._mirrors[folder] = Mirror(folder, is_left_out=lambda part: checkpoint_step(part) is not None)
         return local_folder(folder, start=self._start)
 
     def below(self, name: str) -> str:
-        """Return the folder's own folder of a name, as `output_dir` would say it."""
+        """Return a subfolder as a path or URL, in the form of `output_dir`."""
         return f"{self.url.rstrip('/')}/{name}" if self.url else str(self.folder / name)
 
     def url_of(self, folder: Path) -> str | None:
-        """Return the URL of which a folder is the mirror, None if it is none."""
+        """Return the URL of a mirror; None if the folder is not a mirror."""
         return self.url if folder == self.folder else None
 
     def text_of(self, folder: Path) -> str:
-        """Return how the state calls a checkpoint: where it will still be when the mirror is gone."""
+        """Return a checkpoint's path for the state: its URL if remote, because the mirror may be deleted."""
         return self._remote_text_of(folder) or str(folder)
 
     def check_writable(self) -> None:
-        """Prove that it can be written to, if remote by the main process; before anything is launched.
+        """Check that the folder is writable, by the main process if it is remote; before processes are launched.
 
-        Several processes find it out together, once they are launched: one that raised alone would leave those on
-        other machines waiting for it. See `check_places`.
+        Several processes check this together once they are launched: if one raised alone, those on other machines
+        would wait for it. See `check_places`.
         """
         if self.url is None and self._strategy.world_size > 1:
             return
@@ -77,10 +77,10 @@ class Output:
             RemoteFolder(self.url).check_writable()
 
     def meet(self) -> Parcels | None:
-        """Find out whether all processes see the main one's mirror. Collective.
+        """Check whether all processes see the mirror of the main process. Collective.
 
         Returns:
-            None if they do; else the means to bring files there.
+            None if they do; otherwise an object that transfers files there.
         """
         url, strategy = self.url, self._strategy
         if url is None or strategy.world_size == 1:
@@ -98,10 +98,10 @@ class Output:
         return None if is_shared else Parcels(url, rank=strategy.rank, is_sender=not is_seen and strategy.is_local_main)
 
     def publish(self, folder: str | None = None) -> None:
-        """Upload what was written to a mirror; the main process does, others return at once.
+        """Upload new files of a mirror; only in the main process, others return at once.
 
         Args:
-            folder: The remote folder; None takes `output_dir`. Nothing happens to a local one.
+            folder: The remote folder; None means `output_dir`. A local folder is ignored.
         """
         url = folder or str(self._read_dir())
         mirror = self._mirrors.get(url)
@@ -117,22 +117,22 @@ class Output:
             ) from error
 
     def publish_together(self, folder: str | None = None) -> None:
-        """Do what `publish` does, and raise on all processes if it fails. Collective."""
+        """Call `publish`, and raise on all processes if it fails. Collective."""
         complaint = "The main process could not upload its files; see its error."
         self._agreed(lambda: self.publish(folder), complaint=complaint)
 
     def publish_quietly(self) -> None:
-        """Do what `publish` does, for files that can be lost, such as logs: a failure is only a warning."""
+        """Call `publish` for less important files, such as logs: a failure only warns."""
         try:
             self.publish()
         except CheckpointError as error:
             logger.warning("%s", error)
 
     def fetch_named(self, name: str | Path) -> Path | None:
-        """Fetch a checkpoint that was named explicitly, by its URL or as one of a remote output folder.
+        """Fetch a checkpoint given by its URL, or by its name in a remote output folder.
 
         Returns:
-            Its verified copy; None if it is not remote.
+            The verified copy; None if it is not remote.
         """
         text, own = str(name), self.url
         if not is_url(text):
@@ -147,18 +147,18 @@ class Output:
         return path
 
     def find(self, name: str | Path) -> Path:
-        """Return the local folder of that name: relative to the working directory, else to the output folder."""
+        """Return the local folder of that name: relative to the working directory, or to the output folder."""
         inside = self.folder / name
         return inside if inside.is_dir() and not Path(name).is_dir() else Path(name)
 
     def own_copy(self, folder: Path) -> Path:
-        """Return where this machine has the checkpoint that the main process has fetched. Collective."""
+        """Return the path on this machine of a checkpoint that the main process has fetched. Collective."""
         known = self._origins.get(folder) or self._remote_text_of(folder)
         origin = self._strategy.broadcast_object(known if self._strategy.is_main else None)
         return folder if origin is None else self._fetch_together(origin, main_has_it=True)
 
     def fetch_best(self, best: Path) -> None:
-        """Fetch the best checkpoint into each machine's mirror, unless it is there, or nowhere. Collective."""
+        """Fetch the best checkpoint into each machine's mirror, if it exists and is not there yet. Collective."""
         url = self.url_of(best.parent)
         if url is None:
             return
@@ -167,12 +167,12 @@ class Output:
             self._fetch_together(f"{url.rstrip('/')}/{best.name}")
 
     def _remote_text_of(self, folder: Path) -> str | None:
-        """Return the URL of a folder in the output folder's mirror, None if it lies elsewhere."""
+        """Return the URL of a folder in the output folder's mirror, None if it is elsewhere."""
         url = self.url_of(folder.parent)
         return f"{url.rstrip('/')}/{folder.name}" if url else None
 
     def _fetch_together(self, text: str, *, main_has_it: bool = False) -> Path:
-        """Fetch a checkpoint on the main process, then on the first of each machine; return where it is. Collective."""
+        """Fetch a checkpoint on the main process, then on the first of each machine; return its path. Collective."""
         strategy = self._strategy
         for is_mine in (strategy.is_main and not main_has_it, strategy.is_local_main and not strategy.is_main):
             complaint = f"Another process could not fetch {text}; see its error."
@@ -181,7 +181,7 @@ class Output:
         return mirror_of(url) / name
 
     def _agreed(self, call: Callable[[], object], *, is_mine: bool = True, complaint: str) -> None:
-        """Call something on some processes, and raise on all if it fails on one. Collective."""
+        """Call a function on some processes, and raise on all if it fails on one. Collective."""
         cause: CheckpointError | None = None
         try:
             if is_mine:

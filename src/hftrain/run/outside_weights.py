@@ -1,4 +1,4 @@
-"""Parameters that the optimizer trains and the model does not hold, such as the weights of a loss."""
+"""Parameters that the optimizer trains but the model does not contain, such as the weights of a loss."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hftrain.strategies.base import Strategy
 
 
 class OutsideWeights:
-    """Save them with the optimizer, and keep them the same on all processes; an engine does both for its own."""
+    """Save them with the optimizer, and keep them equal on all processes; an engine does both itself."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        # By their place in the optimizer: the numbers of the group and of the parameter.
+        # By their position in the optimizer: the indices of the group and of the parameter.
         self._by_place: dict[str, torch.Tensor] = {}
-        # The same list for the whole run; a callback may add a group.
+        # The same list object for the whole run; a callback may add a group.
         self.parameters: list[torch.Tensor] = []
 
     def find(self, optimizer: torch.optim.Optimizer, task: nn.Module) -> None:
-        """Look which of the optimizer's parameters the task does not hold; share new ones. Collective."""
+        """Find the optimizer's parameters that the task does not contain; synchronise new ones. Collective."""
         own = set(map(id, task.parameters()))
         self._by_place = {
             f"{number}.{index}": parameter
@@ -48,7 +48,7 @@ class OutsideWeights:
 
     @torch.no_grad()
     def _share(self, parameters: list[torch.Tensor]) -> None:
-        """Give all processes the main one's values, as the model's wrapper does."""
+        """Copy the values of the main process to all others, as the model's wrapper does."""
         strategy = self._strategy
         for parameter in parameters:
             value = parameter.detach() if strategy.is_main else torch.zeros_like(parameter)
@@ -58,7 +58,7 @@ class OutsideWeights:
     def average(self) -> None:
         """Average the gradients over all processes. Collective.
 
-        A process whose batch did not need a parameter has no gradient of it. One that no process needed keeps none.
+        A process whose batch did not use a parameter has no gradient for it. If no process used it, it keeps none.
         """
         for dtype in dict.fromkeys(parameter.dtype for parameter in self.parameters):
             parameters = [parameter for parameter in self.parameters if parameter.dtype == dtype]
@@ -73,7 +73,7 @@ class OutsideWeights:
                     parameter.grad = mean.view_as(parameter).to(parameter.device, copy=True)
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Return them by their places in the optimizer; None if there are none to save."""
+        """Return them by their positions in the optimizer; None if there are none to save."""
         if not self._by_place or Owns.STEP in self._strategy.owns:
             return None
         return {name: value.detach() for name, value in self._by_place.items()}
@@ -82,7 +82,7 @@ class OutsideWeights:
         """Restore them from a checkpoint's folder.
 
         Raises:
-            CheckpointError: The file holds parameters of other shapes.
+            CheckpointError: The parameters in the file have other shapes.
         """
         if not self._by_place or Owns.STEP in self._strategy.owns:
             return

@@ -1,7 +1,7 @@
-"""Optimizers, schedules and gradient scalers that user code keeps for itself: saved and restored with the run's own.
+"""Optimizers, schedules and gradient scalers that user code keeps: saved and restored with those of the run.
 
-They are found where they are kept: attributes of the Trainer, of the task, of the model's modules, of callbacks and of
-the user's objects in these, alone or in lists, tuples and dicts.
+They are found in attributes of the Trainer, of the task, of the model's modules, of callbacks, and of the user's
+objects in these, directly or in lists, tuples and dicts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KINDS = (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)
 _DEPTH = 3
 _MAX_MEMBERS = 256
 _INTERNAL = frozenset(vars(nn.Module()))
-# Whose objects keep no optimizer of the user's.
+# Packages whose objects do not contain optimizers of the user.
 _NOT_USERS = frozenset(
     {*sys.stdlib_module_names, "accelerate", "datasets", "deepspeed", "hftrain", "numpy", "peft", "torch"}
     | {"tokenizers", "transformers"}
@@ -39,9 +39,9 @@ class OwnOptimizers:
     """Find, save and restore what user code keeps, for one run.
 
     Args:
-        task: Its modules are looked through.
-        holders: Returns what else is looked through, each by its name.
-        known: Returns what the run saves anyway.
+        task: Its modules are searched.
+        holders: Returns other objects to search, with their names.
+        known: Returns objects that the run already saves.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class OwnOptimizers:
         known: Callable[[], list[Any]],
     ) -> None:
         self._strategy, self._task, self._holders, self._known = strategy, task, holders, known
-        # What a checkpoint holds for objects that do not exist yet.
+        # States in a checkpoint for objects that do not exist yet.
         self._awaited: dict[str, Any] = {}
         self._path = Path()
         self._hook: Any = None
 
     def find(self) -> dict[str, Any]:
-        """Return what is kept now, by where it is kept."""
+        """Return the objects that exist now, by attribute path."""
         modules = [(f"task.{name}".rstrip("."), module) for name, module in self._task.named_modules()]
         first, *others = self._holders()
         holders = [first, *modules, *others]
         known = self._known()
         seen = set(map(id, known))
-        # Each is looked through under its own name.
+        # Each is searched under its own name.
         own = {id(holder) for _, holder in holders} | {id(each) for each in known if isinstance(each, Loop)}
         found = {}
         for owner, holder in holders:
@@ -76,7 +76,7 @@ class OwnOptimizers:
         return found
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return their states by where they are kept; None where there are none to save."""
+        """Return their states by attribute path; None if there are none to save."""
         found = self.find()
         if not found and not self._awaited:
             return None
@@ -90,7 +90,7 @@ class OwnOptimizers:
         return {**self._awaited, **{name: each.state_dict() for name, each in found.items()}}
 
     def load(self, folder: Path) -> None:
-        """Restore what a checkpoint holds; what does not exist yet is restored before its first step."""
+        """Restore the states of a checkpoint; an object that does not exist yet is restored before its first step."""
         path = folder / OWN_OPTIMIZERS
         found = self.find()
         saved = load_containers(path) if path.exists() and not self._is_split else {}
@@ -100,11 +100,11 @@ class OwnOptimizers:
         self._path, self._awaited = path, dict(saved)
         self._restore()
         if self._awaited:
-            # A trainer may make them in its first step.
+            # A trainer may create them in its first step.
             self._hook = register_optimizer_step_pre_hook(lambda *_: self._restore())
 
     def close(self, *, is_complete: bool) -> None:
-        """Say what was never made, and stop waiting for it; safe to call twice."""
+        """Warn of objects that were never created, and stop waiting for them; safe to call twice."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -120,7 +120,7 @@ class OwnOptimizers:
 
     def _restore(self) -> None:
         found = self.find()
-        # Optimizers first: a schedule may write into one.
+        # Optimizers first, because a schedule may write to one.
         ready = sorted(self._awaited.keys() & found.keys(), key=lambda name: not isinstance(found[name], _KINDS[0]))
         for name in ready:
             state, owner = self._awaited.pop(name), found[name]
@@ -138,7 +138,7 @@ class OwnOptimizers:
             self._hook = None
 
     def _tell_of_weights(self, found: Mapping[str, Any]) -> None:
-        """Warn of parameters that are trained and saved nowhere."""
+        """Warn of parameters that are trained but not saved."""
         saved = {id(parameter) for parameter in self._task.parameters()}
         for name, each in found.items():
             groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else []
@@ -150,12 +150,12 @@ class OwnOptimizers:
 
 
 def _kept(members: Iterable[tuple[Any, Any]], others: Set[int], depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """Yield what is kept among named values, and inside those that are none of the others, by the way there."""
+    """Yield the objects among named values and inside them, by path; `others` are not searched."""
     for name, value in members:
         if isinstance(value, _KINDS):
             yield str(name), value
         elif depth and id(value) not in others:
-            # Rows of data are not looked through.
+            # Rows of data are not searched.
             rest = 0 if isinstance(value, (dict, list, tuple)) and len(value) > _MAX_MEMBERS else depth - 1
             yield from ((f"{name}.{path}", each) for path, each in _kept(_members(value), others, rest))
 
@@ -173,7 +173,7 @@ def _members(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of an object, without a module's parameters and parts."""
+    """Return the attributes of an object, without a module's parameters and submodules."""
     members = getattr(value, "__dict__", None)
     if not isinstance(members, dict):
         return []

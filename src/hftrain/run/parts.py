@@ -1,4 +1,4 @@
-"""What a run is made of: the Trainer's parts, a model that is ready to train, and the documented methods it calls."""
+"""The parts of a run: the Trainer's parts, a model ready to train, and the documented methods that it calls."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from hftrain.task.module import TaskModule
 
 @dataclass(slots=True)
 class Phase:
-    """What a run does at the moment, in words; None in a step or an evaluation."""
+    """A description of what a run is doing; None in a step or an evaluation."""
 
     text: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunParts:
-    """What is there before a run is built.
+    """Parts that exist before a run is built.
 
     Args:
         losses: The open logging window.
-        logs: The steps' own numbers in that window.
-        trial: What a search tries now, as its backend gave it.
+        logs: Values logged by the steps in that window.
+        trial: The current trial of a search, from its backend.
         ignore_keys: Outputs that evaluations leave out of the predictions.
-        progress: Where the run is.
-        pending: What the loop calls at each step's end, see `FitParts`.
+        progress: The position of the run.
+        pending: Functions that the loop calls at the end of each step, see `FitParts`.
     """
 
     args: TrainingArguments
@@ -73,14 +73,14 @@ class RunParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """A model that is placed and wrapped, with what trains it.
+    """A placed and wrapped model, with what trains it.
 
     Args:
         model: Not wrapped.
         take: Takes a step's batches and counts their items.
-        training_step: Runs forward and backward on one of them.
-        outside: What the optimizer trains and the model does not hold.
-        changes: What is done to the model for as long as it trains.
+        training_step: Runs forward and backward on one batch.
+        outside: Parameters that the optimizer trains but the model does not contain.
+        changes: Changes of the model during training.
     """
 
     task: TaskModule
@@ -100,25 +100,25 @@ class RunHooks:
 
     Args:
         owner: The name of the Trainer's class.
-        is_overridden: Tells whether the user's class has a documented method of its own.
-        where: Returns in words what the Trainer does now; from any thread.
-        make_manager: Returns what commits the run's checkpoints.
-        make_model: Returns the bare model, made by `model_init` where there is one.
-        open_loader: Returns this rank's training batches, of another dataset where one is given.
-        plan: (checkpoint, loader, progress) -> the run's plan; puts `progress` where it begins.
-        start_state: (checkpoint, plan); lets the documented state begin the run.
-        ready: (checkpoint, plan); makes the model ready to train for as long as the context lasts.
-        holders: Returns the objects of the user's that may keep optimizers, each by its name.
-        dataset: Returns what the Trainer is to train on, or None; like the next three, as it is now: scripts and
-            callbacks may replace it.
-        processing_class: Likewise.
-        tool: Returns what a checkpoint keeps to prepare inputs with, or None.
+        is_overridden: Tells whether the user's class overrides a documented method.
+        where: Returns a description of what the Trainer is doing; from any thread.
+        make_manager: Returns the manager that commits the run's checkpoints.
+        make_model: Returns the unwrapped model, from `model_init` if given.
+        open_loader: Returns this rank's training batches, from another dataset if one is given.
+        plan: (checkpoint, loader, progress) -> the run's plan; sets `progress` to its start.
+        start_state: (checkpoint, plan); initialises the documented state.
+        ready: (checkpoint, plan); makes the model ready to train, within the context.
+        holders: Returns the user's objects that may contain optimizers, with their names.
+        dataset: Returns the current training dataset, or None; this and the next three are read at each call, because
+            scripts and callbacks may replace them.
+        processing_class: Returns the current processing class, or None.
+        tool: Returns what a checkpoint saves to prepare inputs, or None.
         optimizer: Returns the documented `optimizer`.
         schedule: Returns the documented `lr_scheduler`.
         count_flos: The documented `floating_point_ops`.
-        learning_rate: The documented hook, given the rate that the step used.
-        step_end: Returns the documented `_maybe_log_save_evaluate`, whose signature counts.
-        finish: Ends the documented state of training, and adds what memory it took to the metrics.
+        learning_rate: The documented hook, called with the rate that the step used.
+        step_end: Returns the documented `_maybe_log_save_evaluate`, whose signature is inspected.
+        finish: Ends the documented state of training, and adds the memory use to the metrics.
     """
 
     owner: str

@@ -1,4 +1,4 @@
-"""How long a run is and where it begins: from its start, or from a checkpoint whose run may have had another shape."""
+"""The length and start of a run: new, or resumed from a checkpoint with possibly another configuration."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)
 
-# What the optimizer's and the schedule's state carry on, whatever the arguments say now.
+# Taken from the state of the optimizer and the schedule, regardless of the current arguments.
 _OVERRIDDEN = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-# When things happen follows the present arguments, and so is no longer what it was before the resume.
+# Taken from the current arguments, so they may differ from those before the resume.
 _INTERVALS = ("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps")
-# Resume if there is something to resume.
+# Resume if there is a checkpoint.
 AUTO = "auto"
-# Arguments that an override has written may be anything.
+# Arguments written by an override may be of any type.
 _PLAIN = (int, float, str, type(None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """A run from where it begins to its end.
+    """The plan of a run, from its start to its end.
 
     Args:
-        length: That of a run of this shape, from start to end.
-        grid: How passes over the data are cut.
-        geometry: What a resume must find again, or say that it has changed; see `check_shape`.
+        length: The length of a whole run in this configuration.
+        grid: How passes over the data are cut into batches.
+        geometry: Values that a resume compares; see `check_shape`.
         total_batch_size: Samples per update, all ranks together.
-        max_steps: The updates after which this one ends: more or fewer, where a part of it had another shape.
-        num_batches_first: Micro-steps of the pass it begins in.
+        max_steps: The updates after which this run ends; differs if a part of it had another configuration.
+        num_batches_first: Micro-steps of the pass in which it starts.
         saved: The checkpoint's manifest; None for a new run.
-        is_reshaped: Whether the checkpoint's batches, or processes, were others.
+        is_reshaped: Whether the checkpoint had another batch size or number of processes.
     """
 
     length: TrainPlan
@@ -64,7 +64,7 @@ class RunPlan:
     is_reshaped: bool = False
 
     def facts(self, progress: Progress, *, optimizer: str) -> dict[str, Any]:
-        """Return what a manifest says of the run's position and shape."""
+        """Return the facts about position and configuration for a manifest."""
         num_batches = self.num_batches_first if progress.offset_in_epoch else self.grid.num_batches
         plan = {"max_steps": self.max_steps, "asked": self.length.max_steps, "num_batches": num_batches}
         geometry = {**self.geometry, "optimizer": optimizer}
@@ -82,10 +82,10 @@ def plan_run(
     progress: Progress,
     geometry: dict[str, Any],
 ) -> RunPlan:
-    """Plan a run that goes on from a checkpoint's folder, or begins, and put `progress` where it begins. Collective.
+    """Plan a run, new or from a checkpoint's folder, and set `progress` to its start. Collective.
 
     Raises:
-        CheckpointError: The checkpoint's position or state means nothing in this run.
+        CheckpointError: The checkpoint's position or state is not valid in this run.
         ConfigError: See `_check_rounds`.
     """
     _check_rounds(strategy, args.gradient_accumulation_steps, length)
@@ -105,10 +105,10 @@ def plan_run(
 
 
 def _check_rounds(strategy: Strategy, accumulation: int, length: TrainPlan) -> None:
-    """Raise where a rank would run out of batches and leave the others waiting for its gradients. Collective.
+    """Raise if a rank would run out of batches and the others would wait for its gradients. Collective.
 
-    DDP exchanges gradients once per update, so that updates of unequal numbers of micro-batches go together; what
-    splits the model, or counts micro-steps itself, meets in each of them.
+    DDP exchanges gradients once per update, so updates may have unequal numbers of micro-batches. Strategies that
+    split the model, or count micro-steps themselves, communicate in each micro-step.
 
     Raises:
         ConfigError: The ranks' loaders have different numbers of batches, and the run reaches the end of one.
@@ -128,7 +128,7 @@ def _check_rounds(strategy: Strategy, accumulation: int, length: TrainPlan) -> N
 
 
 def _rest(whole: RunPlan, args: TrainingArguments, folder: Path, loader: Any, progress: Progress) -> RunPlan:
-    """Return the plan of what is left of a run."""
+    """Return the plan of the rest of a run."""
     length, grid, geometry = whole.length, whole.grid, whole.geometry
     manifest = _read(args, folder, geometry, grid)
     saved, plan = manifest.facts.get("geometry", {}), manifest.facts.get("plan", {})
@@ -201,13 +201,13 @@ def find_geometry(
     grouping: LengthConfig | None,
     split: int,
 ) -> dict[str, Any]:
-    """Return what decides the data's order and how it is cut, and what the optimizer's state depends on.
+    """Return the values that decide the order and the batches of the data, and the meaning of the optimizer's state.
 
     Args:
         loader: This rank's batches.
-        dataset: What they are of.
-        grouping: How samples are grouped by length, None where they are not.
-        split: Over how many processes a layer is split; those read the same.
+        dataset: The dataset of the batches.
+        grouping: How samples are grouped by length, None if they are not.
+        split: Over how many processes a layer is split; these read the same data.
     """
     world_size = strategy.world_size
     num_readers = world_size // split
@@ -219,22 +219,22 @@ def find_geometry(
         "samples": len(dataset) if has_length(dataset) else None,
         "data_seed": data_seed(args),
         "drop_last": args.dataloader_drop_last,
-        # 0: in the data's own order.
+        # 0: in the order of the dataset.
         "grouping": grouping.batch_size if grouping else 0 if args.train_sampling_strategy == "sequential" else None,
         "seedable": bool(read_accelerator_config(args).get("use_seedable_sampler", True)),
         "own_shares": has_own_shares(loader),
         "precision": policy.name,
-        # None: an engine keeps copies of its own, which depend on the precision.
+        # None: an engine keeps its own copies, which depend on the precision.
         "weights_dtype": None if Owns.CASTING in strategy.owns else str(policy.param_dtype),
     }
 
 
 def report_changed_arguments(args: TrainingArguments, folder: Path) -> None:
-    """Name the arguments whose values the checkpoint's state overrides, and those that change the rhythm."""
+    """Warn of changed arguments that the checkpoint's state overrides, and of changed intervals."""
     try:
         saved, current = load_arguments(folder), args.to_dict()
     except CheckpointError as error:
-        # An override may have written them in its own form; they are read for this report alone.
+        # An override may have written them in another form; they are only read for this warning.
         logger.info("The arguments of the checkpoint are not compared with those of this run: %s", error)
         return
     for names, consequence in (
@@ -257,14 +257,14 @@ def find_resume(
     make_manager: Callable[[], CheckpointManager],
     resume: str | bool | None,
 ) -> Path | None:
-    """Return the checkpoint to continue from, verified by the main process; nothing is launched.
+    """Return the checkpoint to continue from, verified by the main process; launches nothing.
 
     Args:
-        resume: A folder, True for the newest valid checkpoint, ``"auto"`` for that or none (also where it is None and
+        resume: A folder, True for the newest valid checkpoint, ``"auto"`` for that or none (also if it is None and
             the arguments say so), None or False for none.
 
     Raises:
-        CheckpointError: There is no valid one, or the folder named is none.
+        CheckpointError: There is no valid one, or the given folder is not a checkpoint.
     """
     if not isinstance(resume, (str, Path, bool, type(None))):
         raise ConfigError(
@@ -304,7 +304,7 @@ def find_resume(
 
 
 def _warn_of_nonfinite(manager: CheckpointManager, newest: Path) -> None:
-    """Name the last finite checkpoint where the newest one, with which the run goes on, is not finite."""
+    """Warn if the newest checkpoint, from which the run continues, is not finite; name the last finite one."""
     manifest = read_manifest(newest)
     if manifest.is_finite:
         return

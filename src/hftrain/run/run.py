@@ -1,4 +1,4 @@
-"""One training, built ready: run the loop, act between its steps, finish."""
+"""One training run: run the loop, act between its steps, and finish."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ logger = get_logger(__name__)
 
 
 class Run:
-    """One training, from what a checkpoint holds to its end.
+    """One training run, from a checkpoint or the start to its end.
 
     Args:
-        resume: The checkpoint to continue from; None begins.
+        resume: The checkpoint to continue from; None starts a new run.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Run:
         self._parts, self._hooks, self._ready, self._plan, self._data = parts, hooks, ready, plan, data
         self.progress, self.counts, self.checkpoints = parts.progress, counts, checkpoints
         self._loop, self._resume = loop, resume
-        # Random numbers that a checkpoint holds, until they are put back.
+        # Random number states of a checkpoint, until they are restored.
         self._rng: Mapping[str, Any] | None = None
         self._salvage = Salvage(parts, ready, counts, checkpoints, self.save_now)
         self._interrupts = Interrupts(
@@ -109,21 +109,21 @@ class Run:
 
     @cached_property
     def step_end(self) -> StepEnd:
-        """What calls an overridden `_maybe_log_save_evaluate`; its time begins when the loop is attached."""
+        """The caller of an overridden `_maybe_log_save_evaluate`; its clock starts when the loop is attached."""
         return StepEnd(self._hooks.step_end, self._parts, self._ready.wrapped, self.counts)
 
     def _load_rest(self, folder: Path) -> None:
-        """Load what a checkpoint holds outside the model."""
+        """Load the state of a checkpoint other than the model."""
         with restoring(folder):
             self._rng = self.checkpoints.load_rest(folder)
         reset(self._parts.control)
         if self._parts.args.ignore_data_skip:
-            # Documented: start the epoch's data over, with random numbers as they come.
+            # Documented: start the epoch's data again, with the current random numbers.
             self._rng, self.progress.micro_steps_in_epoch, self.progress.offset_in_epoch = None, 0, 0
             self._data.feed.load_state_dict(None)
 
     def _fit_parts(self) -> FitParts:
-        """Return what the training loop works with."""
+        """Return the parts for the training loop."""
         parts, hooks, ready, plan, args = self._parts, self._hooks, self._ready, self._plan, self._parts.args
         schedule, accumulation = hooks.schedule(), args.gradient_accumulation_steps
         return FitParts(
@@ -170,13 +170,13 @@ class Run:
     # -- what the loop calls between steps -----------------------------------------------------------------------
 
     def add_logs(self, logs: Mapping[str, Any]) -> None:
-        """Add a step's own numbers to the open logging window."""
+        """Add values logged by a step to the open logging window."""
         self._parts.logs.add(logs)
 
     def _before_epoch(self) -> None:
-        """Remember the random numbers an epoch's order may be drawn from, or put the checkpoint's back."""
+        """Store the random number state from which an epoch's order may be drawn, or restore the checkpoint's."""
         if self._rng is not None and self.progress.is_within_epoch:
-            # A checkpoint of another trainer does not tell what the epoch's order was drawn from.
+            # A checkpoint of another trainer does not contain the state from which the epoch's order was drawn.
             restore_rng(self.checkpoints.epoch_rng or dict(self._rng))
         else:
             self._load_numbers()
@@ -190,7 +190,7 @@ class Run:
             self._rng = None
 
     def _restore_rng(self) -> bool:
-        """Put back the checkpoint's random numbers, do what its run had left to do, and tell if that ends the epoch."""
+        """Restore the checkpoint's random numbers, do what was still due, and tell whether that ends the epoch."""
         self._data.deaths.watch()
         self._load_numbers()
         control, left = self._parts.control, self.checkpoints.left
@@ -204,12 +204,12 @@ class Run:
         return bool(left) and (control.should_epoch_stop or control.should_training_stop)
 
     def restore_numbers(self) -> None:
-        """Put the checkpoint's random numbers back, if there are any left to put back."""
+        """Restore the checkpoint's random numbers, unless that has been done."""
         if self._rng is not None:
             restore_rng(dict(self._rng))
 
     def _log(self, logs: dict[str, Any]) -> None:
-        """Log the losses, and what the precision, the steps and the metrics have to add."""
+        """Log the losses, and the values of the precision, the steps and the metrics."""
         hooks, parts = self._hooks, self._parts
         self._count()
         self.checkpoints.untrained.check_unfrozen()
@@ -219,12 +219,12 @@ class Run:
         hooks.log(merge_reports(logs, parts.precision.logs(), parts.logs.read(), own))
 
     def _count(self) -> None:
-        """Bring the documented counts of tokens and floating-point operations up to date; collective."""
+        """Update the documented counts of tokens and floating-point operations; collective."""
         self.counts.read()
         self._hooks.store_flos()
 
     def _evaluate(self) -> None:
-        """Evaluate as a cadence or a callback asked for it; collective."""
+        """Evaluate on request of an interval or a callback; collective."""
         parts, hooks = self._parts, self._hooks
         metrics = hooks.evaluate_once(parts.trial, parts.ignore_keys)
         is_best = hooks.is_best(metrics, parts.trial)
@@ -233,7 +233,7 @@ class Run:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Note that an error within is one of the evaluation, with which the run is to resume."""
+        """Mark errors within as errors of the evaluation, with which a resumed run starts."""
         self.counts.read()
         self._salvage.is_evaluating = True
         yield
@@ -241,7 +241,7 @@ class Run:
 
     def save_now(self) -> None:
         """Save through the hook, which an override may replace; collective."""
-        # Named here too: an override may wait for other processes before it calls the method it replaces.
+        # Also set here: an override may wait for other processes before it calls the base method.
         with self._saving():
             self._hooks.save(self._ready.wrapped, self._parts.trial)
 
@@ -262,7 +262,7 @@ class Run:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _save_end(self, first: Progress) -> None:
-        """Save what no event has: a run that the evaluation of the last epoch's end has stopped."""
+        """Save at the end if no event has: the evaluation at the end of the last epoch may have stopped the run."""
         has_trained = self.progress.step > first.step
         is_saved = self.checkpoints.tried_step == self.progress.step
         if self._parts.args.save_strategy == "steps" and has_trained and not is_saved:
@@ -295,7 +295,7 @@ class Run:
         hooks.finish(metrics)
         hooks.log(metrics)
         best, keep_best = self.checkpoints.best(), parts.save_policy.keep_best
-        # SavePolicy(keep_best=1) asks for the newest next to the best one.
+        # SavePolicy(keep_best=1) keeps the newest in addition to the best.
         with_newest = keep_best is not None and not args.load_best_model_at_end
         if args.save_total_limit == 1 and keep_best in (None, 1) and not with_newest and best is not None:
             self.checkpoints.manager.keep_only(best)

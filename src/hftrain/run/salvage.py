@@ -1,4 +1,4 @@
-"""`SavePolicy(on_exception=True)`: what of a run that an error ends can be saved, and is."""
+"""`SavePolicy(on_exception=True)`: save a run that ends with an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Boundary:
-    """What a step changes before it updates the weights, as it was when the step began."""
+    """The state at the start of a step that the step changes before it updates the weights."""
 
     step: int
     own: dict[str, Any]
@@ -32,10 +32,10 @@ class _Boundary:
 
 
 class Salvage:
-    """Save the last whole step when an error passes through the context, if the weights are still those of that step.
+    """Save the last complete step if an error leaves the context and the weights are still those of that step.
 
     Each step begins with a copy of what it may change before the update: random numbers, the open logging window,
-    buffers. Where the policy does not ask for it, nothing is copied and nothing stands between the loop and its hooks.
+    buffers. If the policy is off, nothing is copied or wrapped.
 
     Args:
         save: Commits a checkpoint.
@@ -49,7 +49,7 @@ class Salvage:
         self._counts, self._checkpoints, self._save = counts, checkpoints, save
         is_asked, num_processes = parts.save_policy.on_exception, parts.strategy.world_size
         self.is_on = is_asked and num_processes == 1
-        # Whether an evaluation runs: where it fails, the resumed run begins with it.
+        # Whether an evaluation is running: if it fails, the resumed run starts with it.
         self.is_evaluating = False
         self._boundary: _Boundary | None = None
         self._is_updating = False
@@ -71,7 +71,7 @@ class Salvage:
                 logger.error("Nothing was saved after the error, for that failed too: %s", another)
 
     def watching(self, take: Take) -> Take:
-        """Return a function that takes a step's batches, and first remembers the boundary before it."""
+        """Return a function that stores the state at the step boundary, and then takes a step's batches."""
         if not self.is_on:
             return take
 
@@ -82,7 +82,7 @@ class Salvage:
         return remembered
 
     def watch(self, stepper: Stepper) -> Stepper:
-        """Return a stepper whose updates are noticed."""
+        """Return a stepper that marks the start of updates."""
         if not self.is_on:
             return stepper
 
@@ -107,7 +107,7 @@ class Salvage:
     def _save_after(self, error: BaseException) -> None:
         boundary, step = self._boundary, self._progress.step
         if boundary is None or isinstance(error, CheckpointError) or self._checkpoints.saved_step == step:
-            # Nothing is trained, saving is what failed, or this very step is saved.
+            # Nothing was trained, saving failed, or this step is already saved.
             return
         if step == boundary.step:
             if self._is_updating:

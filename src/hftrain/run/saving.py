@@ -1,4 +1,4 @@
-"""What of a run goes into a checkpoint, and how it comes back."""
+"""What a run saves in a checkpoint, and how it is restored."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ Writer = Callable[[Path], None]
 
 
 class RunCheckpoints:
-    """Save and restore one run: what it consists of, as lists of named participants.
+    """Save and restore one run, as lists of named participants.
 
     Args:
         manager: Commits the checkpoints.
-        plan: The run's.
-        data: Likewise.
-        is_within_epoch: Tells whether what comes at an epoch's end is still to come.
+        plan: The run's plan.
+        data: The run's data.
+        is_within_epoch: Tells whether the actions at the end of the epoch are still due.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class RunCheckpoints:
         self.saved_step: int | None = None
         self.tried_step: int | None = None
         self.epoch_rng: dict[str, Any] = {}
-        # What the checkpoint's run had left to do.
+        # What was still due when the checkpoint was saved.
         self.left: frozenset[str] = frozenset()
-        # What `own_state` was at an earlier moment, to be saved in its place.
+        # An earlier result of `own_state`, to be saved instead.
         self.past_state: dict[str, Any] | None = None
         check_plateau(parts.args, hooks.schedule())
         self.untrained = Untrained(parts.strategy, ready.task, ready.optimizer, self.own)
@@ -111,7 +111,7 @@ class RunCheckpoints:
         )
 
     def close(self) -> None:
-        """Leave the optimizers as they were before the run."""
+        """Restore the optimizers to their form before the run."""
         self.own.close(is_complete=False)
         self._unfreezing.close()
         self.untrained.close()
@@ -124,7 +124,7 @@ class RunCheckpoints:
         args, strategy, state, keep = parts.args, parts.strategy, parts.state, writes.keep
         writes.finish(for_next=True)
         self.finiteness.check()
-        # A callback may have changed them.
+        # A callback may have changed the arguments.
         limit, only_model = args.save_total_limit, bool(args.save_only_model)
         self.manager.config = replace(self.manager.config, save_total_limit=limit, only_model=only_model)
         num_bytes = writes.checkpoint_bytes()
@@ -150,13 +150,13 @@ class RunCheckpoints:
             if hooks.is_overridden("_save_optimizer_and_scheduler"):
                 each.append(lambda folder: hooks.save_optimizer(str(folder)))
             else:
-                # Others only take part in gathering.
+                # Other processes only take part in gathering.
                 main += writers(self._files(), keep if self.manager.is_committer else as_it_is)
             each.append(self._rank_writer())
         each += shard_writers(strategy, ready.wrapped, None if only_model else ready.optimizer, keep)
         facts = {name: fact for one in self._facts() for name, fact in one.state_dict().items()}
         save = Save(step=state.global_step, epoch=state.epoch, num_bytes=num_bytes, main=main, each=each, facts=facts)
-        # An override of _maybe_log_save_evaluate that saves tells the callbacks itself, as documented.
+        # An override of _maybe_log_save_evaluate that saves also calls `on_save` itself, as documented.
         tells = not parts.events.answers
         writes.write(save, lambda save, path: self._after(save, path, former_best=former_best, tells=tells))
 
@@ -165,7 +165,7 @@ class RunCheckpoints:
         self.writes.finish()
 
     def _after(self, save: Save, committed: Path | None, *, former_best: str | None, tells: bool) -> None:
-        """Do what follows a commit, or forget a checkpoint for which there was no room."""
+        """Do what follows a commit, or undo the state of a checkpoint that did not fit on disk."""
         parts, hooks, state = self._parts, self._hooks, self._parts.state
         if committed is None:
             state.best_model_checkpoint = former_best
@@ -187,7 +187,7 @@ class RunCheckpoints:
         self.manager.rotate(best=self.best())
 
     def write_optimizer(self, folder: Path) -> None:
-        """Write optimizer, schedule and scaler; the main process writes, all take part. Collective."""
+        """Write optimizer, schedule and scaler, in the main process. Collective."""
         found = writers(self._files(), as_it_is)
         for write in found if self.manager.is_committer else ():
             write(folder)
@@ -197,10 +197,10 @@ class RunCheckpoints:
         for each in self._files():
             each.load(folder)
 
-    # -- what a checkpoint holds besides the model: a new feature adds one entry ---------------------------------
+    # -- what a checkpoint contains besides the model: a new feature adds one entry ------------------------------
 
     def _files(self) -> list[InFile]:
-        """Return what has a file of its own."""
+        """Return the participants with a separate file."""
         strategy, precision, schedule = self._parts.strategy, self._parts.precision, self._hooks.schedule()
         model, optimizer, outside = self._ready.wrapped, self._ready.optimizer, self._ready.outside
 
@@ -221,7 +221,7 @@ class RunCheckpoints:
 
         def load_scale(folder: Path) -> None:
             saved = read_manifest(folder) if (folder / MANIFEST).exists() else self._plan.saved
-            # A run in another precision begins with a loss scale of its own.
+            # A run in another precision starts with its own loss scale.
             if saved is None or saved.facts["geometry"]["precision"] == precision.policy.name:
                 restore_scaler(folder, precision)
 
@@ -234,13 +234,13 @@ class RunCheckpoints:
         ]
 
     def _own_parts(self) -> list[Participant]:
-        """Return what differs by process, besides random numbers."""
+        """Return the participants that differ by process, except random numbers."""
         parts, task, plan, feed = self._parts, self._ready.task, self._plan, self._data.feed
         device, losses, logs, computing = parts.strategy.device, parts.losses, parts.logs, parts.computing
 
         def load_data(state: Any) -> None:
             assert plan.saved is not None
-            # Where several processes read a stream, each may have stood elsewhere in it than all together.
+            # If several processes read a stream, the position of each differs from the common one.
             is_alone = plan.saved.facts["geometry"]["world_size"] == parts.strategy.world_size == 1
             feed.load_state_dict(None if not is_alone and plan.is_reshaped and feed.is_stream else state)
 
@@ -267,7 +267,7 @@ class RunCheckpoints:
         ]
 
     def _facts(self) -> list[InManifest]:
-        """Return what the manifest tells."""
+        """Return the participants in the manifest."""
         parts, optimizer = self._parts, type(self._ready.optimizer).__name__
 
         def left() -> dict[str, Any]:
@@ -283,14 +283,14 @@ class RunCheckpoints:
         ]
 
     def _known(self) -> list[Any]:
-        """Return what is saved anyway, whatever attribute of the user's refers to it."""
+        """Return objects that the run already saves, even if attributes of the user refer to them."""
         optimizer = self._ready.optimizer
         known = [optimizer, getattr(optimizer, "optimizer", None), self._hooks.optimizer(), self._hooks.schedule()]
         loops = [loop for loop in self._parts.loops.values() if loop.keeps_state]
         return [*known, *loops]
 
     def own_state(self) -> dict[str, Any]:
-        """Return what differs by process."""
+        """Return the state that differs by process."""
         return {**capture_rng(), **gather(self._own_parts())}
 
     def _rank_writer(self) -> Writer:
@@ -301,7 +301,7 @@ class RunCheckpoints:
     # -- resuming ------------------------------------------------------------------------------------------------
 
     def warn_of_others(self) -> None:
-        """Say so if the folder of a new run holds checkpoints already."""
+        """Warn if the folder of a new run already contains checkpoints."""
         if not self.manager.is_committer or self._parts.args.overwrite_output_dir:
             return
         found = self.manager.names()
@@ -314,7 +314,7 @@ class RunCheckpoints:
             )
 
     def load_rest(self, folder: Path) -> dict[str, Any]:
-        """Load what the optimizer and its company had reached, and return the random numbers' state."""
+        """Load everything but the model, and return the state of the random numbers."""
         parts, strategy, saved = self._parts, self._parts.strategy, self._plan.saved
         assert saved is not None
         if not is_foreign(folder):
@@ -328,7 +328,7 @@ class RunCheckpoints:
         restore(self._own_parts(), own)
         self.finiteness.begin()
         parts.events.restore(parts.state.stateful_callbacks, is_full=parts.args.restore_callback_states_from_checkpoint)
-        with preserved_rng():  # now, for the loop that restores them is no place to find out that they are none
+        with preserved_rng():  # check now, rather than in the loop, that they are valid
             for numbers in (self.epoch_rng, own) if self.epoch_rng else (own,):
                 restore_rng(numbers)
         return own
@@ -343,7 +343,7 @@ class RunCheckpoints:
         return here if here.is_dir() or output.url_of(here.parent) else Path(best)
 
     def load_best(self) -> None:
-        """Load the best checkpoint's model, saying so if there is none."""
+        """Load the best checkpoint's model, or warn if there is none."""
         self.settle()
         best = self.best()
         if best is not None:
@@ -360,7 +360,7 @@ class RunCheckpoints:
 def load_task(
     task: TaskModule, bare: nn.Module, strategy: Strategy, folder: Path, *, model: nn.Module | None = None
 ) -> None:
-    """Load a checkpoint's weights, and what the task holds outside its model, in place.
+    """Load a checkpoint's weights, and the task's state outside its model, in place.
 
     Args:
         bare: The task's model, not wrapped.
@@ -368,7 +368,7 @@ def load_task(
     """
     target = bare if model is None else strategy.unwrap(model)
     load = strategy.load_model_state if target is bare else None
-    # Where there are none yet, the process that holds the weights sends them.
+    # If there are none yet, the process that has the weights sends them.
     if not any(parameter.is_meta for parameter in target.parameters()):
         load_weights(target, folder, load=load, own=strategy.own_state(target) if load else None)
     with without_model(task):

@@ -1,4 +1,4 @@
-"""Small steps on the way to a run: what is placed, summed up, emptied and reset."""
+"""Small steps in the set-up of a run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hftrain.task.module import TaskModule
 
 
 def place_task(task: TaskModule, strategy: Strategy, *, is_model_placed: bool = False) -> None:
-    """Move a task's metrics and what else it holds to the device, and the model unless the strategy does."""
+    """Move a task's metrics and other parts to the device, and the model unless the strategy does."""
     model = task.model
-    # Its other children, and the tensors it holds itself.
+    # Its other children, and its own tensors.
     del task.model
     task.to(strategy.device)
     task.model = model if is_model_placed else strategy.place(model)
@@ -34,7 +34,7 @@ def loss_window(
     gather: Callable[[torch.Tensor], torch.Tensor] | None,
     is_live: bool,
 ) -> LossWindow:
-    """Return what sums the losses between two log lines, over all processes; an overridden hook gathers them."""
+    """Return the window that sums the losses between two logs, over all processes; an override may gather them."""
     reduce: Callable[[torch.Tensor], torch.Tensor] = partial(strategy.reduce, op="mean")
     if gather is not None:
         reduce = lambda loss: gather(loss).mean()  # noqa: E731
@@ -44,7 +44,7 @@ def loss_window(
 
 
 def empty_cache() -> None:
-    """Give the memory that torch keeps for later back to the device."""
+    """Release the device memory in torch's cache."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     elif torch.backends.mps.is_available():
@@ -54,7 +54,7 @@ def empty_cache() -> None:
 def start_state(
     state: TrainerState, args: TrainingArguments, fresh: TrainerState, resume: Path | None, plan: RunPlan
 ) -> None:
-    """Let the documented state begin a run, from a checkpoint if there is one; in place: callbacks hold it."""
+    """Initialise the documented state, from a checkpoint if given; in place, because callbacks refer to it."""
     loaded = fresh if resume is None else load_trainer_state(resume)
     for flag in ("is_local_process_zero", "is_world_process_zero"):
         setattr(loaded, flag, getattr(fresh, flag))
@@ -67,6 +67,6 @@ def start_state(
 
 
 def reset(control: TrainerControl) -> None:
-    """Forget what was asked for: a run that was stopped is resumed to go on."""
+    """Clear all requests, because a run that was stopped is resumed to continue."""
     for flag in vars(control):
         setattr(control, flag, False)

@@ -1,4 +1,4 @@
-"""An overridden `_maybe_log_save_evaluate`: what it is given, and what it may do without the base method."""
+"""An overridden `_maybe_log_save_evaluate`: its arguments, and what it may do without the base method."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hftrain.run.parts import RunParts
 class StepEnd:
     """Call the override at the end of each step and epoch.
 
-    The override may leave things to the base method, or log, evaluate and save itself as the documented one does. Its
-    `tr_loss` is the open logging window itself, so ``tr_loss -= tr_loss`` begins a new one, and the events it causes
-    reset the flags they answer.
+    The override may call the base method, or log, evaluate and save itself as the documented one does. Its `tr_loss`
+    is the open logging window itself, so ``tr_loss -= tr_loss`` starts a new one, and the events that it fires reset
+    their flags.
 
     Args:
         find_hook: Returns the override.
@@ -35,13 +35,13 @@ class StepEnd:
         self._act: Callable[[], None] = lambda: None
 
     def run(self, act: Callable[[], None], grad_norm: Any, learning_rate: Any) -> None:
-        """Call the override; `act` is what the base method does."""
+        """Call the override; `act` does what the base method does."""
         self._act = act
         if self._parts.control.should_log:
             self._counts.read()
-            # What an engine hands out, or a sharded norm, is not a plain tensor.
+            # The norm of an engine, or a sharded one, is not a plain tensor.
             grad_norm = None if grad_norm is None else as_number(grad_norm)
-        # In the documented order: an override may take them by position.
+        # In the documented order, because an override may take them by position.
         values = {
             "tr_loss": self._parts.losses.open_sum(),
             "grad_norm": grad_norm,
@@ -59,7 +59,7 @@ class StepEnd:
             self._parts.events.answers = False
 
     def act(self, loss: torch.Tensor | None) -> None:
-        """Do what callbacks asked for, called back by the base method with the loss that is to be logged."""
+        """Handle requests of callbacks; called by the base method with the loss to log."""
         self._parts.events.answers = False
         self._parts.losses.give(loss)
         self._act()

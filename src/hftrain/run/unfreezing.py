@@ -1,4 +1,4 @@
-"""Parameters that begin to train while a run lasts: unfrozen, or added to the optimizer as a new group."""
+"""Parameters that start to train during a run: unfrozen, or added to the optimizer as a new group."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hftrain.strategies.base import Strategy
 
 
 class Unfreezing:
-    """Let the schedule drive groups that are added, and tell a checkpoint by name what has changed since the start.
+    """Apply the schedule to added groups, and record changes since the start in checkpoints, by parameter name.
 
     Args:
-        optimizer: As the run begins with it; until `close` its `add_param_group` is wrapped. An engine's own is not.
+        optimizer: The run's at its start; its `add_param_group` is wrapped until `close`, except for an engine's.
         added: Called after a group is added.
     """
 
@@ -48,7 +48,7 @@ class Unfreezing:
         self._tell()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a manifest says: parameters whose `requires_grad` has changed, and the groups that were added."""
+        """Return facts for the manifest: parameters whose `requires_grad` has changed, and the added groups."""
         if not self._is_on:
             return {}
         names = {id(p): name for name, p in self._model.named_parameters()}
@@ -65,10 +65,10 @@ class Unfreezing:
         return self._optimizer.param_groups[self._num_groups :]
 
     def load_state_dict(self, facts: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` told, so that the optimizer's state fits; existing groups are left out.
+        """Repeat the changes of `state_dict`, so that the optimizer's state fits; existing groups are skipped.
 
         Raises:
-            CheckpointError: A group holds parameters that cannot be found by name.
+            CheckpointError: A group has parameters that cannot be found by name.
         """
         parameters = dict(self._model.named_parameters())
         for name, requires_grad in facts.get("requires_grad", {}).items():
@@ -87,5 +87,5 @@ class Unfreezing:
             self._optimizer.add_param_group({"params": [parameters[name] for name in names]})
 
     def close(self) -> None:
-        """Give the optimizer its own `add_param_group` back; safe to call twice."""
+        """Restore the optimizer's `add_param_group`; safe to call twice."""
         vars(self._optimizer).pop("add_param_group", None)

@@ -1,4 +1,4 @@
-"""What would stay as it is: parameters that no optimizer holds, a rate that waits for evaluations. Said once."""
+"""Warn once of parameters in no optimizer, and of a schedule that waits for evaluations that never run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MAX_NAMES = 3
 
 
 class Untrained:
-    """Look once, after the first update, for gradients that no optimizer uses, and at each log for what was unfrozen.
+    """Check after the first update for gradients that no optimizer uses, and at each log for unfrozen parameters.
 
-    Engines that split the parameters, or step themselves, keep others in the optimizer than the model has.
+    Skipped for engines that split the parameters, or step themselves: their optimizer has other parameters.
 
     Args:
         own: Finds the optimizers that user code keeps.
@@ -39,7 +39,7 @@ class Untrained:
             self._hook = optimizer.register_step_post_hook(lambda *_: self._check_first())
 
     def check_unfrozen(self) -> None:
-        """Warn of parameters that were unfrozen since the run began and are in no optimizer."""
+        """Warn of parameters that were unfrozen since the start of the run and are in no optimizer."""
         if any(parameter.requires_grad for _, parameter in self._frozen):
             held = self._held()
             names = [name for name, p in self._frozen if p.requires_grad and id(p) not in held]
@@ -51,7 +51,7 @@ class Untrained:
                 )
 
     def close(self) -> None:
-        """Look no more; safe to call twice."""
+        """Stop checking; safe to call twice."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -79,7 +79,7 @@ class Untrained:
 
 
 def check_plateau(args: TrainingArguments, schedule: Any) -> None:
-    """Warn where a schedule of the user's own waits for evaluations that no setting asks for."""
+    """Warn if the user's own schedule depends on evaluations, and no setting enables them."""
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) and args.eval_strategy == "no":
         warn_once(
             f"{type(schedule).__name__} is stepped after each evaluation, but eval_strategy='no' asks for "
@@ -88,7 +88,7 @@ def check_plateau(args: TrainingArguments, schedule: Any) -> None:
 
 
 def _hidden(task: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters in containers that torch does not look into, by where they are kept."""
+    """Yield parameters in containers that torch does not search, by attribute path."""
     registered = {id(parameter) for parameter in task.parameters()}
     for path, module in task.named_modules():
         for name, value in vars(module).items():

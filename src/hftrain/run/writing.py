@@ -1,4 +1,4 @@
-"""How a run's checkpoints are written: at once or in the background, and with room or without."""
+"""Write a run's checkpoints, synchronously or in the background, and handle a full disk."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)
 
-# A subclass that has one of these wants to see, or writes itself, what is in the folder when it returns.
+# A subclass that overrides one of these writes files itself, or expects them in the folder on return.
 _WRITING_HOOKS = ("save_model", "_save", "_save_checkpoint", "_save_optimizer_and_scheduler")
 _SHORT_WAIT_S = 0.1
 
 
 def saves_at_all(args: TrainingArguments, policy: SavePolicy) -> bool:
-    """Tell whether a run writes checkpoints, at whatever time."""
+    """Tell whether a run writes checkpoints at any time."""
     return args.save_strategy != "no" or policy.every_s is not None or policy.on_exception
 
 
@@ -49,7 +49,7 @@ class Save:
     """One checkpoint to write.
 
     Args:
-        num_bytes: About what it takes on disk.
+        num_bytes: Its approximate size on disk.
         main, each, facts: See `CheckpointManager.save`.
     """
 
@@ -91,18 +91,18 @@ class CheckpointWrites:
         return self
 
     def start(self, *, own: Callable[[], Any], consensus: Consensus | None, silence: str) -> None:
-        """Refuse a run that cannot save, and get ready to write in the background if the policy asks for it.
+        """Raise if the run cannot save, and prepare background writes if the policy enables them.
 
-        A policy that cannot be followed is reported with the reason. Memory for the copies is taken once the optimizer
-        has stepped. Collective.
+        If that is not possible, a warning gives the reason. Memory for the copies is allocated once the optimizer has
+        stepped. Collective.
 
         Args:
-            own: Returns what each process saves of its own.
-            consensus: Through which writes in the background agree; None if there is none.
-            silence: Why there is none.
+            own: Returns the state that each process saves for itself.
+            consensus: How processes agree on background writes; None if there is none.
+            silence: The reason if there is none.
 
         Raises:
-            ConfigError: There is no space for a checkpoint, or a state that it cannot hold.
+            ConfigError: There is no space for a checkpoint, or a state that it cannot store.
         """
         parts, optimizer = self._parts, self._ready.optimizer
         saves = saves_at_all(parts.args, self._policy)
@@ -133,20 +133,20 @@ class CheckpointWrites:
         return self._copies is not None
 
     def keep(self, tree: Any) -> Any:
-        """Return a nested structure as it is now: copied to host memory, if it is written later."""
+        """Return a nested structure, copied to host memory if it is written later."""
         return tree if self._copies is None else self._copies.copy(tree)
 
     def checkpoint_bytes(self, *, is_first: bool = False) -> int:
-        """Return about how many bytes a checkpoint takes; see `disk_space.checkpoint_bytes`."""
+        """Return the approximate bytes of a checkpoint; see `disk_space.checkpoint_bytes`."""
         parts, ready = self._parts, self._ready
         state = ready.task, ready.wrapped, ready.optimizer
         return checkpoint_bytes(parts.args, parts.strategy, *state, is_first=is_first)
 
     def has_room(self, num_bytes: int, *, step: int) -> bool:
-        """Tell whether a checkpoint fits on disk, after making room as the policy allows; collective.
+        """Tell whether a checkpoint fits on disk, after freeing space if the policy allows it; collective.
 
         Raises:
-            NoSpaceError: It does not, and the policy is to stop.
+            NoSpaceError: It does not fit, and the policy is to stop.
         """
         policy, manager = self._policy.on_full_disk, self.manager
         free = free_bytes(manager.config.output_dir) if manager.is_committer else num_bytes
@@ -167,19 +167,19 @@ class CheckpointWrites:
         return False
 
     def begin(self) -> None:
-        """Get ready to copy what `write` will write."""
+        """Prepare to copy the state for `write`."""
         if self._copies is not None:
             self._copies.begin()
 
     def write(self, save: Save, then: Callable[[Save, Path | None], None]) -> None:
-        """Write a checkpoint, or let it be written in the background; collective.
+        """Write a checkpoint, now or in the background; collective.
 
         Args:
-            then: Called with the folder once it is committed, in the main thread and at the same step in all processes;
-                or with None if there was no room, and the run goes on.
+            then: Called with the folder once it is committed, in the main thread and at the same step on all processes;
+                or with None if there was no space and the run continues.
 
         Raises:
-            CheckpointError: It could not be written; in the background that is raised at a later step.
+            CheckpointError: It could not be written; for a background write, raised at a later step.
         """
 
         def settle(path: Path | None, error: BaseException | None) -> None:
@@ -210,7 +210,7 @@ class CheckpointWrites:
                 self._parts.output.publish_quietly()
                 return path
             finally:
-                # In this order, as `__exit__` has it the other way round: one of both lets the folder go.
+                # In this order, the reverse of `__exit__`, so that one of the two releases the folder.
                 self._is_written.set()
                 if self._is_closed:
                     self.manager.lock.release()
@@ -223,10 +223,10 @@ class CheckpointWrites:
         return not self.is_async or self._hooks.is_overridden("_rotate_checkpoints")
 
     def finish(self, *, for_next: bool = False) -> None:
-        """Wait until nothing is written in the background, and settle it. All processes must call it at the same step.
+        """Wait for a background write, and settle it. All processes must call it at the same step.
 
         Args:
-            for_next: Whether it is the next save that waits; a long wait is said once.
+            for_next: Whether the next save waits; a long wait is logged once.
         """
         flight = self._flight
         if flight is None:
@@ -243,13 +243,13 @@ class CheckpointWrites:
             )
 
     def settle_named(self, name: str) -> None:
-        """Settle the write of this name, if it is not settled yet; at the boundary that all agreed on."""
+        """Settle the write of this name, if it is not settled yet; at the agreed boundary."""
         if self._flight is not None and self._flight.name == name:
             self._flight.finish()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         flight, self._flight = self._flight, None
-        # A program that was told to end at once does not wait: what is being written is lost.
+        # A program that must end at once does not wait: the pending write is lost.
         if flight is not None and not isinstance(error, KeyboardInterrupt):
             failure = flight.wait()
             if failure is not None:
@@ -264,20 +264,20 @@ class CheckpointWrites:
             self.manager.lock.release()
 
     def _reserve_later(self, copies: HostCopies) -> None:
-        """Take memory for the copies as soon as all that they are of is there."""
+        """Allocate memory for the copies as soon as all tensors exist."""
         args, strategy, pending = self._parts.args, self._parts.strategy, self._parts.pending
         task, model, optimizer = self._ready.task, self._ready.wrapped, self._ready.optimizer
 
         def show(keep: Keep) -> None:
             shard_writers(strategy, model, None if args.save_only_model else optimizer, keep)
-            if strategy.shards_model:  # what else there is must be gathered, which costs more than its memory
+            if strategy.shards_model:  # the rest must be gathered, which costs more than its memory
                 return
             model_writer(args, strategy, task, model, tool=None, keep=keep)
             if self.manager.is_committer and not self.manager.config.only_model:
                 keep(strategy.optimizer_state(model, optimizer))
 
         def reserve() -> None:
-            if not expected_state_bytes(optimizer):  # else its first step was skipped
+            if not expected_state_bytes(optimizer):  # otherwise its first step was skipped
                 pending.remove(reserve)
                 copies.reserve(show)
 
@@ -289,7 +289,7 @@ class CheckpointWrites:
                 return self.manager.save(save.step, main=save.main, each=save.each, facts=save.facts, group=group)
             except NoSpaceError:
                 is_pruning = self._policy.on_full_disk == "prune"
-                # Each turn deletes at least one, so this ends.
+                # Each iteration deletes at least one, so this ends.
                 if not is_pruning or group.all_true(not self.manager.prune(save.num_bytes, best=self._best())):
                     raise
 
@@ -306,7 +306,7 @@ class CheckpointWrites:
             )
 
     def _obstacle(self) -> str | None:
-        """Return what cannot be written in the background, None if all can."""
+        """Return why nothing can be written in the background, None if it can."""
         hooks, strategy, model = self._hooks, self._parts.strategy, self._ready.model
         for hook in _WRITING_HOOKS:
             if hooks.is_overridden(hook):
@@ -320,7 +320,7 @@ class CheckpointWrites:
 
 @contextmanager
 def as_of(state: TrainerState, save: Save) -> Iterator[None]:
-    """Let the documented state name a save's step for a while: callbacks find the checkpoint's folder by it."""
+    """Set the documented state to a save's step within the context: callbacks find the checkpoint's folder by it."""
     now = state.global_step, state.epoch
     state.global_step, state.epoch = save.step, save.epoch
     try:
@@ -337,7 +337,7 @@ def make_manager(
     folder: Path,
     parcels: Parcels | None = None,
 ) -> CheckpointManager:
-    """Return what saves and finds the checkpoints of a run in a folder."""
+    """Return the manager that saves and finds the checkpoints of a run in a folder."""
     config = checkpoint_config(args, output_dir=folder, url=output.url_of(folder))
     config = replace(config, keep_best=policy.keep_best, is_greater_better=bool(args.greater_is_better))
     return CheckpointManager(config, group=strategy, parcels=parcels)
