@@ -47,6 +47,7 @@ OPTIONAL_OR_HEAVY = frozenset(
         "galore_torch",
         "huggingface_hub",
         "ipywidgets",
+        "jinja2",
         "liger_kernel",
         "lightning_utilities",
         "lomo_optim",

@@ -37,7 +37,12 @@ def test_overwriting_deletes_nothing(tmp_path: Path) -> None:
     notes.write_text("mine", encoding="utf-8")
     train(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
     train(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, overwrite_output_dir=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-1",
+        "checkpoint-2",
+        "journal.jsonl",
+        "notes.txt",
+    ]
 
 
 class Stop(TrainerCallback):
@@ -161,7 +166,12 @@ def test_rotation_goes_by_what_this_run_committed(tmp_path: Path) -> None:
     train(tmp_path, max_steps=9, save_steps=9, **saving)
     train(tmp_path, max_steps=4, save_steps=1, save_total_limit=2, **saving)
     # checkpoint-9 has the largest number and is older; it belongs to another run, so it is not counted.
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-4", "checkpoint-9"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-3",
+        "checkpoint-4",
+        "checkpoint-9",
+        "journal.jsonl",
+    ]
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu_amp"])

@@ -202,10 +202,10 @@ def test_sigkill_while_a_save_is_written_in_the_background_costs_that_save_alone
     assert server.wait().statuses == [-signal.SIGKILL]
     assert held.read_text() == "hftrain-save"
     left = sorted(path.name for path in (folder / "out").iterdir())
-    assert re.fullmatch(r"\.staging-[0-9a-f]{8}-checkpoint-6 checkpoint-3", " ".join(left))
+    assert re.fullmatch(r"\.staging-[0-9a-f]{8}-checkpoint-6 checkpoint-3 journal\.jsonl", " ".join(left))
     verify(folder / "out" / "checkpoint-3")
     assert server.call(folder=str(folder), resume=True, **options) == whole
-    assert [path.name for path in (folder / "out").iterdir()] == ["checkpoint-12"]
+    assert {path.name for path in (folder / "out").iterdir()} == {"checkpoint-12", "journal.jsonl"}
     assert ("began", 3) in read_diary(folder)
 
 
@@ -216,7 +216,8 @@ def check_what_is_left(folder: Path) -> None:
         assert what != "began" or step >= reached, read_diary(folder)
         reached = max(reached, step)
     for path in (folder / "out").iterdir():
-        verify(path)
+        if path.name != "journal.jsonl":
+            verify(path)
 
 
 @pytest.mark.parametrize("limit", [1, 2])
@@ -268,6 +269,8 @@ class Fault:
                 isinstance(args[1], str) and set(args[1]) & set("wax+") if len(args) > 1 else kwargs.get("mode")
             )
             is_here = name == "fsync" or any(self._folder in str(each) for each in args[:2])
+            # No save writes to it; its own test lets it fail.
+            is_here = is_here and not str(args[0]).endswith("journal.jsonl")
             if self.is_armed and is_here and not is_read:
                 self.num_calls += 1
                 if self.num_calls == self._nth or (self._is_lasting and self.num_calls > self._nth):
@@ -290,7 +293,9 @@ def train_on_a_failing_disk(folder: str, **fault: Any) -> list[str]:
     except CheckpointError as caught:
         error = str(caught)
     disk.is_armed = False
-    left = sorted(path for path in (Path(folder) / "out").iterdir() if not path.name.startswith("."))
+    left = sorted(
+        path for path in (Path(folder) / "out").iterdir() if path.name[0] != "." and path.name != "journal.jsonl"
+    )
     assert left, "no checkpoint is left"
     for path in left:
         verify(path)

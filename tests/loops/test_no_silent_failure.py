@@ -180,7 +180,11 @@ def test_best_checkpoint_is_found_where_the_run_was_moved_to(tmp_path: Path) -> 
     (tmp_path / "old").rename(tmp_path / "new")
     trainer = make("new", num_train_epochs=5)
     trainer.train(resume_from_checkpoint=True)
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["checkpoint-10", "checkpoint-2"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "checkpoint-10",
+        "checkpoint-2",
+        "journal.jsonl",
+    ]
 
 
 def test_resume_takes_the_newer_run_though_an_older_one_got_further(
@@ -319,7 +323,7 @@ def test_relative_folder_stays_when_the_working_directory_changes(
             monkeypatch.chdir(tmp_cwd / "elsewhere")
 
     train(Path("out"), train_dataset=make_rows(8), callbacks=[Move], save_strategy="epoch")
-    assert len(list((tmp_cwd / "out").iterdir())) == 2
+    assert len(list((tmp_cwd / "out").iterdir())) == 3, "two checkpoints and the journal"
     assert not list((tmp_cwd / "elsewhere").iterdir())
 
 

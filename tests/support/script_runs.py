@@ -22,7 +22,7 @@ FLAGS = {
     "eval_strategy": "epoch", "report_to": "none", "use_cpu": "True", "disable_tqdm": "True", "seed": "7",
 }  # fmt: skip
 # hftrain's list of a checkpoint's files, and its arguments as plain data where transformers pickles them.
-OURS_ONLY = {"manifest.json"}
+OURS_ONLY = {"manifest.json", "journal.jsonl"}
 
 
 def script_text(name: str, library: str) -> str:

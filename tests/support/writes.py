@@ -65,7 +65,7 @@ def same_files(ours: Path, theirs: Path) -> None:
     names = [path.relative_to(theirs) for path in sorted(theirs.rglob("*")) if path.is_file()]
     assert names == [path.relative_to(ours) for path in sorted(ours.rglob("*")) if path.is_file()]
     for name in names:
-        if name.name in ("manifest.json", "trainer_state.json", "training_args.bin"):
+        if name.name in ("manifest.json", "trainer_state.json", "training_args.bin", "journal.jsonl"):
             continue
         # Not by their bytes: metadata come in any order, and a tensor's memory may be larger than what it shows of it.
         if name.suffix in (".safetensors", ".pt", ".pth", ".bin"):

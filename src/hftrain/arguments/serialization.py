@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
+from hftrain.arguments.accelerator import AcceleratorConfig
 from hftrain.arguments.processes import ArgumentProcesses
 
 
@@ -47,6 +48,29 @@ class ArgumentSerialization(ArgumentProcesses):
         return f"{type(self).__name__}(\n{lines})"
 
     __repr__ = __str__
+
+
+def changed_settings(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """Return those of some plain settings that differ from the defaults of a class of arguments.
+
+    Args:
+        values: By name, as `to_dict` returns them; names that the class does not have are kept.
+        kind: The class.
+    """
+    defaults = {field.name: field for field in dataclasses.fields(kind)}
+
+    def is_default(name: str, value: Any) -> bool:
+        field = defaults.get(name)
+        if field is None:
+            return False
+        if name == "run_name":
+            return bool(value == values.get("output_dir"))
+        made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = _plain(AcceleratorConfig()) if name == "accelerator_config" and made is None else _plain(made)
+        # The constructor makes lists of texts, and False of None.
+        return bool(value == default or (not value and not default and type(value) in (list, dict, bool, type(None))))
+
+    return {name: value for name, value in values.items() if not is_default(name, value)}
 
 
 def _plain(value: Any) -> Any:

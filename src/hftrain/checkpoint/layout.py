@@ -21,6 +21,8 @@ OUTSIDE_WEIGHTS = "outside_weights.safetensors"
 TRAINER_STATE = "trainer_state.json"
 ARGUMENTS = "training_args.bin"
 MANIFEST = "manifest.json"
+# In the output folder itself.
+JOURNAL = "journal.jsonl"
 
 PREFIX_CHECKPOINT_DIR = "checkpoint"
 

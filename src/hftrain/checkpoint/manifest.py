@@ -17,7 +17,7 @@ from hftrain.storage.files import read_json, sha256, walk_files, write_text
 from hftrain.storage.hashing import Mark, mark
 
 FORMAT_VERSION = 1
-_PACKAGES = ("hftrain", "torch", "safetensors", "numpy", "accelerate", "transformers")
+PACKAGES = ("hftrain", "torch", "safetensors", "numpy", "accelerate", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ def write_manifest(
         for path in walk_files(folder)
         if path != folder / MANIFEST
     }
-    manifest = Manifest(step=step, facts=dict(facts), versions=installed_versions(*_PACKAGES), files=files)
+    manifest = Manifest(step=step, facts=dict(facts), versions=installed_versions(*PACKAGES), files=files)
     body = json.loads(json.dumps(asdict(manifest), allow_nan=False))
     write_text(folder / MANIFEST, json.dumps({**body, "checksum": _checksum(body)}, indent=1, sort_keys=True) + "\n")
     return manifest

@@ -102,3 +102,6 @@ def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> N
     metric = "a logged number such as eval_loss, may be repeated; by default the losses"
     part.add_argument("--metric", dest="metrics", action="append", default=[], metavar="NAME", help=metric)
     part.add_argument("-o", "--output", metavar="FILE", help="write a .png, .svg or .pdf file instead")
+    part = add("report", "report:show_report", "write an HTML page that shows a run, or compares several")
+    part.add_argument("runs", nargs="+", metavar="run", help="the output_dir of a run").complete = folder  # type: ignore[attr-defined]
+    part.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")

@@ -90,6 +90,9 @@ def _draw(title: str, curves: Mapping[str, Sequence[Point]], width: int, is_colo
         # Where most curves end elsewhere: a loss falls, an accuracy rises.
         is_rising = max(drawn)[1] > (low + high) / 2
         place = {"y": low, "va": "bottom"} if is_rising else {"y": high, "va": "top"}
+        first, last = min(drawn)[0], max(drawn)[0]
+        ticks = [round(first + part * (last - first) / 5) for part in range(6)]
+        figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
         figure.legend(x=max(drawn)[0], ha="right", relative=True, **place)
     return str(figure.build().string(not is_colored)).rstrip("\n").splitlines()
 

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, TRAINER_STATE, checkpoint_step
-from hftrain.checkpoint.rotation import by_commit
+from hftrain.arguments.serialization import changed_settings
+from hftrain.arguments.training import TrainingArguments
+from hftrain.checkpoint.foreign import is_foreign
+from hftrain.checkpoint.layout import ARGUMENTS, JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step
+from hftrain.checkpoint.parts import load_arguments
+from hftrain.checkpoint.rotation import by_commit, readable
 from hftrain.core.errors import CheckpointError, ConfigError, suggest
 from hftrain.core.state import find_misfit
-from hftrain.storage.files import read_json
+from hftrain.storage.files import read_json, walk_files
 from hftrain.storage.remote import RemoteFolder, is_url
 
-# Of an entry of the log, what places it or measures it.
-_PLACES = ("step", "epoch", "total_flos", "num_input_tokens_seen")
+# Of an entry of the log, what places it or measures it; the clock is the journal's.
+CLOCK = "logged_at_s"
+_PLACES = ("step", "epoch", "total_flos", "num_input_tokens_seen", CLOCK)
 _SPEEDS = ("_runtime", "_per_second")
 _RUNTIME = "_runtime"
 # In the entry that sums up a training.
 _TOTAL = "train_runtime"
+# What the journal adds to the entries of training.
+THROUGHPUT, MEMORY = "samples_per_s", {"host": "host_memory_gb", "device": "device_memory_gb"}
 
 Point = tuple[float, float]
+P = TypeVar("P", bound=tuple[Any, ...])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint: its size in bytes, None if nothing tells it; and whether it is still there."""
+
+    name: str
+    step: int
+    size: int | None = None
+    at: float | None = None
+    is_there: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +54,27 @@ class RunRecord:
     Args:
         name: What tells it from the other runs that are shown.
         folder: Where it lies, as it was given.
-        state: The newest documented state.
-        entries: What was logged, in order, each with its ``step``.
-        checkpoints: The folders of its checkpoints in the order of their commits.
+        state: The newest documented state that was saved; empty if none was.
+        entries: What was logged, in order, each with its ``step``; without what a resume has superseded. With a
+            journal, also with `CLOCK` (seconds since the epoch), and those of training with `THROUGHPUT` and `MEMORY`.
+        checkpoints: In the order of their commits.
+        events: The journal's since the run's first begin, but for the log.
+        sessions: Times and steps of the journal's lines, apart for each begin: the superseded ones are among them.
+        arguments: Those that differ from their defaults; None if they cannot be told.
+        versions: Of the libraries.
+        num_earlier: Other runs that began in the folder before.
     """
 
     name: str
     folder: str
     state: Mapping[str, Any]
     entries: Sequence[Mapping[str, Any]]
-    checkpoints: Sequence[Path] = field(default_factory=tuple)
+    checkpoints: Sequence[Saved]
+    events: Sequence[Mapping[str, Any]]
+    sessions: Sequence[Sequence[Point]]
+    arguments: Mapping[str, Any] | None
+    versions: Mapping[str, str]
+    num_earlier: int = 0
 
     def metrics(self) -> list[str]:
         """Return the names of the numbers that were logged over time, in the order in which they came."""
@@ -56,9 +88,12 @@ class RunRecord:
 
     def subject(self, metric: str) -> str:
         """Return a metric's name without the prefix of its evaluation: what it is comparable with."""
-        prefixes = {key.removesuffix(_RUNTIME) for entry in self.entries for key in entry if key.endswith(_RUNTIME)}
-        own = [prefix for prefix in prefixes if metric.startswith(f"{prefix}_")]
+        own = [prefix for prefix in self._prefixes if metric.startswith(f"{prefix}_")]
         return metric.removeprefix(f"{max(own, key=len)}_") if own else metric
+
+    @cached_property
+    def _prefixes(self) -> set[str]:
+        return {key.removesuffix(_RUNTIME) for entry in self.entries for key in entry if key.endswith(_RUNTIME)}
 
 
 def read_runs(folders: Sequence[str]) -> list[RunRecord]:
@@ -79,7 +114,8 @@ def read_run(folder: str, *, name: str) -> RunRecord:
         with tempfile.TemporaryDirectory() as copy:
             _fetch(folder, Path(copy))
             return _read(Path(copy), folder, name=name)
-    return _read(Path(folder), folder, name=name)
+    path = Path(folder)
+    return _read(path.parent if path.name in (TRAINER_STATE, JOURNAL) else path, folder, name=name)
 
 
 def is_number(value: Any) -> bool:
@@ -87,15 +123,15 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def thinned(points: Sequence[Point], limit: int) -> list[Point]:
+def thinned(points: Sequence[P], limit: int) -> list[P]:
     """Return at most about `limit` points of a curve, so that it looks the same: of each stretch its extremes.
 
-    NaN and infinite values stay, one of each stretch.
+    NaN and infinite values stay, one of each stretch. The value is the second item of a point.
     """
     if len(points) <= limit:
         return list(points)
     size = math.ceil(len(points) / (limit // 4))
-    kept: list[Point] = []
+    kept: list[P] = []
     for start in range(0, len(points), size):
         part = range(start, min(start + size, len(points)))
         finite = [index for index in part if math.isfinite(points[index][1])]
@@ -138,12 +174,12 @@ def _fetch(url: str, copy: Path) -> None:
     """Download the small files of a remote run."""
     remote = RemoteFolder(url)
     try:
-        names = remote.names()
-        folders = [name for name in names if checkpoint_step(name) is not None]
-        wanted = [f"{folder}/{name}" for folder in folders for name in (MANIFEST, TRAINER_STATE, ARGUMENTS)]
-        for name in [TRAINER_STATE, *wanted]:
-            if "/" in name or name in names:
-                _fetch_file(remote, name, copy)
+        for folder in remote.names():
+            if checkpoint_step(folder) is not None:
+                for name in (MANIFEST, TRAINER_STATE, ARGUMENTS):
+                    _fetch_file(remote, f"{folder}/{name}", copy)
+            elif folder in (JOURNAL, TRAINER_STATE):
+                _fetch_file(remote, folder, copy)
     except OSError as error:
         raise ConfigError(f"Cannot read {url!r}.", f"{str(error).rstrip('.')}.", "Check the URL.") from error
 
@@ -156,19 +192,30 @@ def _fetch_file(remote: RemoteFolder, name: str, copy: Path) -> None:
 
 
 def _read(path: Path, folder: str, *, name: str) -> RunRecord:
-    if path.name == TRAINER_STATE:
-        path = path.parent
-    checkpoints = by_commit(path) if path.is_dir() else []
-    states = [state for each in (*reversed(checkpoints), path) if (state := _read_state(each)) is not None]
-    if not states:
-        reason = (
-            f"It holds no {TRAINER_STATE}, nor a checkpoint with one." if path.is_dir() else "There is no such folder."
-        )
+    paths = by_commit(path) if path.is_dir() else []
+    states = [state for each in (*reversed(paths), path) if (state := _read_state(each)) is not None]
+    lines = list(_read_journal(path / JOURNAL))
+    if not states and not lines:
+        reason = f"It holds no {JOURNAL} and no {TRAINER_STATE}." if path.is_dir() else "There is no such folder."
         raise ConfigError(f"Cannot read a run from {folder!r}.", reason, "Name the output_dir of a run.")
     # One that `save_state` has written at the end counts for more than the last checkpoint.
-    state = max(states[:1] + states[-1:], key=lambda state: state.get("global_step", 0))
-    entries = [entry for entry in state.get("log_history", []) if is_number(entry.get("step"))]
-    return RunRecord(name=name, folder=folder, state=state, entries=entries, checkpoints=checkpoints)
+    state = max(states[:1] + states[-1:], key=lambda state: state.get("global_step", 0), default={})
+    begins = [index for index, line in enumerate(lines) if line["event"] == "begin" and not line.get("resumed_from")]
+    lines = lines[begins[-1] :] if begins else lines
+    last: Mapping[str, Any] = next((line for line in reversed(lines) if line["event"] == "begin"), {})
+    manifest = next((found for each in reversed(paths) if (found := readable(each)) is not None), None)
+    return RunRecord(
+        name=name,
+        folder=folder,
+        state=state,
+        entries=[each for each in _replay(lines, state.get("log_history", [])) if is_number(each.get("step"))],
+        checkpoints=_checkpoints(paths, lines),
+        events=[line for line in lines if line["event"] != "log"],
+        sessions=_sessions(lines),
+        arguments=last.get("arguments") if last else _arguments(paths),
+        versions=last.get("environment", {}).get("versions") or (manifest.versions if manifest else {}),
+        num_earlier=max(0, len(begins) - 1),
+    )
 
 
 def _read_state(folder: Path) -> dict[str, Any] | None:
@@ -178,3 +225,79 @@ def _read_state(folder: Path) -> dict[str, Any] | None:
     except CheckpointError:
         return None
     return content if find_misfit(content) is None else None
+
+
+def _read_journal(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a journal that are whole."""
+    if not path.is_file():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue  # torn by a kill or a full disk
+            if isinstance(line, dict) and isinstance(line.get("event"), str) and is_number(line.get("at")):
+                yield line
+
+
+def _replay(lines: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the log as the run that goes on knows it; without a journal, as it was saved."""
+    if not lines:
+        return list(saved)
+    entries: list[Mapping[str, Any]] = []
+    samples, trained_s = 0, 0.0
+    for line in lines:
+        if line["event"] == "begin":
+            num_logged = line.get("num_logged", 0)
+            # Its earlier part may be in a journal elsewhere.
+            entries = entries[:num_logged] if len(entries) >= num_logged else list(saved[:num_logged])
+            samples, trained_s = 0, 0.0
+        elif line["event"] == "log" and isinstance(line.get("entry"), dict):
+            more: dict[str, Any] = {CLOCK: line["at"]}
+            took_s, trained = line["trained_s"] - trained_s, line["samples"] - samples
+            if trained > 0 and took_s > 0:
+                more[THROUGHPUT] = trained / took_s
+                more |= {MEMORY[kind]: size / 1e9 for kind, size in line["memory"].items() if kind in MEMORY}
+                samples, trained_s = line["samples"], line["trained_s"]
+            entries.append({**line["entry"], **more})
+    return entries
+
+
+def _sessions(lines: Sequence[Mapping[str, Any]]) -> list[list[Point]]:
+    sessions: list[list[Point]] = []
+    for line in lines:
+        step = line.get("entry", line).get("step")
+        if line["event"] == "begin" or not sessions:
+            sessions.append([])
+        if is_number(step):
+            sessions[-1].append((line["at"], step))
+    return [session for session in sessions if session]
+
+
+def _checkpoints(paths: Sequence[Path], lines: Sequence[Mapping[str, Any]]) -> list[Saved]:
+    """Return the checkpoints that are there, and those that the journal knows."""
+    known = {line["name"]: line for line in lines if line["event"] == "save"}
+    found = {path.name: path for path in paths}
+    checkpoints = []
+    for name in dict.fromkeys([*known, *found]):
+        line = known.get(name, {})
+        size = line.get("size")
+        if size is None and name in found:
+            manifest = readable(found[name])
+            files = (file.stat().st_size for file in walk_files(found[name]))
+            size = sum(files) if manifest is None else sum(record["size"] for record in manifest.files.values())
+        step = line.get("step", checkpoint_step(name) or 0)
+        checkpoints.append(Saved(name=name, step=step, size=size, at=line.get("at"), is_there=name in found))
+    return checkpoints
+
+
+def _arguments(paths: Sequence[Path]) -> dict[str, Any] | None:
+    """Return the changed arguments that a checkpoint holds; None if that is a pickle, which is never read."""
+    for path in reversed(paths):
+        if not is_foreign(path):
+            try:
+                return changed_settings(load_arguments(path), TrainingArguments)
+            except CheckpointError:
+                continue
+    return None

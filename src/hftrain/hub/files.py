@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_step
+from hftrain.checkpoint.layout import JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step
 from hftrain.storage.files import begin, discard, walk_files
 from hftrain.storage.locks import FolderLock
 
@@ -26,7 +26,7 @@ ABANDONED_S = 24 * 3600.0
 
 
 def output_files(output_dir: Path) -> dict[str, Path]:
-    """Map names in the repository to the files of an output folder: no checkpoints, no optimizer, nothing hidden."""
+    """Map names in the repository to an output folder's files: no checkpoint, journal, optimizer or hidden file."""
     return {
         name: path
         for name, path in folder_files(output_dir).items()
@@ -85,7 +85,7 @@ def drop_abandoned(output_dir: Path) -> None:
 
 
 def _is_left_out(part: str) -> bool:
-    is_checkpoint = checkpoint_step(part) is not None or part == LAST_CHECKPOINT
+    is_checkpoint = checkpoint_step(part) is not None or part in (LAST_CHECKPOINT, JOURNAL)
     return is_checkpoint or part.startswith(".") or _RESUME_ONLY.fullmatch(part) is not None
 
 

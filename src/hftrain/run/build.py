@@ -33,7 +33,7 @@ def open_run(parts: RunParts, hooks: RunHooks, resume: Path | None) -> Iterator[
     Collective.
     """
     parts.phase.text = "set up the training"
-    with ExitStack() as stack:
+    with parts.journal.ending(parts.state), ExitStack() as stack:
         try:
             yield _build(parts, hooks, resume, stack)
         except (RuntimeError, OSError, EOFError) as error:

@@ -22,6 +22,7 @@ from hftrain.loops.contract import Loop
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.precision.base import Precision
 from hftrain.run.counting import Take
+from hftrain.run.journal import Journal
 from hftrain.run.model_changes import ModelChanges
 from hftrain.run.output import Output
 from hftrain.run.outside_weights import OutsideWeights
@@ -66,6 +67,7 @@ class RunParts:
     logs: LogWindow
     trial: Any
     ignore_keys: list[str] | None
+    journal: Journal
     progress: Progress = field(default_factory=Progress)
     pending: list[Callable[[], None]] = field(default_factory=list)
     phase: Phase = field(default_factory=Phase)

@@ -13,6 +13,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrain.adapter.sharing import syncs_each_batch
+from hftrain.arguments.serialization import changed_settings
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.grace import GracePeriod
 from hftrain.checkpoint.layout import checkpoint_name
@@ -28,6 +29,7 @@ from hftrain.run.announce import announce_training
 from hftrain.run.counting import RunCounts, samples_since
 from hftrain.run.data import RunData
 from hftrain.run.interrupts import Interrupts
+from hftrain.run.journal import environment
 from hftrain.run.parts import Ready, RunHooks, RunParts
 from hftrain.run.plan import RunPlan
 from hftrain.run.salvage import Salvage
@@ -36,6 +38,7 @@ from hftrain.run.setup import empty_cache, reset
 from hftrain.run.step_end import StepEnd
 from hftrain.run.summary import show_summary
 from hftrain.run.unfinished import END_EPOCH, END_RUN, EVALUATE, SAVE
+from hftrain.run.writing import saves_at_all
 
 logger = get_logger(__name__)
 
@@ -90,6 +93,7 @@ class Run:
             silence=self._interrupts.silence,
         )
         announce_training(parts.args, self._plan, progress=self.progress, count_parameters=hooks.count_parameters)
+        self._begin_journal()
         self.counts.begin()
         start_s, first = time.perf_counter(), replace(self.progress)
         ready.task.train()
@@ -106,6 +110,27 @@ class Run:
             output = self._finish(start_s=start_s, first=first)
             self._interrupts.settle()
         return output
+
+    def _begin_journal(self) -> None:
+        """Write down with what the run begins; one that saves nothing leaves nothing."""
+        parts, plan, ready = self._parts, self._plan, self._ready
+        if saves_at_all(parts.args, parts.save_policy):
+            parts.journal.begin(
+                parts.output,
+                parts.strategy,
+                self.progress,
+                resumed_from=None if self._resume is None else self._resume.name,
+                num_logged=len(parts.state.log_history or []),
+                arguments=changed_settings(parts.args.to_dict(), type(parts.args)),
+                plan={
+                    "max_steps": plan.max_steps,
+                    "num_examples": plan.length.num_examples,
+                    "total_batch_size": plan.total_batch_size,
+                },
+                environment=environment(parts.strategy) | {"precision": parts.precision.policy.name},
+                model=type(ready.model).__name__,
+                task=type(ready.task).__name__,
+            )
 
     @cached_property
     def step_end(self) -> StepEnd:
@@ -226,7 +251,8 @@ class Run:
     def _evaluate(self) -> None:
         """Evaluate on request of an interval or a callback; collective."""
         parts, hooks = self._parts, self._hooks
-        metrics = hooks.evaluate_once(parts.trial, parts.ignore_keys)
+        with parts.journal.paused():
+            metrics = hooks.evaluate_once(parts.trial, parts.ignore_keys)
         is_best = hooks.is_best(metrics, parts.trial)
         if parts.args.save_strategy == "best" and is_best:
             parts.control.should_save = True
@@ -256,7 +282,8 @@ class Run:
     @contextmanager
     def _saving(self) -> Iterator[None]:
         self._parts.phase.text = f"save {checkpoint_name(self._parts.state.global_step)}"
-        yield
+        with self._parts.journal.paused():
+            yield
         self._parts.phase.text = None
 
     # -- the end -------------------------------------------------------------------------------------------------

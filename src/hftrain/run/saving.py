@@ -170,6 +170,7 @@ class RunCheckpoints:
         if committed is None:
             state.best_model_checkpoint = former_best
             return
+        parts.journal.save(committed, step=save.step, num_bytes=save.num_bytes)
         with as_of(state, save):
             if parts.args.push_to_hub:
                 # Before rotation, which may delete it.

@@ -27,6 +27,7 @@ from hftrain.loops.window import LossWindow
 from hftrain.precision.base import Precision
 from hftrain.rules.optimizer import check_optimizer
 from hftrain.rules.task import check_not_lightning, check_task
+from hftrain.run.journal import Journal
 from hftrain.run.output import Output
 from hftrain.run.parts import RunParts
 from hftrain.run.run import Run
@@ -88,6 +89,7 @@ class TrainerFields:
     hp_search_backend: HPSearchBackend | None
 
     _output: Output
+    _journal: Journal
     _hub: TrainerHub
     _memory: MemoryTracker
     _computing: Computing

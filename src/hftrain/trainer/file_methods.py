@@ -92,7 +92,9 @@ class FileMethods(TrainerFields):
                 start_s = start_time - time.time() + time.perf_counter()
                 num_tokens = None if self._session is None else self._session.counts.num_tokens()
                 logs.update(speed_metrics("train", start_s, num_tokens=num_tokens))
-        self.state.log_history.append({**to_plain(logs), "step": self.state.global_step})
+        entry = {**to_plain(logs), "step": self.state.global_step}
+        self.state.log_history.append(entry)
+        self._journal.log(entry)
         self.callback_handler.fire("on_log", logs=logs)
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:

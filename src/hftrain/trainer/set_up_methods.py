@@ -20,6 +20,7 @@ from hftrain.rules.evaluation import check_cadences
 from hftrain.rules.optimizer import check_optimizer
 from hftrain.run.capture import saved_tool
 from hftrain.run.counting import Take
+from hftrain.run.journal import Journal
 from hftrain.run.model_changes import ModelChanges
 from hftrain.run.outside_weights import OutsideWeights
 from hftrain.run.parts import Ready, RunHooks, RunParts
@@ -42,6 +43,7 @@ class SetUpMethods(RunMethods):
             gather=self._nested_gather if self._is_overridden("_nested_gather") else None,
             is_live=self._is_overridden("_maybe_log_save_evaluate"),
         )
+        self._journal = Journal()
         return RunParts(
             args=self.args,
             save_policy=self.save_policy,
@@ -57,6 +59,7 @@ class SetUpMethods(RunMethods):
             logs=LogWindow(gather_object=self.strategy.gather_object),
             trial=self._trial,
             ignore_keys=ignore_keys,
+            journal=self._journal,
         )
 
     def _make_run_hooks(self) -> RunHooks:

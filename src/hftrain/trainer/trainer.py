@@ -42,6 +42,7 @@ from hftrain.rules.saving import check_fits
 from hftrain.rules.strategy import check_local_rank, check_strategy
 from hftrain.rules.task import check_unused_by_task
 from hftrain.run.build import open_run
+from hftrain.run.journal import Journal
 from hftrain.run.output import Output
 from hftrain.run.plan import find_resume
 from hftrain.run.writing import saves_at_all
@@ -278,6 +279,7 @@ class Trainer(SetUpMethods):
     def _start_idle(self) -> None:
         """Set what only train(), evaluate() and predict() change."""
         self._output = Output(lambda: self.args.output_dir, self.strategy)
+        self._journal = Journal()
         self._hub = TrainerHub(
             args=self.args,
             output=self._output,

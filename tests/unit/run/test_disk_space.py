@@ -119,7 +119,8 @@ def test_leftovers_of_a_killed_save_are_gone_even_if_nothing_more_is_saved(tmp_p
     make_trainer(tmp_path, save_strategy="no").train(resume_from_checkpoint=True)
     assert all(folder.exists() for folder in left), "this run has no business there"
     assert make_trainer(tmp_path).train(resume_from_checkpoint=True).global_step == 12
-    assert names(tmp_path) == [path.name for path in tmp_path.iterdir()] == ["checkpoint-12"]
+    assert names(tmp_path) == ["checkpoint-12"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-12", "journal.jsonl"}
 
 
 # -- a shortage that is foreseen; the disk's answer is a stand-in ------------------------------------------------------
@@ -272,7 +273,8 @@ def test_warn_goes_on_when_the_disk_is_full_after_all(
 ) -> None:
     steps = At(2, 4, 8, do={3: once_written(lambda: fill(number)), 7: once_written(lambda: fill(None))})
     make_trainer(tmp_path, steps, policy=policy("warn", save_async)).train()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-12", "checkpoint-2", "checkpoint-8"]
+    assert {path.name for path in tmp_path.iterdir()} == {*names(tmp_path), "journal.jsonl"}
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-8", "checkpoint-12"]
     assert [saved for saved, _ in steps.told] == [2, 8, 12]
 
 
@@ -336,7 +338,7 @@ def test_small_disk_costs_checkpoints_and_not_the_run(
             )
             assert trainer.train().global_step == 12
             assert names(output_dir) == [f"checkpoint-{step}" for step in kept]
-            assert len(list(output_dir.iterdir())) == len(kept)
+            assert len(list(output_dir.iterdir())) == len([*kept, "journal.jsonl"])
             for path in list_checkpoints(output_dir):
                 verify(path)
             shutil.rmtree(output_dir)

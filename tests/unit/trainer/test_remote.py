@@ -97,7 +97,11 @@ def test_a_local_run_can_begin_from_a_remote_checkpoint(tmp_path):
     make_trainer().train()
     trainer = make_trainer(tmp_path / "out")
     assert trainer.train(resume_from_checkpoint=f"{URL}/checkpoint-4").global_step == 8
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-6", "checkpoint-8"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "checkpoint-6",
+        "checkpoint-8",
+        "journal.jsonl",
+    ]
 
 
 def test_a_remote_checkpoint_that_is_absent_or_no_folder_is_an_error():

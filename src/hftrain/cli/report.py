@@ -1,0 +1,341 @@
+"""`hftrain report`: one HTML file that shows runs, without a server and without network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from hftrain.cli.runs import CLOCK, MEMORY, THROUGHPUT, RunRecord, is_number, read_runs, thinned
+from hftrain.core.errors import ConfigError
+from hftrain.core.optional import require
+from hftrain.storage.space import readable_bytes
+
+_MAX_POINTS = 2000
+_MAX_EVALUATIONS = 300
+_MAX_NAMED = 8
+_RATE, _NORM = "learning_rate", "grad_norm"
+_TITLES = {
+    _RATE: "Learning rate",
+    _NORM: "Gradient norm",
+    THROUGHPUT: "Throughput (samples per second, without evaluations and saves)",
+    MEMORY["host"]: "Memory of the main process, highest so far (GB)",
+    MEMORY["device"]: "Memory of its device, highest so far (GB)",
+}
+# They say where a run lies, not what it does.
+_NAMES = ("output_dir", "run_name", "logging_dir")
+_NO_JOURNAL = "The folder has no journal.jsonl, so throughput, memory, stops and resumes are not known."
+_NO_ARGUMENTS = "They cannot be told: the checkpoints hold them as a pickle, which is not read."
+_UNENDED = "no end is recorded: it still runs, or was killed"
+
+
+def show_report(runs: Sequence[str], *, output: str = "report.html") -> list[str]:
+    """Write a page with the curves, evaluations, arguments, checkpoints and stops of runs.
+
+    Args:
+        runs: Their folders; see `read_runs`.
+        output: The HTML file to write; an older one is replaced.
+
+    Returns:
+        The line to print.
+
+    Raises:
+        ConfigError: A folder holds no run, or the file cannot be written.
+        MissingDependencyError: The packages of the extra ``report`` are not installed.
+    """
+    records = read_runs(runs)
+    for requirement in ("plotly>=6", "jinja2>=3"):
+        require(requirement, feature="hftrain report", extra="report")
+    text = render(records)
+    try:
+        Path(output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"Cannot write {output!r}.", f"{error}.", "Give another file with -o.") from error
+    return [f"Wrote {output} ({readable_bytes(len(text.encode()))})"]
+
+
+def render(runs: Sequence[RunRecord]) -> str:
+    """Return the page; what runs have written is escaped in it."""
+    from jinja2 import Environment
+    from plotly.offline import get_plotlyjs
+
+    panels = _panels(runs)
+    template = Environment(autoescape=True).from_string(files("hftrain.cli").joinpath("report.html").read_text("utf-8"))
+    return template.render(
+        title=" and ".join(run.name for run in runs),
+        version=version("hftrain"),
+        written=_when(time.time()),
+        runs=[_about(run) for run in runs],
+        panels=panels,
+        data=[{name: panel[name] for name in ("curves", "marks", "is_from_zero")} for panel in panels],
+        notes=[f"{run.name}: {_NO_JOURNAL}" for run in runs if not run.sessions],
+        summary=_summary(runs),
+        differing=_differing(runs),
+        library=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
+    )
+
+
+# -- curves ----------------------------------------------------------------------------------------------------------
+
+
+def _panels(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return a panel for each subject, the losses first and what describes the training last."""
+    panels: dict[str, dict[str, Any]] = {}
+    marks = [mark for number, run in enumerate(runs) for mark in _marks(run, number if len(runs) > 1 else -1)]
+    for number, run in enumerate(runs):
+        for metric in run.metrics():
+            subject = run.subject(metric)
+            panel = panels.setdefault(subject, {"curves": [], "marks": marks, "notes": []})
+            panel["title"] = _TITLES.get(subject, subject)
+            panel["is_from_zero"] = subject in (THROUGHPUT, *MEMORY.values())
+            label = metric if len(runs) == 1 else run.name if metric == subject else f"{run.name}: {metric}"
+            color = len(panel["curves"]) if len(runs) == 1 else number
+            panel["curves"].append(_curve(run, metric, label=label, color=color))
+            odd = [step for step, value in run.points(metric) if not math.isfinite(value)]
+            if odd:
+                named = ", ".join(map(_number, odd[:_MAX_NAMED])) + (", ..." if len(odd) > _MAX_NAMED else "")
+                panel["notes"].append(f"{label}: {len(odd)} values are NaN or infinite, at step {named}")
+    last = [*_TITLES]
+    evaluated = {run.subject(name) for run in runs for name in run.metrics() if name != run.subject(name)}
+
+    def order(subject: str) -> tuple[int, int]:
+        if subject in last:
+            return 3, last.index(subject)
+        return 0 if subject == "loss" else 1 if subject in evaluated else 2, 0
+
+    return [panels[subject] for subject in sorted(panels, key=order)]
+
+
+def _curve(run: RunRecord, metric: str, *, label: str, color: int) -> dict[str, Any]:
+    start = run.sessions[0][0][0] if run.sessions else 0.0
+    points = [
+        (
+            entry["step"],
+            entry[metric],
+            entry.get("epoch"),
+            round((entry[CLOCK] - start) / 3600, 5) if CLOCK in entry else None,
+        )
+        for entry in run.entries
+        if is_number(entry.get(metric))
+    ]
+    columns = zip(*thinned(points, _MAX_POINTS), strict=True)
+    named = dict(zip(("step", "value", "epoch", "hours"), map(list, columns), strict=True))
+    return {**named, "label": label, "color": color, "is_evaluation": metric != run.subject(metric)}
+
+
+def _marks(run: RunRecord, color: int) -> list[dict[str, Any]]:
+    """Return where a run was resumed and where it was stopped."""
+    marks: dict[int, str] = {}
+    for event in run.events:
+        step = event.get("step", 0)
+        if event["event"] == "begin" and step:
+            marks[step] = "stopped, resumed" if step in marks else "resumed"
+        elif event["event"] == "end" and event.get("reason"):
+            marks[step] = "stopped"
+    return [{"step": step, "text": text, "color": color % 8} for step, text in marks.items()]
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _about(run: RunRecord) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "facts": _facts(run),
+        "evaluations": _evaluations(run),
+        "times": _rows(_times(run)),
+        "no_journal": _NO_JOURNAL,
+        "arguments": _rows((name, _value(value)) for name, value in sorted((run.arguments or {}).items())),
+        "no_arguments": _NO_ARGUMENTS if run.arguments is None else "None.",
+        "environment": _rows(_environment(run)),
+        "checkpoints": _rows(_saved(run)),
+    }
+
+
+def _facts(run: RunRecord) -> list[dict[str, str]]:
+    status, mood = _status(run)
+    metric, step, best = _best(run)
+    final = next((entry["loss"] for entry in reversed(run.entries) if is_number(entry.get("loss"))), None)
+    begin = _last_begin(run)
+    facts = [
+        ("Status", status, mood),
+        ("Steps", _steps(run), ""),
+        ("Time", _duration(run), ""),
+        ("Last loss", "" if final is None else _number(final), ""),
+        (f"Best {metric}", "" if best is None else f"{_number(best)} at step {step}", "good"),
+        ("Samples per second", _mean_throughput(run), ""),
+        ("Model", str(begin.get("model") or ""), ""),
+    ]
+    return [{"name": name, "text": text, "mood": mood} for name, text, mood in facts if text]
+
+
+def _summary(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    rows = []
+    for run in runs:
+        metric, step, best = _best(run)
+        shown = "" if best is None else f"{metric} {_number(best)} at step {step}"
+        rows.append((run.name, _status(run)[0], _steps(run), _duration(run), shown, _mean_throughput(run)))
+    return {"head": ["Run", "Status", "Steps", "Time", "Best", "Samples per second"], "rows": _rows(rows)}
+
+
+def _differing(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return the arguments in which runs differ from one another."""
+    names = sorted({name for run in runs for name in run.arguments or () if name not in _NAMES})
+    rows = []
+    for name in names:
+        values = [
+            "not known"
+            if run.arguments is None
+            else _value(run.arguments[name])
+            if name in run.arguments
+            else "default"
+            for run in runs
+        ]
+        if len(set(values)) > 1:
+            rows.append((name, *values))
+    return {"head": ["Argument", *(run.name for run in runs)], "rows": _rows(rows)}
+
+
+def _evaluations(run: RunRecord) -> dict[str, Any]:
+    names = [name for name in run.metrics() if name != run.subject(name)]
+    rows: dict[float, dict[str, Any]] = {}
+    for entry in run.entries:
+        found = {name: entry[name] for name in names if is_number(entry.get(name))}
+        if found:
+            rows.setdefault(entry["step"], {"epoch": entry.get("epoch")}).update(found)
+    metric, best_step, best = _best(run)
+    steps = list(rows)
+    shown = [step for step in steps if step == best_step or step in steps[-_MAX_EVALUATIONS:]]
+    note = "" if best is None else f"The best {metric} is that of step {best_step}."
+    if len(shown) < len(steps):
+        note += f" The last {_MAX_EVALUATIONS} of {len(steps)} are shown, and the best."
+    cells = (
+        {
+            "cells": [
+                _number(value) for value in (step, rows[step]["epoch"], *(rows[step].get(name) for name in names))
+            ],
+            "is_best": step == best_step,
+        }
+        for step in shown
+    )
+    return {"head": ["step", "epoch", *names], "rows": list(cells), "note": note}
+
+
+def _best(run: RunRecord) -> tuple[str, int | None, float | None]:
+    """Return which metric decides, and where it was best: as the run's arguments say, else the loss of evaluation."""
+    arguments = run.arguments or {}
+    metric = str(arguments.get("metric_for_best_model") or "loss")
+    names = run.metrics()
+    name = metric if metric in names and metric != run.subject(metric) else f"eval_{metric}"
+    if name not in names:
+        name = next((each for each in names if each != run.subject(each) == metric), name)
+    finite = [(value, step) for step, value in run.points(name) if math.isfinite(value)]
+    if not finite or name == run.subject(name):
+        return metric, None, None
+    is_greater_better = arguments.get("greater_is_better")
+    if is_greater_better is None:
+        is_greater_better = not metric.endswith("loss")
+    value, step = max(finite, key=lambda each: each[0]) if is_greater_better else min(finite, key=lambda each: each[0])
+    return name, int(step), value
+
+
+def _times(run: RunRecord) -> Iterable[tuple[str, str, str]]:
+    """Yield what happened, except for the log and the saves."""
+    for number, event in enumerate(run.events):
+        when, step = _when(event["at"]), str(event.get("step", ""))
+        if event["event"] == "begin":
+            start = event.get("resumed_from")
+            where = event.get("environment", {})
+            text = f"resumed from {start}" if start else "began"
+            text += f", {where.get('processes', 1)} process(es) on {where.get('hosts', 1)} host(s)"
+            yield when, step, text
+            session = next((each for each in run.sessions if each[0][0] == event["at"]), [])
+            later = [each["event"] for each in run.events[number + 1 :]]
+            following = later[: later.index("begin")] if "begin" in later else later
+            if session and "end" not in following:
+                what = "killed, this is the last entry" if "begin" in later else f"last entry; {_UNENDED}"
+                yield _when(session[-1][0]), str(session[-1][1]), what
+        elif event["event"] == "end":
+            reason = event.get("reason")
+            yield when, step, "did all steps" if not reason else f"stopped: {reason}"
+
+
+def _environment(run: RunRecord) -> Iterable[tuple[str, str]]:
+    where = _last_begin(run).get("environment", {})
+    yield from ((name, _value(value)) for name, value in where.items() if name != "versions")
+    yield from run.versions.items()
+
+
+def _saved(run: RunRecord) -> Iterable[tuple[str, str, str, str]]:
+    for each in run.checkpoints:
+        size = "" if each.size is None else readable_bytes(each.size)
+        when = _when(each.at) if each.at else ""
+        yield each.name, str(each.step), size, when if each.is_there else f"{when}, deleted since"
+
+
+def _status(run: RunRecord) -> tuple[str, str]:
+    if not run.sessions:
+        return "not known", ""
+    ends = (event for event in reversed(run.events) if event["event"] in ("begin", "end"))
+    last: Mapping[str, Any] = next(ends, {})
+    if last.get("event") != "end":
+        return _UNENDED, ""
+    reason = last.get("reason")
+    return ("complete", "good") if not reason else (f"stopped: {reason}", "bad" if last.get("is_error") else "")
+
+
+def _last_begin(run: RunRecord) -> Mapping[str, Any]:
+    return next((event for event in reversed(run.events) if event["event"] == "begin"), {})
+
+
+def _steps(run: RunRecord) -> str:
+    done = max((entry["step"] for entry in run.entries), default=run.state.get("global_step", 0))
+    planned = _last_begin(run).get("plan", {}).get("max_steps") or run.state.get("max_steps")
+    return f"{done:,} of {planned:,}" if planned else f"{done:,}"
+
+
+def _duration(run: RunRecord) -> str:
+    """Return how long the sessions took, without the time between them."""
+    if run.sessions:
+        return _readable_s(sum(session[-1][0] - session[0][0] for session in run.sessions))
+    totals = [entry["train_runtime"] for entry in run.entries if is_number(entry.get("train_runtime"))]
+    return _readable_s(totals[-1]) if totals else ""
+
+
+def _mean_throughput(run: RunRecord) -> str:
+    rates = sorted(value for _, value in run.points(THROUGHPUT))
+    return _number(rates[len(rates) // 2]) if rates else ""
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def _rows(rows: Iterable[Sequence[str]]) -> list[dict[str, Any]]:
+    return [{"cells": list(row), "is_best": False} for row in rows]
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _when(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def _readable_s(seconds: float) -> str:
+    minutes, rest = divmod(seconds, 60)
+    hours, minutes = divmod(int(minutes), 60)
+    return f"{hours}h {minutes}m" if hours else f"{minutes}m {rest:.0f}s" if minutes else f"{rest:.1f}s"

@@ -1,0 +1,190 @@
+"""`journal.jsonl`: what a run did and when, one JSON object a line, appended to its output folder as it happens.
+
+A checkpoint holds the log up to its save; the journal also has what came later, and what no checkpoint has: times,
+memory, stops. Nothing of a run depends on it, and nothing in it is ever rewritten: when a run is resumed, the entries
+that its checkpoint does not know are superseded by those that follow. Every line has ``event`` and ``at``, seconds
+since the epoch:
+
+``begin``: ``step``, ``resumed_from`` (a checkpoint or None), ``num_logged`` (entries of the log that it goes on from),
+``arguments`` (those that differ from their defaults), ``plan``, ``environment``.
+``log``: ``entry`` as in `log_history`, ``samples`` and ``trained_s`` (samples, and seconds without evaluations and
+saves, since ``begin``), ``memory`` (highest use so far in bytes: of the ``host``'s process, of the ``device``).
+``save``: ``step``, ``name``, ``size`` in bytes.
+``end``: ``step``, ``reason`` (None for a run that did all its steps), ``is_error``.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hftrain.checkpoint.layout import JOURNAL
+from hftrain.checkpoint.manifest import PACKAGES
+from hftrain.checkpoint.signals import TrainingStopped
+from hftrain.core.launcher import read_launch
+from hftrain.core.log import get_logger
+from hftrain.core.optional import installed_versions
+from hftrain.core.progress import Progress
+from hftrain.core.state import TrainerState
+from hftrain.run.output import Output
+from hftrain.storage.files import walk_files
+from hftrain.storage.remote import RemoteFolder
+from hftrain.strategies.base import Strategy
+
+if sys.platform != "win32":
+    import resource
+
+logger = get_logger(__name__)
+
+_MAX_REASON = 500
+
+
+class Journal:
+    """Append to the journal of the run that began last; the main process does, on others nothing happens.
+
+    No failure of it ends a run: the first is a warning.
+    """
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._progress, self._samples = Progress(), 0
+        self._device = torch.device("cpu")
+        self._trained_s, self._since_s = 0.0, 0.0
+        self._is_paused = self._is_torn = self._has_warned = False
+
+    def begin(self, output: Output, strategy: Strategy, progress: Progress, **facts: Any) -> None:
+        """Open the journal in the output folder, and write down with what a run begins."""
+        self._path = None
+        if not strategy.is_main:
+            return
+        self._progress, self._samples, self._device = progress, progress.samples, strategy.device
+        self._trained_s, self._since_s, self._has_warned = 0.0, time.perf_counter(), False
+        self._path = output.folder / JOURNAL
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if output.url is not None:
+                _fetch(output.url, self._path)
+            self._is_torn = _is_torn(self._path)
+        except OSError as error:
+            self._warn(error)
+        self._append("begin", step=progress.step, **facts)
+
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """Append an entry of the log."""
+        if self._path is not None:
+            self._append(
+                "log",
+                entry=dict(entry),
+                samples=self._progress.samples - self._samples,
+                trained_s=round(self._trained(), 4),
+                memory=_memory(self._device),
+            )
+
+    def save(self, path: Path, *, step: int, num_bytes: int) -> None:
+        """Append that a checkpoint was committed.
+
+        Args:
+            path: Its folder.
+            num_bytes: About what it takes, if the folder is not there.
+        """
+        if self._path is not None:
+            size = sum(file.stat().st_size for file in walk_files(path) if file.is_file()) if path.is_dir() else 0
+            self._append("save", step=step, name=path.name, size=size or num_bytes)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time as spent on training."""
+        is_outer, self._trained_s = not self._is_paused, self._trained()
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            if is_outer:
+                self._is_paused, self._since_s = False, time.perf_counter()
+
+    @contextmanager
+    def ending(self, state: TrainerState) -> Iterator[None]:
+        """Append how the run ends, and why."""
+        try:
+            yield
+        except BaseException as error:
+            kind = "" if isinstance(error, TrainingStopped) else f"{type(error).__name__}: "
+            reason = f"{kind}{error}"[:_MAX_REASON].rstrip(": ")
+            self._append("end", step=state.global_step, reason=reason, is_error=isinstance(error, Exception))
+            raise
+        is_complete = state.global_step >= state.max_steps
+        self._append("end", step=state.global_step, reason=None if is_complete else "a callback", is_error=False)
+
+    def _trained(self) -> float:
+        return self._trained_s if self._is_paused else self._trained_s + time.perf_counter() - self._since_s
+
+    def _append(self, event: str, **facts: Any) -> None:
+        if self._path is None:
+            return
+        # One write: whoever reads meanwhile, or after a kill, finds at most the last line torn.
+        line = json.dumps({"event": event, "at": round(time.time(), 3), **facts}, default=str, skipkeys=True) + "\n"
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write("\n" + line if self._is_torn else line)
+            self._is_torn = False
+        except OSError as error:
+            self._is_torn = True
+            if not self._path.parent.exists():
+                self._path = None  # of a rehearsal, say, which leaves nothing
+            else:
+                self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s lacks what could not be written: %s. Training goes on.", self._path, error)
+
+
+def environment(strategy: Strategy) -> dict[str, Any]:
+    """Return on what a run trains, without names of machines or users."""
+    device = strategy.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    per_host = read_launch().local_world_size or 1
+    return {
+        "versions": {"python": platform.python_version(), **installed_versions(*PACKAGES)},
+        "system": platform.platform(),
+        "device": f"{device.type} ({name})",
+        "processes": strategy.world_size,
+        "hosts": max(1, -(-strategy.world_size // per_host)),
+        "strategy": strategy.name,
+    }
+
+
+def _memory(device: torch.device) -> dict[str, int]:
+    memory = {}
+    if sys.platform != "win32":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memory["host"] = peak if sys.platform == "darwin" else peak * 1024
+    if device.type == "cuda":
+        memory["device"] = torch.cuda.max_memory_allocated(device)
+    return memory
+
+
+def _is_torn(path: Path) -> bool:
+    """Tell whether the last line of a file has no end, because its process was killed."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, 2)
+        return file.read() != b"\n"
+
+
+def _fetch(url: str, path: Path) -> None:
+    """Take over the journal of a remote folder, to which another machine may have added."""
+    try:
+        RemoteFolder(url).download(JOURNAL, path)
+    except FileNotFoundError:
+        path.unlink(missing_ok=True)
