@@ -6,7 +6,6 @@ What follows `--` is handed on, to pytest or to the benchmarks: `nox -s tests --
 
 from __future__ import annotations
 
-import filecmp
 import os
 import re
 import shutil
@@ -52,17 +51,19 @@ NO_HANG = ("-o", "faulthandler_timeout=600", "-o", "faulthandler_exit_on_timeout
 RUNS = Path("runs/quickstart")
 TORCHRUN = ("torchrun", "--standalone", "--nproc_per_node", "2")
 DIGITS = "examples/digits.py"
+STOP_AFTER = "200"
 QUICKSTART = (
-    ("Train and evaluate.", ("python", DIGITS, "--output-dir", f"{RUNS}/digits")),
+    ("Train a digit classifier.", ("python", DIGITS, "--output-dir", f"{RUNS}/uninterrupted")),
     (
-        "Stop in the middle of an epoch, ...",
-        ("python", DIGITS, "--output-dir", f"{RUNS}/resumed", "--stop-after-steps", "200"),
+        f"Train it again, and stop in the middle of an epoch (step {STOP_AFTER}).",
+        ("python", DIGITS, "--output-dir", f"{RUNS}/resumed", "--stop-after-steps", STOP_AFTER),
     ),
-    ("... and carry on from the checkpoint.", ("python", DIGITS, "--output-dir", f"{RUNS}/resumed", "--resume")),
+    ("Resume from the checkpoint.", ("python", DIGITS, "--output-dir", f"{RUNS}/resumed", "--resume")),
     (
-        "The same script on two processes, in bfloat16.",
-        (*TORCHRUN, DIGITS, "--output-dir", f"{RUNS}/ddp", "--strategy", "ddp", "--precision", "bf16", "--epochs", "5"),
+        "Train on two processes in bfloat16, with the same script.",
+        (*TORCHRUN, DIGITS, "--output-dir", f"{RUNS}/two_processes", "--strategy", "ddp", "--precision", "bf16"),
     ),
+    ("Compare the three runs.", ("python", ".ci/quickstart.py", str(RUNS), STOP_AFTER)),
 )
 
 BUILD_SITE = ("python", "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build")
@@ -106,14 +107,14 @@ def skip_unless_torch_says(session: nox.Session, question: str, reason: str) -> 
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """Train on the handwritten digits, stop and resume, then train on two processes."""
+    session.log("Installing hftrain and PyTorch takes a few minutes the first time.")
+    session.log("pip prints nothing meanwhile. The training takes one or two minutes.")
     install(session, "examples")
     shutil.rmtree(RUNS, ignore_errors=True)
-    for purpose, command in QUICKSTART:
-        session.log(purpose)
-        session.run(*command, env=ENV)
-    if not filecmp.cmp(RUNS / "digits/predictions.csv", RUNS / "resumed/predictions.csv", shallow=False):
-        session.error("The resumed run predicts otherwise than the undisturbed one.")
-    session.log(f"The resumed run predicts what the undisturbed one does, to the last digit. Look into {RUNS}/.")
+    for number, (title, command) in enumerate(QUICKSTART, 1):
+        session.log(f"{number}/{len(QUICKSTART)}  {title}")
+        # Without nox's own line for the command, which is longer than a terminal is wide.
+        session.run(*command, env=ENV, log=False)
 
 
 @nox.session

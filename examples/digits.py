@@ -1,4 +1,4 @@
-"""Learn to read scanned handwritten digits: 1,797 images of 8 x 8 pixels that ship with scikit-learn.
+"""Classify scanned handwritten digits: 1,797 images of 8 x 8 pixels that ship with scikit-learn.
 
 python examples/digits.py
 python examples/digits.py --stop-after-steps 200
@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import Dataset
 
-from hftrain import StepOutput, TaskModule, Trainer, TrainerCallback, TrainingArguments, set_seed
+from hftrain import StepOutput, SummaryCallback, TaskModule, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 NUM_CLASSES = 10
 
@@ -64,7 +64,7 @@ class DigitsTask(TaskModule):
         return nn.functional.cross_entropy(self.model(batch["pixels"]), batch["labels"])
 
     def evaluation_step(self, batch: dict[str, torch.Tensor]) -> StepOutput:
-        """Return the mean cross-entropy, and count what was read right."""
+        """Return the mean cross-entropy, and count the correct predictions."""
         logits = self.model(batch["pixels"])
         self.accuracy.update(logits, batch["labels"])
         return StepOutput(loss=nn.functional.cross_entropy(logits, batch["labels"]))
@@ -75,7 +75,7 @@ class DigitsTask(TaskModule):
 
 
 class StopAfter(TrainerCallback):
-    """Save and stop after some steps, as a machine that is taken away would make you do."""
+    """Save and stop after some steps, which simulates a preempted machine."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -117,7 +117,7 @@ def draw_curves(history: list[dict[str, Any]], path: Path) -> None:
 
 
 def write_predictions(probabilities: Any, labels: list[int], path: Path) -> None:
-    """Write one line per test image: its digit, what was read, and how sure the model is."""
+    """Write one line per test image: its digit, the prediction and its probability."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["index", "digit", "predicted", "probability"])
@@ -129,19 +129,20 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/digits"))
-    parser.add_argument("--strategy", default=None, help="single, ddp, ... (default: what the launcher says)")
+    parser.add_argument("--strategy", default=None, help="single, ddp, ... (default: from the launcher)")
     parser.add_argument("--precision", default=None, help="fp32, bf16, fp16, tf32")
-    parser.add_argument("--epochs", type=float, default=15)
+    parser.add_argument("--epochs", type=float, default=10)
     parser.add_argument("--stop-after-steps", type=int, default=None)
     parser.add_argument("--resume", action="store_true", help="continue the run in --output-dir")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Train, keep the best model, test it, and write down what it reads."""
+    """Train, keep the best model, test it, and write its predictions."""
     options = parse()
     set_seed(42)
     data = split()
+    stops = [StopAfter(options.stop_after_steps)] if options.stop_after_steps else []
     trainer = Trainer(
         DigitsTask(),
         TrainingArguments(
@@ -153,9 +154,10 @@ def main() -> None:
             weight_decay=0.01,
             warmup_ratio=0.1,
             lr_scheduler_type="cosine",
-            logging_steps=20,
-            eval_strategy="epoch",
-            save_strategy="epoch",
+            logging_steps=0.1,  # of the run
+            eval_strategy="steps",
+            eval_steps=0.1,
+            save_steps=0.1,
             save_total_limit=2,
             load_best_model_at_end=True,
             metric_for_best_model="accuracy",
@@ -163,21 +165,21 @@ def main() -> None:
         ),
         train_dataset=data["train"],
         eval_dataset=data["evaluation"],
-        callbacks=[StopAfter(options.stop_after_steps)] if options.stop_after_steps else None,
+        callbacks=[SummaryCallback(), *stops],
         strategy=options.strategy,
         precision=options.precision,
     )
     result = trainer.train(resume_from_checkpoint=options.resume)
-    trainer.log_metrics("train", result.metrics)
     if result.global_step < trainer.state.max_steps:
         if trainer.is_world_process_zero():
-            print(f"Stopped at step {result.global_step} of {trainer.state.max_steps}; go on with --resume.")
+            print(f"Stopped at step {result.global_step} of {trainer.state.max_steps}. Add --resume to continue.")
         return
     metrics = trainer.evaluate(data["test"], metric_key_prefix="test")
     predictions = trainer.predict(data["test"]).predictions
     trainer.save_model(str(options.output_dir / "best"))
-    trainer.log_metrics("test", metrics)
-    trainer.save_metrics("test", metrics)
+    trainer.save_metrics("train", result.metrics, combined=False)
+    trainer.save_metrics("test", metrics, combined=False)
+    trainer.save_state()
     if trainer.is_world_process_zero():
         draw_curves(trainer.state.log_history, options.output_dir / "curves.png")
         write_predictions(predictions, data["test"].labels, options.output_dir / "predictions.csv")

@@ -105,26 +105,33 @@ class LogLines:
             ending = next((each for each in _UNITS if name.endswith(f"_{each}")), None)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             text = number_text(value) if is_number else str(shorten(value, self._max_str_len))
+            if ending == "steps_per_second" and not name.startswith("train_"):
+                continue  # batches per second, which follow from the samples
             if ending is not None:
                 rates.append(f"{text} {_UNITS[ending]}")
             elif name not in ("epoch", "step", "total_flos"):
                 values[_SHORT.get(name, name)] = text
         return values, rates
 
-    def format(self, logs: Mapping[str, Any], *, step: int, max_steps: int, pace: str = "", width: int | None) -> str:
+    def format(
+        self, logs: Mapping[str, Any], *, step: int, of: tuple[int, int], pace: str = "", width: int | None
+    ) -> str:
         """Return an entry as a line, or as several that fit.
 
         Args:
             logs: A log entry.
-            step: The optimizer step it belongs to, of `max_steps`.
+            step: The optimizer step it belongs to.
+            of: The steps and epochs of the whole run.
             pace: The time of a step, as text; added at the end.
             width: Columns of the terminal: what is longer is folded between values, and times and rates that do not
                 fit are left out. None allows a line of any length.
         """
         values, rates = self.split(logs)
+        max_steps, num_epochs = of
         head = [f"step {step:>{len(str(max_steps))}}/{max_steps}"]
         if "epoch" in logs:
-            head.append(f"epoch {logs['epoch']:.2f}")
+            digits = len(str(num_epochs)) if num_epochs < 10_000 else 1  # sys.maxsize: as many as the steps need
+            head.append(f"epoch {logs['epoch']:{digits + 3}.2f}")
         for name, text in values.items():
             self._widths[name] = max(self._widths.get(name, _MIN_VALUE), len(text))
         cells = [f"{name} {text:<{self._widths[name]}}" for name, text in values.items()]

@@ -106,8 +106,8 @@ class ProgressCallback(TrainerCallback):
         self._logged.update(self._lines.split(logs)[0])
         self._training.fields = [f"{name} {self._logged[name]}" for name in sorted(self._logged, key=_rank)]
         file = self._file or sys.stdout
-        step, max_steps = state.global_step, state.max_steps
-        self._write(self._lines.format(logs, step=step, max_steps=max_steps, pace=pace, width=columns_of(file)), file)
+        step, whole = state.global_step, (state.max_steps, state.num_train_epochs)
+        self._write(self._lines.format(logs, step=step, of=whole, pace=pace, width=columns_of(file)), file)
         for meter in (self._training, self._prediction):
             if meter is not None:
                 meter.note_line()
@@ -194,6 +194,7 @@ class Meter:
 
     Args:
         total: Where the count ends; None if unknown.
+        unit: "step" or "batch"; of batches, the first is done when the count begins.
         file: Where to show it; standard error by default.
         leave: Leave the full bar on the screen.
     """
@@ -210,11 +211,12 @@ class Meter:
     ) -> None:
         self.n = initial
         self.fields: list[str] = []
-        self._name, self._total, self._initial, self._unit = name, total, initial, unit
+        self._name, self._total, self._unit = name, total, unit
         self.file = file or sys.stderr
         # When it began, when the last step ended, and from when and where on the time of a step is taken.
         self._started_s = self._step_s = self._window_s = time.monotonic()
-        self._first, self._pace = initial, ""
+        self._initial = self._first = initial + (unit == "batch")
+        self._pace = ""
         is_terminal = columns_of(self.file) is not None
         self._stride = -(-total // PLAIN_LINES) if total else 0
         self._printed = initial - 1

@@ -43,7 +43,7 @@ def show_summary(
     rates = LogLines().split({name: value for name, value in metrics.items() if name.endswith("_per_second")})[1]
     rows: Rows = {"speed": rates}
     if resume is not None:
-        rows["resumed"] = [f"from {resume}"]
+        rows["resumed"] = [f"from {_shown(resume)}"]
     if state.global_step < state.max_steps:
         rows["stopped"] = [f"at step {state.global_step} of {state.max_steps}: {_stop_reason(callbacks)}"]
     rows.update(_results(parts, metrics))
@@ -77,10 +77,10 @@ def _files(parts: RunParts, checkpoints: RunCheckpoints) -> Rows:
     rows: Rows = {}
     best, step = checkpoints.best(), checkpoints.saved_step
     if best is not None and best.is_dir():
-        rows["best checkpoint"] = [f"{best}{' (loaded)' * bool(parts.args.load_best_model_at_end)}"]
+        rows["best checkpoint"] = [f"{_shown(best)}{' (loaded)' * bool(parts.args.load_best_model_at_end)}"]
     last = None if step is None else parts.output.folder / checkpoint_name(step)
     if last is not None and last.is_dir() and last != best:
-        rows["last checkpoint"] = [str(last)]
+        rows["last checkpoint"] = [_shown(last)]
     return rows
 
 
@@ -100,6 +100,12 @@ def _oddities(parts: RunParts, checkpoints: RunCheckpoints) -> Rows:
     if skipped:
         rows["not saved"] = [f"{_steps(skipped)}: the disk was full"]
     return rows
+
+
+def _shown(path: Path) -> str:
+    """Return a path as one would type it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _steps(steps: list[int]) -> str:
