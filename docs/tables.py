@@ -217,7 +217,9 @@ GUIDES = {
     "Experiment trackers": "[Experiment trackers](trackers.md)",
     "Evaluation": "[Evaluation](evaluation.md)",
     "Saving and resuming": "[Checkpoints](checkpoints.md), [Resuming](resuming.md)",
-    "Devices and distributed training": "[Strategies](strategy.md), [FSDP](fsdp.md), [DeepSpeed](deepspeed.md)",
+    "Devices and distributed training": (
+        "[Strategies](strategy.md), [Distributed training](distributed.md), [FSDP](fsdp.md), [DeepSpeed](deepspeed.md)"
+    ),
     "Hugging Face Hub": "[Hugging Face Hub](hub.md)",
     "Generation (Seq2SeqTrainingArguments)": "[Sequence-to-sequence models](seq2seq.md)",
     "Scripts and hyperparameter search": "[Hyperparameter search](hyperparameter_search.md)",

@@ -10,7 +10,7 @@ import pytest
 from support.source import ROOT
 from support.tiny import make_arguments
 
-PAGE = (ROOT / "docs/strategy.md").read_text(encoding="utf-8")
+PAGE = "\n".join((ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("strategy", "distributed"))
 
 
 def test_accelerate_comes_with_hftrain() -> None:
