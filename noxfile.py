@@ -66,7 +66,7 @@ QUICKSTART = (
     ("Compare the three runs.", ("python", ".ci/quickstart.py", str(RUNS), STOP_AFTER)),
 )
 
-BUILD_SITE = ("python", "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build")
+BUILD_SITE = ("python", "-m", "sphinx", "-j", "auto", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build")
 
 # Arguments that keep an example short; the others run as they are.
 SHORTENED = {
