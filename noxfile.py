@@ -361,7 +361,7 @@ def docs(session: nox.Session) -> None:
 def docs_browser(session: nox.Session) -> None:
     """Build the HTML and open every page in Chromium: width, contrast, console, network, search."""
     need_programs(session, "chromium", "chromium")
-    install(session, "docs", "test")
+    install(session, "docs", "test", "report")
     session.install(*CONSTRAINTS, "playwright")
     session.run(*BUILD_SITE)
     pytest(session, "browser", "tests/browser", *NO_HANG)

@@ -74,7 +74,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         written=_when(time.time()),
         runs=[_about(run) for run in runs],
         panels=panels,
-        data=[{name: panel[name] for name in ("curves", "marks", "is_from_zero")} for panel in panels],
+        data=[{**panel, "is_compared": len(runs) > 1} for panel in panels],
         notes=[f"{run.name}: {_NO_JOURNAL}" for run in runs if not run.sessions],
         summary=_summary(runs),
         differing=_differing(runs),
@@ -187,20 +187,16 @@ def _summary(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 def _differing(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Return the arguments in which runs differ from one another."""
-    names = sorted({name for run in runs for name in run.arguments or () if name not in _NAMES})
+    known = [run.arguments for run in runs if run.arguments is not None]
     rows = []
-    for name in names:
-        values = [
-            "not known"
-            if run.arguments is None
-            else _value(run.arguments[name])
-            if name in run.arguments
-            else "default"
-            for run in runs
-        ]
+    for name in sorted({name for arguments in known for name in arguments if name not in _NAMES}):
+        values = [_value(arguments[name]) if name in arguments else "default" for arguments in known]
         if len(set(values)) > 1:
-            rows.append((name, *values))
-    return {"head": ["Argument", *(run.name for run in runs)], "rows": _rows(rows)}
+            shown = iter(values)
+            rows.append((name, *("not known" if run.arguments is None else next(shown) for run in runs)))
+    unknown = [run.name for run in runs if run.arguments is None]
+    note = f"Not known of {', '.join(unknown)}." if unknown else "" if rows else "None."
+    return {"head": ["Argument", *(run.name for run in runs)], "rows": _rows(rows), "note": note}
 
 
 def _evaluations(run: RunRecord) -> dict[str, Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from hftrain.cli.report import show_report
 
 pytest.importorskip("plotly")
 pytest.importorskip("jinja2")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def train(folder: Path, resume: bool | None = None, **settings: Any) -> Trainer:
@@ -109,6 +106,9 @@ def test_run_of_transformers_is_shown_without_reading_its_pickle(tmp_path: Path)
         {"loss": math.nan if step == 20 else 1 / step, "epoch": step / 10, "step": step} for step in (10, 20, 30)
     ]
     write_foreign(tmp_path / "out", 30, [*entries, {"eval_loss": 0.5, "eval_runtime": 1.0, "step": 30}])
+    train(tmp_path / "ours")
+    page = write(tmp_path, tmp_path / "out", tmp_path / "ours")
+    assert "Not known of out." in page
     page = write(tmp_path, tmp_path / "out")
     assert "1 values are NaN or infinite, at step 20" in page
     assert "the checkpoints hold them as a pickle, which is not read" in page
@@ -138,24 +138,3 @@ def test_long_run_stays_quick_and_small(tmp_path: Path) -> None:
     curve = curves(page)["loss"]
     assert len(curve["step"]) < 2500
     assert (31_000, 77.0) in zip(curve["step"], curve["value"], strict=True)
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_browser_draws_every_panel_without_error_or_request(tmp_path: Path) -> None:
-    train(tmp_path / "out")
-    page = write(tmp_path, tmp_path / "out")
-    assert "default-src 'none'" in page, "a request would be an error on the console"
-    flags = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--virtual-time-budget=10000",
-        "--enable-logging=stderr",
-    ]
-    command = [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    done = subprocess.run([*command, (tmp_path / "report.html").as_uri()], capture_output=True, text=True, timeout=120)
-    assert "CONSOLE" not in done.stderr
-    drawn = re.findall(
-        r'id="(panel\d+)"[^>]*class="plot js-plotly-plot"|class="plot js-plotly-plot" id="(panel\d+)"', done.stdout
-    )
-    assert len(drawn) == len(re.findall(r'<div class="plot"', page)) >= 5
