@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from support.resuming import StopAt
 from support.tiny import Net, Rows, Stream, Task, make_arguments, make_rows, make_trainer
 
-from hftrain import EvalPrediction, Trainer, TrainerCallback, set_seed
+from hftrain import EvalPrediction, SummaryCallback, Trainer, TrainerCallback, set_seed
 from hftrain.core.types import StepOutput
 
 pytestmark = pytest.mark.distributed
@@ -284,3 +286,27 @@ def test_two_processes_rehearse_together(tmp_path: Path, run_distributed: Any) -
     Net()
     assert both[0] == both[1]
     assert both[0] | {"random": 0} == {"steps": 2, "is_untouched": True, "random": 0, "left": []}
+
+
+def print_progress(folder: str) -> str:
+    """Train and evaluate with the default progress, and return what this process printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        parts = {"train_dataset": make_rows(24), "eval_dataset": make_rows(7, seed=2), "callbacks": [SummaryCallback]}
+        args = make_arguments(Path(folder), disable_tqdm=False, num_train_epochs=1, eval_strategy="epoch")
+        trainer = Trainer(Net(), args, **parts)
+        trainer.train()
+        trainer.predict(make_rows(7, seed=2))
+    return printed.getvalue()
+
+
+def test_only_rank_0_prints(tmp_path: Path, run_distributed: Any) -> None:
+    first, second = run_distributed(print_progress, folder=str(tmp_path / "run"))
+    assert second == ""
+    lines = first.splitlines()
+    assert [line.split("  ")[:2] for line in lines[:3]] == [
+        [f"step {step}/3", f"epoch {step / 3:.2f}"] for step in (1, 2, 3)
+    ]
+    assert lines[3].startswith("step 3/3  epoch 1.00  eval_loss ")
+    assert any(line.startswith("Trained 3 steps in ") for line in lines)
+    assert lines[-1].startswith("predict 100%  1/1  ")

@@ -12,8 +12,11 @@ import threading
 import warnings
 
 import pytest
+from support.tiny import Net, make_arguments, make_rows
 
+from hftrain import PrinterCallback, Trainer
 from hftrain.callbacks import CallbackHandler, ProgressCallback
+from hftrain.callbacks.lines import number_text
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 
@@ -315,3 +318,21 @@ def test_output_without_isatty_is_no_terminal() -> None:
     tee = Tee()
     Player(tee).train(100)
     assert tee.text.startswith("train 100%")
+
+
+def test_whole_run_fits_into_its_terminal(tmp_path) -> None:
+    with PseudoTerminal(60) as terminal:
+        arguments = make_arguments(tmp_path, disable_tqdm=True, eval_strategy="epoch", num_train_epochs=1)
+        callbacks = [ProgressCallback(file=terminal.file)]
+        trainer = Trainer(Net(), arguments, train_dataset=make_rows(), eval_dataset=make_rows(8), callbacks=callbacks)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        trainer.predict(make_rows(8))
+    lines = terminal.screen()
+    assert max(map(len, lines)) < 60
+    starts = [line.split("  ")[0].split(" in ")[0] for line in lines if not line.startswith(" ")]
+    steps = [f"step {n}/6" for n in (1, 2, 3, 4, 5, 6, 6, 6)]
+    assert starts == [*steps, "train 100%", "Trained 6 steps", "predict 100%"]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    shown = [line for line in lines if line.startswith("step")]
+    assert all(f"loss {number_text(loss)}" in line for loss, line in zip(losses, shown[:6], strict=True))
