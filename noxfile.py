@@ -36,6 +36,12 @@ OLDEST = (
     "tests/distributed/test_trainer_ddp.py",
 )  # fmt: skip
 
+# What `tests-interop-oldest` runs: the other tests compare with the newest transformers' Trainer.
+OLDEST_INTEROP = tuple(
+    f"tests/interop/test_{name}.py"
+    for name in ("models", "stateful_interop", "peft", "text_columns_interop", "grouping_interop")
+)
+
 # Experiment trackers by what their installation costs.
 QUICK_TRACKERS = ("tensorboard", "wandb", "codecarbon")
 SLOW_TRACKERS = ("clearml", "comet_ml", "dagshub", "dvclive", "flyte", "mlflow", "swanlab", "trackio")
@@ -205,6 +211,16 @@ def tests_interop(session: nox.Session) -> None:
     # What transformers' models and processors of images want.
     session.install(*CONSTRAINTS, "pillow", "scipy")
     pytest(session, "interop and not cuda and not slow", *WORKERS, *NO_HANG)
+
+
+@nox.session(name="tests-interop-oldest", python="3.10")
+def tests_interop_oldest(session: nox.Session) -> None:
+    """Run tests of models, datasets and adapters with the oldest transformers, datasets and peft that are allowed."""
+    if sys.platform != "linux":
+        session.skip("the oldest versions are tested on Linux")
+    extras = ".[test,transformers,peft]"
+    install_without_cuda(session, "--resolution", "lowest-direct", "-e", extras, "pillow>=10", "scipy>=1.10")
+    pytest(session, "interop and not slow", *WORKERS, *NO_HANG, *OLDEST_INTEROP)
 
 
 @nox.session(name="tests-clients")

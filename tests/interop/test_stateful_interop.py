@@ -81,6 +81,7 @@ def test_stream_of_a_random_generator_function_goes_on_exactly(tmp_path: Path, t
     assert_same(outcome(train(tmp_path / "parts", **options, data=data(), resume=True)), whole)
 
 
+@pytest.mark.skipif(int(datasets.__version__.partition(".")[0]) < 5, reason="states of older streams are not exact")
 def test_stream_of_datasets_reads_nothing_again(tmp_path: Path, tmp_cwd: Path) -> None:
     train(tmp_path / "parts", workers=0, is_shuffled=False, stop=5)
     train(tmp_path / "parts", workers=0, is_shuffled=False, stop=7, resume=True)

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from hftrain.core.optional import installed_versions
+
 
 class StreamWrapper(IterableDataset[Any]):
     """A stream made of another one, whose epoch and state are the other's."""
@@ -38,9 +40,10 @@ def tell_epoch(part: Any, epoch: int) -> None:
 def has_state(data: Any) -> bool:
     """Tell whether a dataset, under its wrappers, or a loader has a state from which it goes on exactly.
 
-    A `datasets.IterableDataset` that shuffles has not: its state leaves the content of its buffer out. Nor has one that
-    is made by a generator function, which is run again up to where it was, and may draw random numbers. They are read
-    again from the epoch's start, as streams without a state are.
+    A `datasets.IterableDataset` that shuffles does not: its state leaves out the content of its buffer. Nor does one
+    made by a generator function, which is run again up to where it was and may draw random numbers, nor any before
+    datasets 5.0, whose state can be past samples that were not read yet (seen up to 4.8). Those are read again from
+    the epoch's start, like streams without a state.
 
     Example:
         >>> import torch
@@ -53,7 +56,12 @@ def has_state(data: Any) -> bool:
         return has_state(data.base_dataloader)
     if not (callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))):
         return False
-    return not _has_more_than_its_state(getattr(data, "_ex_iterable", None))
+    source = getattr(data, "_ex_iterable", None)
+    return source is None or not (_is_before_datasets_5() or _has_more_than_its_state(source))
+
+
+def _is_before_datasets_5() -> bool:
+    return int(installed_versions("datasets").get("datasets", "5").partition(".")[0]) < 5
 
 
 def _has_more_than_its_state(source: Any) -> bool:
