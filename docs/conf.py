@@ -35,7 +35,7 @@ html_theme = "furo"
 html_title = "hftrain"
 html_favicon = html_logo = "_static/logo.svg"
 html_static_path = ["_static"]
-html_css_files = ["custom.css"]
+html_css_files = ["custom.css", "diagrams.css"]
 html_copy_source = False
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style = "a11y-light"
