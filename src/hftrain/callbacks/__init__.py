@@ -9,6 +9,7 @@ from hftrain.callbacks.notebook import NotebookProgressCallback, in_notebook
 from hftrain.callbacks.prediction_writer import PredictionWriter
 from hftrain.callbacks.printer import PrinterCallback
 from hftrain.callbacks.progress import ProgressCallback
+from hftrain.callbacks.rich_progress import RichProgressCallback
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.callbacks.summary import SummaryCallback
 
@@ -21,6 +22,7 @@ __all__ = [
     "PredictionWriter",
     "PrinterCallback",
     "ProgressCallback",
+    "RichProgressCallback",
     "SummaryCallback",
     "TrainerCallback",
     "in_notebook",

@@ -197,6 +197,7 @@ class Meter:
         unit: "step" or "batch"; of batches, the first is done when the count begins.
         file: Where to show it; standard error by default.
         leave: Leave the full bar on the screen.
+        draw: (meter, leave) -> what shows the meter on a terminal, with methods `refresh`, `clear` and `close`.
     """
 
     def __init__(
@@ -208,6 +209,7 @@ class Meter:
         unit: str,
         file: TextIO | None = None,
         leave: bool = True,
+        draw: Callable[[Meter, bool], Any] | None = None,
     ) -> None:
         self.n = initial
         self.fields: list[str] = []
@@ -223,7 +225,7 @@ class Meter:
         self._wait_s = REFRESH_S if is_terminal else PLAIN_INTERVAL_S
         self._next_s = self._started_s + self._wait_s
         # It draws itself at once, so it comes last.
-        self._bar = _Bar(self, total=total, file=self.file, leave=leave) if is_terminal else None
+        self._bar: Any = (draw or _Bar)(self, leave) if is_terminal else None
 
     @property
     def is_full(self) -> bool:
@@ -318,9 +320,9 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
     monitor_interval = 0
 
-    def __init__(self, meter: Meter, **options: Any) -> None:
+    def __init__(self, meter: Meter, leave: bool) -> None:
         self._meter = meter
-        super().__init__(**options)
+        super().__init__(file=meter.file, leave=leave)
 
     def __str__(self) -> str:
         # One column stays free: some terminals begin a new line at the last one.

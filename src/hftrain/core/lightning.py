@@ -17,7 +17,7 @@ LIGHTNING_NAMES = {
     "LightningDataModule": "Pass train_dataset, eval_dataset and data_collator to the Trainer.",
     "LightningModule": "Derive from TaskModule.",
     "ModelCheckpoint": "Set save_strategy, save_steps and save_total_limit in TrainingArguments, or pass a SavePolicy.",
-    "RichProgressBar": "Use ProgressCallback.",
+    "RichProgressBar": "Use RichProgressCallback.",
     "StochasticWeightAveraging": "Average the weights in a callback, or use a schedule-free optimizer.",
     "TQDMProgressBar": "Use ProgressCallback.",
     "TensorBoardLogger": "Set report_to='tensorboard' in TrainingArguments, or use TensorBoardCallback.",

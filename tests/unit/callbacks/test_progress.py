@@ -15,8 +15,9 @@ import pytest
 from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import PrinterCallback, Trainer
-from hftrain.callbacks import CallbackHandler, ProgressCallback
+from hftrain.callbacks import CallbackHandler, ProgressCallback, RichProgressCallback
 from hftrain.callbacks.lines import number_text
+from hftrain.core.errors import MissingDependencyError
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 
@@ -55,14 +56,15 @@ class PseudoTerminal:
     def screen(self):
         """Return the lines as written: one that is longer than the terminal is wide would have been wrapped."""
         lines, row, column = [""], 0, 0
-        for part in re.findall(r"\x1b\[A|[\r\n]|[^\r\n\x1b]+", self.text):
+        for part in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|[\r\n]|[^\r\n\x1b]+", self.text):
             if part == "\r":
                 column = 0
             elif part == "\n":
-                row += 1
+                row, column = row + 1, 0
                 lines += [""] * (row == len(lines))
-            elif part == "\x1b[A":
-                row -= 1
+            elif part.startswith("\x1b"):
+                row -= int(part[2:-1] or 1) if part[-1] == "A" else 0
+                lines[row] = "" if part[-1] == "K" else lines[row]
             else:
                 lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
                 column += len(part)
@@ -336,3 +338,34 @@ def test_whole_run_fits_into_its_terminal(tmp_path) -> None:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     shown = [line for line in lines if line.startswith("step")]
     assert all(f"loss {number_text(loss)}" in line for loss, line in zip(losses, shown[:6], strict=True))
+
+
+@pytest.mark.parametrize("width", [30, 80])
+def test_rich_draws_the_same_bars_and_keeps_prints_above_them(width) -> None:
+    pytest.importorskip("rich")
+    with PseudoTerminal(width) as terminal, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hftrain.callbacks.progress.REFRESH_S", 0.0)
+        patch.setenv("TERM", "xterm")
+        player = Player(callback=RichProgressCallback(file=terminal.file))
+        player.train(20, is_ended=False)
+        print("printed")
+        player.runner.fire("on_log", logs={"loss": 0.5, "learning_rate": 1e-3})
+        player.evaluate(range(5))
+        player.train(80, is_begun=True)
+    lines = terminal.screen()
+    assert max(map(len, lines)) < width
+    starts = [" ".join(line.split()[:2]) for line in lines if not line.startswith("  ")]
+    assert starts == ["printed", "step 20/100", "train 100%"]
+
+
+def test_rich_is_asked_for_when_it_is_not_there(monkeypatch) -> None:
+    monkeypatch.setattr("hftrain.core.optional._cache", lambda requirement: MissingRequirement())
+    with pytest.raises(MissingDependencyError, match="pip install 'rich'"):
+        RichProgressCallback()
+
+
+class MissingRequirement:
+    message = "not installed"
+
+    def __bool__(self):
+        return False

@@ -1,0 +1,93 @@
+"""The progress bar drawn by `rich`, for those who have it and want it."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import sys
+from typing import Any, TextIO
+
+from hftrain.callbacks.lines import columns_of
+from hftrain.callbacks.progress import Meter, ProgressCallback
+from hftrain.core.optional import require
+
+
+class RichProgressCallback(ProgressCallback):
+    """Draw the bars of `ProgressCallback` with `rich`; remove that one and add this one.
+
+    What `print()` and tracebacks write while a bar is open comes above it. If the output is not a terminal, it prints
+    the same lines as `ProgressCallback`.
+
+    Args:
+        max_str_len: Longer texts in logs are cut on display.
+        file: Where everything goes; standard output by default.
+
+    Units:
+        max_str_len: characters.
+
+    Raises:
+        MissingDependencyError: rich is not installed.
+
+    Example:
+        >>> trainer.remove_callback(ProgressCallback)  # doctest: +SKIP
+        >>> trainer.add_callback(RichProgressCallback)  # doctest: +SKIP
+    """
+
+    def __init__(self, max_str_len: int = 100, *, file: TextIO | None = None) -> None:
+        require("rich", feature="RichProgressCallback")
+        super().__init__(max_str_len, file=file)
+        self._console: Any = None
+        self._live: Any = None
+        self._meters: list[Meter] = []
+
+    def _open(self, name: str, total: int | None, *, initial: int, unit: str, leave: bool = True) -> Meter:
+        file = self._file or sys.stdout
+        if columns_of(file) is None:
+            return super()._open(name, total, initial=initial, unit=unit, leave=leave)
+        return Meter(name, total, initial=initial, unit=unit, file=file, leave=leave, draw=self._draw)
+
+    def _draw(self, meter: Meter, leave: bool) -> _RichBar:
+        if not self._meters:
+            self._console = importlib.import_module("rich.console").Console(file=meter.file)
+            live = importlib.import_module("rich.live").Live
+            self._live = live(get_renderable=self._render, console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+            # A run that fails closes nothing, and the cursor is hidden.
+            atexit.register(self._live.stop)
+        self._meters.append(meter)
+        return _RichBar(self, meter, leave)
+
+    def _render(self) -> Any:
+        # rich would ask standard output, which may be another file.
+        self._console.width = columns_of(self._file or sys.stdout) or 80
+        lines = [meter.text(self._console.width - 1) for meter in self._meters]
+        return importlib.import_module("rich.text").Text("\n".join(lines), style="bold")
+
+    def _write(self, text: str, file: TextIO) -> None:
+        if self._meters:
+            self._console.print(text, markup=False, soft_wrap=True)
+        else:
+            super()._write(text, file)
+
+
+class _RichBar:
+    """One of the lines that a callback draws together."""
+
+    def __init__(self, owner: RichProgressCallback, meter: Meter, leave: bool) -> None:
+        self._owner, self._meter, self._leave = owner, meter, leave
+        self.refresh()
+
+    def refresh(self) -> None:
+        self._owner._live.refresh()
+
+    def clear(self) -> None:
+        """Do nothing: rich writes messages above the bar."""
+
+    def close(self) -> None:
+        self._owner._meters.remove(self._meter)
+        if self._leave:
+            self._owner._console.print(self._meter.text(self._owner._console.width - 1), markup=False)
+        self.refresh()
+        if not self._owner._meters:
+            self._owner._live.stop()
+            atexit.unregister(self._owner._live.stop)
