@@ -26,8 +26,8 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 templates_path = ["_templates"]
-# Quotes stay as they are typed: many of them hold values of settings.
-smartquotes = False
+# Dashes and ellipses are set, quotes stay as they are typed: many of them hold values of settings.
+smartquotes_action = "De"
 # In docstrings, `name` links to a public name and is plain code otherwise.
 default_role = "py:obj"
 
