@@ -259,3 +259,14 @@ def test_wrappers_have_the_state_of_their_stream() -> None:
     assert not has_state(EpochStream(Stream(make_rows(4)), seed=0, rank=0))
     assert epoch_stream(Stream(make_rows(4))) is None
     assert torch.is_tensor(next(iter(EpochStream(StatefulStream(4), seed=0, rank=0)))["x"])
+
+
+@pytest.mark.parametrize(("version", "keeps"), [("4.8.0", False), ("5.0.0", True)])
+def test_states_of_streams_of_older_datasets_are_not_used(
+    version: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hftrain.data.wrappers.installed_versions", lambda *names: dict.fromkeys(names, version))
+    stream = StatefulStream(4)
+    assert has_state(stream)
+    stream._ex_iterable = object()  # what datasets' streams have; a stand-in, as its old releases are not installed
+    assert has_state(stream) is keeps
