@@ -32,6 +32,14 @@ _TOTAL = "train_runtime"
 # What the journal adds to the entries of training.
 THROUGHPUT, MEMORY = "samples_per_s", {"host": "host_memory_gb", "device": "device_memory_gb"}
 
+# What the lines of a journal must have to be read.
+_FIELDS = {
+    "begin": {"at", "step"},
+    "log": {"at", "entry", "samples", "trained_s", "memory"},
+    "save": {"at", "step", "name"},
+    "end": {"at", "step"},
+}
+
 Point = tuple[float, float]
 P = TypeVar("P", bound=tuple[Any, ...])
 
@@ -162,7 +170,7 @@ def chosen_metrics(runs: Sequence[RunRecord], asked: Iterable[str]) -> list[str]
 
 def _short_names(folders: Sequence[str]) -> list[str]:
     """Return the shortest ends of paths that differ."""
-    parts = [folder.rstrip("/").split("/") for folder in folders]
+    parts = [(folder if is_url(folder) else str(Path(folder).resolve())).rstrip("/").split("/") for folder in folders]
     for length in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(each[-length:]) for each in parts]
         if len(set(names)) == len(names):
@@ -237,7 +245,7 @@ def _read_journal(path: Path) -> Iterator[dict[str, Any]]:
                 line = json.loads(text)
             except ValueError:
                 continue  # torn by a kill or a full disk
-            if isinstance(line, dict) and isinstance(line.get("event"), str) and is_number(line.get("at")):
+            if isinstance(line, dict) and line.keys() >= _FIELDS.get(line.get("event", ""), {"?"}):
                 yield line
 
 
@@ -253,7 +261,7 @@ def _replay(lines: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any
             # Its earlier part may be in a journal elsewhere.
             entries = entries[:num_logged] if len(entries) >= num_logged else list(saved[:num_logged])
             samples, trained_s = 0, 0.0
-        elif line["event"] == "log" and isinstance(line.get("entry"), dict):
+        elif line["event"] == "log":
             more: dict[str, Any] = {CLOCK: line["at"]}
             took_s, trained = line["trained_s"] - trained_s, line["samples"] - samples
             if trained > 0 and took_s > 0:

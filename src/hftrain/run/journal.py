@@ -45,6 +45,7 @@ if sys.platform != "win32":
 logger = get_logger(__name__)
 
 _MAX_REASON = 500
+_CALLBACK = "a callback set should_training_stop"
 
 
 class Journal:
@@ -121,7 +122,7 @@ class Journal:
             self._append("end", step=state.global_step, reason=reason, is_error=isinstance(error, Exception))
             raise
         is_complete = state.global_step >= state.max_steps
-        self._append("end", step=state.global_step, reason=None if is_complete else "a callback", is_error=False)
+        self._append("end", step=state.global_step, reason=None if is_complete else _CALLBACK, is_error=False)
 
     def _trained(self) -> float:
         return self._trained_s if self._is_paused else self._trained_s + time.perf_counter() - self._since_s

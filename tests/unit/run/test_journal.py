@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.tiny import Task, make_arguments, make_rows
 
 from hftrain import Trainer, TrainerCallback
 from hftrain.checkpoint.layout import JOURNAL
 from hftrain.cli.runs import THROUGHPUT, read_run
 from hftrain.hub.files import output_files
+from hftrain.run import journal
 
 
 def make(folder: Path | str, *callbacks: TrainerCallback, **settings: Any) -> Trainer:
@@ -121,7 +123,7 @@ def test_resumed_run_supersedes_what_its_checkpoint_does_not_know(tmp_path: Path
 def test_stop_by_a_callback_is_told(tmp_path: Path) -> None:
     make(tmp_path, At(2, lambda control: setattr(control, "should_training_stop", True))).train()
     end = lines(tmp_path)[-1]
-    assert (end["step"], end["reason"], end["is_error"]) == (2, "a callback", False)
+    assert (end["step"], end["reason"], end["is_error"]) == (2, "a callback set should_training_stop", False)
 
 
 def test_log_after_the_training_is_kept(tmp_path: Path) -> None:
@@ -149,12 +151,12 @@ make(Path(sys.argv[1]), At(5, lambda control: os.kill(os.getpid(), signal.SIGKIL
 
 def test_torn_line_is_passed_over_and_ended(tmp_path: Path) -> None:
     make(tmp_path).train()
-    journal = tmp_path / JOURNAL
-    whole = journal.read_text().splitlines()
-    journal.write_text("\n".join(whole[:-1]) + "\n" + whole[-1][:20])
+    path = tmp_path / JOURNAL
+    whole = path.read_text().splitlines()
+    path.write_text("\n".join(whole[:-1]) + "\n" + whole[-1][:20])
     assert len(read_run(str(tmp_path), name="run").entries) == 9
     make(tmp_path).train()
-    texts = journal.read_text().splitlines()
+    texts = path.read_text().splitlines()
     assert texts[len(whole) - 1] == whole[-1][:20]
     assert json.loads(texts[len(whole)])["event"] == "begin"
 
@@ -203,3 +205,11 @@ def test_remote_run_continues_the_journal_of_another_machine(tmp_path: Path, mon
     assert [each["resumed_from"] for each in run.events if each["event"] == "begin"] == [None, "checkpoint-3"]
     assert [step for step, _ in run.points("loss")] == [1, 2, 3, 4, 5, 6]
     assert all(math.isfinite(value) for _, value in run.points("loss"))
+
+
+def test_memory_of_a_gpu_is_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 7 if device.type == "cuda" else 0)
+    memory = journal._memory(torch.device("cuda"))
+    assert memory["device"] == 7
+    assert memory["host"] > 1_000_000
+    assert "device" not in journal._memory(torch.device("cpu"))
