@@ -50,29 +50,19 @@ def number_text(value: float) -> str:
     return f"{value:.0f}" if size >= 1000 else f"{value:#.4g}"
 
 
-def pace_text(seconds: float, unit: str) -> str:
-    """Return the time that one of something takes.
+def seconds_text(seconds: float) -> str:
+    """Return a time as people say it, with about three digits.
 
     Example:
-        >>> pace_text(0.0341, "step"), pace_text(2.5, "batch"), pace_text(2e-5, "step"), pace_text(100.0, "step")
-        ('34.1 ms/step', '2.50 s/batch', '20.0 us/step', '100 s/step')
+        >>> [seconds_text(each) for each in (2e-5, 0.0341, 12.345, 754, 98765)]
+        ['20.0 us', '34.1 ms', '12.3 s', '12 min 34 s', '27 h 26 min']
     """
-    scale, prefix = (1, "") if seconds >= 1 else (1e3, "m") if seconds >= 1e-3 else (1e6, "u")
+    if seconds >= 60:
+        minutes, hours = int(seconds // 60), int(seconds // 3600)
+        return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min {int(seconds % 60)} s"
+    scale, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
     value = seconds * scale
-    return f"{value:.0f} {prefix}s/{unit}" if value >= 100 else f"{value:#.3g} {prefix}s/{unit}"
-
-
-def duration_text(seconds: float) -> str:
-    """Return a time as people say it.
-
-    Example:
-        >>> duration_text(12.345), duration_text(754), duration_text(98765)
-        ('12.3 s', '12 min 34 s', '27 h 26 min')
-    """
-    minutes, hours = int(seconds // 60), int(seconds // 3600)
-    if minutes == 0:
-        return f"{seconds:.1f} s"
-    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min {int(seconds % 60)} s"
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:#.3g} {unit}"
 
 
 def columns_of(file: Any) -> int | None:
@@ -108,7 +98,7 @@ class LogLines:
             if ending == "steps_per_second" and not name.startswith("train_"):
                 continue  # batches per second, which follow from the samples
             if ending is not None:
-                rates.append(f"{text} {_UNITS[ending]}")
+                rates.append(seconds_text(value) if ending == "runtime" and is_number else f"{text} {_UNITS[ending]}")
             elif name not in ("epoch", "step", "total_flos"):
                 values[_SHORT.get(name, name)] = text
         return values, rates

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from hftrain.callbacks.base import Metrics, TrainerCallback
-from hftrain.callbacks.lines import LogLines, columns_of, pace_text
+from hftrain.callbacks.lines import LogLines, columns_of, seconds_text
 from hftrain.callbacks.summary import Rows, summary_text
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
@@ -258,7 +258,9 @@ class Meter:
 
     def _pace_text(self) -> str:
         count = self.n - self._first
-        return pace_text((self._step_s - self._window_s) / count, self._unit) if count > 0 else self._pace
+        if count <= 0:
+            return self._pace
+        return f"{seconds_text((self._step_s - self._window_s) / count)}/{self._unit}"
 
     def note_line(self) -> None:
         """Hear that a line has told how far the count is."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.callbacks.early_stopping import EarlyStoppingCallback
-from hftrain.callbacks.lines import LogLines, duration_text, number_text
+from hftrain.callbacks.lines import LogLines, number_text, seconds_text
 from hftrain.callbacks.progress import ProgressCallback
 from hftrain.callbacks.summary import Rows, SummaryCallback
 from hftrain.checkpoint.layout import checkpoint_name
@@ -39,7 +39,7 @@ def show_summary(
     if not state.is_world_process_zero or not shown_by:
         return
     num_steps = parts.progress.step - first.step
-    title = f"Trained {num_steps} steps in {duration_text(metrics['train_runtime'])}"
+    title = f"Trained {num_steps} steps in {seconds_text(metrics['train_runtime'])}"
     rates = LogLines().split({name: value for name, value in metrics.items() if name.endswith("_per_second")})[1]
     rows: Rows = {"speed": rates}
     if resume is not None:

@@ -244,7 +244,7 @@ def test_plain_logs_are_one_aligned_line_each() -> None:
     assert re.search(r"  [\d.]+ [mu]s/step$", first)
     assert second.startswith("step    7/1000  epoch 0.25  loss nan     lr 4.99e-05  note ")
     assert third.startswith("step    7/1000  epoch 0.25  loss -inf    lr 0.001000  note ")
-    assert last == "step    7/1000  epoch 1.00  eval_loss 12.35   1.500 s  20.00 samples/s"
+    assert last == "step    7/1000  epoch 1.00  eval_loss 12.35   1.50 s  20.00 samples/s"
     assert logs["loss"] == 0.12345678
 
 
