@@ -93,7 +93,7 @@ def test_all_contradictions_are_in_one_error_before_anything_is_launched(tmp_pat
         "optimizer": {"type": "AdamW", "params": {"lr": 7.0}},
         "zero_optimization": {"stage": 1},
     }
-    with pytest.raises(ConfigError, match="4 values that contradict the arguments") as caught:
+    with pytest.raises(ConfigError, match="it contradicts the arguments") as caught:
         make(tmp_path, config)
     for key in ("train_micro_batch_size_per_gpu=1", "gradient_clipping=3.0", "bf16.enabled=True", "params.lr=7.0"):
         assert key in str(caught.value)
@@ -172,8 +172,8 @@ def test_trainer_says_that_deepspeed_is_at_work(tmp_path: Path) -> None:
             "offload_optimizer.device: Input should be 'none', 'cpu' or 'nvme'",
         ),
         ({"config": {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}}, "Set stage 3"),
-        ({"config": {"optimizer": {"type": "Foo"}}}, "There is no optimizer 'Foo'"),
-        ({"config": {"scheduler": {"type": "Foo"}}}, "There is no schedule 'Foo'"),
+        ({"config": {"optimizer": {"type": "Foo"}}}, "there is no optimizer 'Foo'"),
+        ({"config": {"scheduler": {"type": "Foo"}}}, "there is no schedule 'Foo'"),
         ({"config": {"scheduler": {"type": "WarmupLR", "params": {**WARMUP, "warmup_type": "auto"}}}}, "warmup_type"),
         (
             {
@@ -200,7 +200,7 @@ def test_offload_to_nvme_that_cannot_be_is_refused_before_launch(
     # Where libaio is installed, DeepSpeed is made to say that it is not.
     monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.is_compatible", lambda *given, **named: False)
     config = {"zero_optimization": {"stage": 3, part: {"device": "nvme", **path}}}
-    with pytest.raises(ConfigError, match=rf"device='nvme' in {part} was given\..*{reason}"):
+    with pytest.raises(ConfigError, match=rf"device='nvme' in {part}\..*{reason}"):
         make(tmp_path, config, save_strategy="no").train()
     assert not torch.distributed.is_initialized()
 

@@ -419,5 +419,5 @@ def test_evaluation_set_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_resume_from_a_number_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="names no checkpoint"):
+    with pytest.raises(ConfigError, match="Cannot resume from"):
         Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows()).train(resume_from_checkpoint=1)  # type: ignore[arg-type]

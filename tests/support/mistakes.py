@@ -17,7 +17,7 @@ from hftrain import ConfigError
 from hftrain.core.errors import HFTrainError
 from hftrain.core.log import warn_once
 
-STILTED = ("was asked for", "was given.", "is no ", "otherwise than", "HINT:", "Traceback (most recent")
+STILTED = ("was asked for", "was given.", "It is no ", "otherwise than", "HINT:", "Traceback (most recent")
 
 
 class Mistake(NamedTuple):

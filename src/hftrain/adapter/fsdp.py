@@ -31,6 +31,15 @@ _OPTIONS = {
     "reshard_after_forward": "reshard_after_forward",
 }
 _KEYS = (*_OPTIONS, *_XLA_KEYS, "backward_prefetch", "limit_all_gathers", "use_orig_params", "version")
+# Keys of accelerate's own config file, and keys that something else sets here.
+_OF_ACCELERATE = ("compute_environment", "config", "distributed_type", "mixed_precision", "num_processes")
+_LAUNCHERS = "That is a key of accelerate's config file: pass the file to `accelerate launch --config_file`."
+_ELSEWHERE = {
+    "auto_wrap_policy": "Set min_num_params or transformer_layer_cls_to_wrap; each chooses a policy.",
+    "offload_params": "Set fsdp='full_shard offload'.",
+    "sharding_strategy": "Set fsdp='full_shard', 'shard_grad_op' or 'hybrid_shard'.",
+    "transformer_cls_to_wrap": "Use transformer_layer_cls_to_wrap.",
+}
 _FLAGS = (
     *("forward_prefetch", "sync_module_states", "cpu_ram_efficient_loading", "activation_checkpointing"),
     *("limit_all_gathers", "use_orig_params"),
@@ -129,20 +138,24 @@ def _from_words(words: list[str], *, is_cut: bool) -> dict[str, Any]:
 def read_fsdp_config(given: Any) -> dict[str, Any]:
     """Return `fsdp_config` as a dict: the documented ``fsdp_`` is stripped, and booleans may be text."""
     if isinstance(given, str):
+        path = given
         try:
             given = json.loads(Path(given).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                "fsdp_config names a file.", f"It cannot be read: {error}.", "Give a JSON file, or a dict."
+                f"Cannot read fsdp_config={path!r} as JSON:",
+                f"{error}.",
+                "A YAML file of accelerate's is for `accelerate launch --config_file`."
+                if path.endswith(("yaml", "yml"))
+                else "Pass the path of a JSON file, or a dict.",
             ) from error
     if not isinstance(given or {}, dict):
-        raise ConfigError(
-            "fsdp_config was given.", f"It holds a {type(given).__name__}.", "Give a JSON object, or a dict."
-        )
+        raise ConfigError(f"Cannot use a {type(given).__name__} as fsdp_config.", "", "Pass a JSON object, or a dict.")
     config = strip_fsdp(given or {})
     for key in config:
         if key not in _KEYS:
-            raise ConfigError(f"fsdp_config={{{key!r}: ...}} was given.", "There is no such key.", suggest(key, _KEYS))
+            remedy = _ELSEWHERE.get(key) or (_LAUNCHERS if key in _OF_ACCELERATE else suggest(key, _KEYS))
+            raise ConfigError(f"Cannot use fsdp_config={{{key!r}: ...}}: there is no such key.", "", remedy)
     return {key: value for key, value in config.items() if value is not None}
 
 
@@ -157,14 +170,14 @@ def _from_launcher() -> tuple[list[str], dict[str, Any]]:
     words = [sharding.lower()]
     if words[0] not in _SHARDINGS:
         raise ConfigError(
-            f"The launcher asked for FSDP_SHARDING_STRATEGY={sharding!r}.",
+            f"Cannot use FSDP_SHARDING_STRATEGY={sharding!r}, which the launcher set.",
             "There is no such sharding.",
             suggest(words[0], _SHARDINGS),
         )
     for name in ("ACTIVATION_CHECKPOINTING_OFFLOAD", "IGNORED_MODULES"):
         if said.get(name, "false").lower() not in ("", "false", "none"):
             raise ConfigError(
-                f"The launcher asked for FSDP_{name}={said[name]!r}.",
+                f"Cannot use FSDP_{name}={said[name]!r}, which the launcher set.",
                 "The strategy has no such option.",
                 f"Leave fsdp_{name.lower()} out of accelerate's configuration.",
             )
@@ -194,13 +207,15 @@ def _check_config(args: Any, config: dict[str, Any], words: list[str]) -> None:
         raise _refuse("version", config, reason, "Leave it out, or set 1 or 2.")
     for key in _FLAGS:
         if not isinstance(config.get(key, False), bool):
-            raise _refuse(key, config, "It is a yes or a no.", "Use true or false.")
+            raise _refuse(key, config, "It must be true or false.", "")
     minimum = config.get("min_num_params", 0)
     if isinstance(minimum, bool) or not isinstance(minimum, int) or minimum < 0:
-        raise _refuse("min_num_params", config, "It is a number of parameters.", "Use a whole number.")
+        raise _refuse("min_num_params", config, "It must be a number of parameters.", "Use an integer such as 100000.")
     names = config.get("transformer_layer_cls_to_wrap", [])
     if not isinstance(names, (str, list, tuple)) or not all(isinstance(name, str) for name in names):
-        raise _refuse("transformer_layer_cls_to_wrap", config, "It names classes.", "Use a name, or a list of names.")
+        raise _refuse(
+            "transformer_layer_cls_to_wrap", config, "It must name classes.", "Use a name, or a list of names."
+        )
     prefetch = str(config.get("backward_prefetch") or "backward_pre").lower()
     if prefetch not in _BACKWARD_PREFETCH:
         raise _refuse("backward_prefetch", config, "There is no such choice.", suggest(prefetch, _BACKWARD_PREFETCH))
@@ -228,4 +243,4 @@ def _report_unused(config: dict[str, Any], *, has_wrapper: bool) -> None:
 
 
 def _refuse(key: str, config: dict[str, Any], reason: str, remedy: str) -> ConfigError:
-    return ConfigError(f"fsdp_config={{{key!r}: {config.get(key)!r}}} was given.", reason, remedy)
+    return ConfigError(f"Cannot use fsdp_config={{{key!r}: {config.get(key)!r}}}.", reason, remedy)

@@ -54,7 +54,7 @@ class AcceleratorConfig:
             loaded = dict(json.loads(Path(json_file).read_text(encoding="utf-8")))
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"accelerator_config={os.fspath(json_file)!r} was given.",
+                f"Cannot use accelerator_config={os.fspath(json_file)!r}.",
                 f"It cannot be read as a JSON file that holds settings: {error}",
                 "Give the path of a JSON file, or a dict.",
             ) from error
@@ -71,7 +71,7 @@ class AcceleratorConfig:
             return config
         if isinstance(config, type):
             raise ConfigError(
-                f"accelerator_config={config.__name__} was given.",
+                f"Cannot use accelerator_config={config.__name__}.",
                 "It is a class, and its settings are those of an instance.",
                 f"Give {config.__name__}(), or a dict.",
             )
@@ -81,7 +81,7 @@ class AcceleratorConfig:
             if key not in known:
                 reason = "accelerator_config has no such key."
                 remedy = suggest(str(key), known)
-                raise ConfigError(f"accelerator_config={{{key!r}: ...}} was given.", reason, remedy)
+                raise ConfigError(f"Cannot use accelerator_config={{{key!r}: ...}}.", reason, remedy)
         return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:

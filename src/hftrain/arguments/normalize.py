@@ -84,6 +84,8 @@ def _normalize_lists(args: ArgumentFields) -> None:
     elif isinstance(fsdp, str):
         # The documentation's XLA chapter spells it so.
         args.fsdp = fsdp.replace("full shard", "full_shard")
+    if args.include_for_metrics is None:
+        args.include_for_metrics = []
     for name in _LISTS:
         value = getattr(args, name)
         setattr(args, name, [value] if isinstance(value, str) else value)
@@ -102,10 +104,9 @@ def _trackers(value: str | list[str] | None) -> list[str] | None:
         return trackers
     if len(trackers) > 1:
         raise ConfigError(
-            "report_to='none' was combined with experiment trackers.",
-            "'none' means that nothing is reported.",
+            f"Cannot use report_to={trackers}.",
+            "'none' turns all trackers off.",
             "Remove 'none', or the trackers.",
-            report_to=trackers,
         )
     return []
 
@@ -136,9 +137,9 @@ def strip_fsdp(config: dict[str, Any]) -> dict[str, Any]:
         short, value = str(key).removeprefix("fsdp_"), _flag(value)
         if found.setdefault(short, value) != value:
             raise ConfigError(
-                f"fsdp_config was given with {short!r} and {'fsdp_' + short!r}.",
-                f"They are one key, and say {found[short]!r} and {value!r}.",
-                "Keep one of the two.",
+                f"Cannot use fsdp_config with both {short!r} and {'fsdp_' + short!r}.",
+                f"They are one key, with the values {found[short]!r} and {value!r}.",
+                "Remove one of the two.",
             )
     return found
 
@@ -169,8 +170,8 @@ def _parse(name: str, text: str) -> dict[str, Any]:
     except ValueError as error:
         value = error
     if not isinstance(value, dict):
-        reason = f"It is not a JSON object: {value}."
-        raise ConfigError(f"{name}={text!r} was given.", reason, "Write it as '{\"key\": value}', or as a dict.")
+        reason = f"It is not a JSON object ({value})."
+        raise ConfigError(f"Cannot use {name}={text!r}.", reason, "Pass a dict, or text such as '{\"key\": 1}'.")
     return value
 
 

@@ -7,16 +7,14 @@ a new value.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import warnings
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 from hftrain.arguments.enums import DebugOption, FSDPOption, OptimizerNames, ShardedDDPOption
 from hftrain.arguments.fields import ArgumentFields
 from hftrain.core.errors import ConfigError
+from hftrain.core.log import warn_user
 
-_HERE = str(Path(__file__).parent)
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ArgumentFields)}
 
 _RENAMED = {
@@ -84,17 +82,13 @@ def _is_given(args: ArgumentFields, name: str) -> bool:
 
 
 def _deprecate(old: str, new: str) -> None:
-    """Warn at the user's line: the first one outside this package and outside the dataclass's generated `__init__`."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_code.co_filename.startswith((_HERE, "<string>")):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(f"{old} is deprecated. Use {new} instead.", FutureWarning, stacklevel=level)
+    warn_user(f"{old} is deprecated. Use {new} instead.", FutureWarning)
 
 
 def _conflict(old: str, old_value: Any, new: str, new_value: Any) -> ConfigError:
     received = {} if new.endswith("_token") else {old: old_value, new: new_value}
     return ConfigError(
-        f"{old} was given together with {new}.",
+        f"Cannot use {old} together with {new}.",
         f"{old} is the old form of {new}, and the two differ.",
         f"Keep {new} alone.",
         **received,
@@ -157,7 +151,9 @@ COMMON_NAMES = {
     "clip_grad_norm": "max_grad_norm",
     "default_root_dir": "output_dir",
     "epochs": "num_train_epochs",
+    "eval_every": "eval_steps",
     "eval_batch_size": "per_device_eval_batch_size",
+    "eval_interval": "eval_steps",
     "grad_accum_steps": "gradient_accumulation_steps",
     "grad_clip": "max_grad_norm",
     "gradient_clip_val": "max_grad_norm",
@@ -169,12 +165,17 @@ COMMON_NAMES = {
     "shuffle": "train_sampling_strategy",
     "max_epochs": "num_train_epochs",
     "num_epochs": "num_train_epochs",
+    "num_steps": "max_steps",
     "num_workers": "dataloader_num_workers",
     "optimizer": "optim",
     "out_dir": "output_dir",
     "save_every": "save_steps",
+    "save_interval": "save_steps",
     "save_top_k": "save_total_limit",
     "scheduler": "lr_scheduler_type",
     "train_batch_size": "per_device_train_batch_size",
     "train_epochs": "num_train_epochs",
+    "use_wandb": "report_to",
+    "wandb": "report_to",
+    "wd": "weight_decay",
 }

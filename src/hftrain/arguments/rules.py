@@ -9,7 +9,7 @@ from typing import Any
 
 from hftrain.arguments.enums import FOLLOW_METRIC, FSDPOption, HubStrategy, IntervalStrategy, SaveStrategy
 from hftrain.arguments.fields import ArgumentFields
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import ConfigError, shorten, suggest
 from hftrain.core.log import get_logger, warn_once
 
 # Smallest accepted value; None leaves a setting open, but for those in _NEEDED.
@@ -47,7 +47,13 @@ _RANGES: dict[str, tuple[float, float]] = {
     "dataloader_timeout": (0, math.inf),
 }
 # Every run reads these.
-_NEEDED = ("gradient_accumulation_steps", "max_steps", "warmup_steps", "past_index", "seed", "dataloader_num_workers")
+_NEEDED = (
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "dataloader_num_workers", "dataloader_timeout"),
+    *("gradient_accumulation_steps", "learning_rate", "max_steps", "past_index", "per_device_eval_batch_size"),
+    *("per_device_train_batch_size", "seed", "warmup_steps", "weight_decay"),
+)
+# What annotations of settings call what a setting takes.
+_KINDS = {"str": "text", "dict": "a dict", "list": "a list", "int": "a number", "float": "a number"}
 _LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "log_level": _LEVELS,
@@ -76,6 +82,24 @@ _OF_WORKERS = (
 _XLA_KEYS = ("xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 
 
+def check_kinds(args: ArgumentFields) -> None:
+    """Refuse a number or a list in the place of text, a dict or another kind of value."""
+    for each in fields(ArgumentFields):
+        value, heads = getattr(args, each.name), [part.split("[")[0].strip() for part in str(each.type).split("|")]
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        is_list = isinstance(value, (list, tuple)) and "list" not in heads
+        if (
+            is_list
+            or (is_number and not {"int", "float", "bool"} & {*heads})
+            or (isinstance(value, type) and "dict" not in heads)
+        ):
+            wanted = [kind for head, kind in _KINDS.items() if head in heads] or ["True or False"]
+            remedy = "Pass an optimizer as Trainer(optimizers=(optimizer, None))." if each.name == "optim" else ""
+            raise ConfigError(
+                f"Cannot use {each.name}={shorten(value)}:", f"it must be {' or '.join(dict.fromkeys(wanted))}.", remedy
+            )
+
+
 def check_values(args: ArgumentFields) -> None:
     """Refuse values that are wrong by themselves, whatever the other settings say."""
     for name, smallest in _COUNTS.items():
@@ -89,8 +113,8 @@ def check_values(args: ArgumentFields) -> None:
         if isinstance(value, str) and each.type in ("bool", "bool | None"):
             raise ConfigError(
                 f"Cannot use {each.name}={value!r}.",
-                "It is a yes or a no, and text counts as a yes whatever it says.",
-                "Use True or False; in YAML without quotation marks.",
+                "It must be True or False, not text.",
+                "Write it without quotation marks, in YAML too.",
             )
     for include in args.include_for_metrics:
         _check_choice("include_for_metrics", include, ("inputs", "loss"))
@@ -101,8 +125,6 @@ def check_values(args: ArgumentFields) -> None:
             f"Cannot use num_train_epochs={args.num_train_epochs!r}.",
             "A run needs a positive number of epochs or of optimizer updates.",
             "Set num_train_epochs or max_steps above 0; to evaluate only, do not call train().",
-            num_train_epochs=args.num_train_epochs,
-            max_steps=args.max_steps,
         )
 
 
@@ -112,11 +134,25 @@ def _check_number(args: ArgumentFields, name: str, low: float, high: float, *, k
     if is_right:
         return
     noun = "an integer" if kind is Integral else "a number"
-    bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-    reason = f"It must be {noun} {bounds}." if isinstance(value, kind) else f"It must be {noun}."
-    # YAML 1.1 reads 5e-5 as text.
-    remedy = "Give a number; in YAML write 5.0e-5, not 5e-5." if isinstance(value, str) else f"Change {name}."
-    raise ConfigError(f"Cannot use {name}={value!r}.", reason, remedy)
+    bounds = "" if low == -math.inf else f" of at least {low}" if high == math.inf else f" from {low} to {high}"
+    if low == -1:  # it stands for "not set"
+        bounds = " above 0, or -1 for no limit" if name == "max_steps" else " from 0, or -1 for none"
+    raise ConfigError(f"Cannot use {name}={value!r}:", f"it must be {noun}{bounds}.", _number_remedy(name, value, kind))
+
+
+def _number_remedy(name: str, value: Any, kind: Any) -> str:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return ""
+    written = f"{name}={int(number) if number.is_integer() else number}"
+    if isinstance(value, str):
+        # YAML 1.1 reads 5e-5 as text.
+        hint = "; YAML reads 1e-3 as text, and 1.0e-3 as a number" if "e" in value.lower() else ""
+        return f"Write {written}, without quotation marks{hint}." if kind is Real or number.is_integer() else ""
+    if name == "warmup_ratio" and number > 1:
+        return f"For a number of steps set warmup_steps={value}."
+    return f"Write {written}." if kind is Integral and isinstance(value, float) and number.is_integer() else ""
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -140,9 +176,8 @@ def _check_interval(args: ArgumentFields, name: str, strategy: str) -> None:
     if value == 0 and getattr(args, strategy) == IntervalStrategy.STEPS:
         raise ConfigError(
             f"Cannot use {strategy}='steps' with {name}=0.",
-            "Something cannot be due every 0 optimizer updates.",
-            f"Set {name} to 1 or more, to a share below 1, or {strategy}='no'.",
-            **{strategy: "steps", name: value},
+            "An interval of 0 optimizer updates is not possible.",
+            f"Set {name} to 1 or more, to a share of the run below 1, or set {strategy}='no'.",
         )
 
 
@@ -170,7 +205,7 @@ def _refuse(args: ArgumentFields, reason: str, remedy: str, *names: str) -> Conf
     values = {name: getattr(args, name) for name in names}
     first, *others = [f"{name}={value!r}" for name, value in values.items()]
     asked = f"{first} with {' and '.join(others)}" if others else first
-    return ConfigError(f"Cannot use {asked}.", reason, remedy, **values)
+    return ConfigError(f"Cannot use {asked}.", reason, remedy)
 
 
 def _check_best_model(args: ArgumentFields) -> None:
@@ -219,7 +254,7 @@ def _check_followers(args: ArgumentFields) -> None:
 def _check_precision(args: ArgumentFields) -> None:
     for pair in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
         if all(getattr(args, name) for name in pair):
-            raise _refuse(args, "A run has one half precision.", "Keep one of the two.", *pair)
+            raise _refuse(args, "A run has one half precision.", "Remove one of the two.", *pair)
     if args.half_precision_backend == "apex":
         reason = "NVIDIA removed amp from Apex in May 2025; torch's own mixed precision is its successor."
         raise _refuse(args, reason, "Use fp16=True with half_precision_backend='auto'.", "half_precision_backend")
@@ -231,7 +266,7 @@ def _check_precision(args: ArgumentFields) -> None:
 def _check_data(args: ArgumentFields) -> None:
     for name in _OF_WORKERS:
         if getattr(args, name) and args.dataloader_num_workers == 0:
-            reason = "It concerns loading processes, and there are none."
+            reason = "It configures the data-loading processes, and there are none."
             raise _refuse(args, reason, f"Set dataloader_num_workers, or drop {name}.", name, "dataloader_num_workers")
     if not args.dataloader_in_order:
         reason = "Batches would come in the order in which they are ready, so a resume could not find the next one."

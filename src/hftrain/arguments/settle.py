@@ -6,7 +6,7 @@ from hftrain.arguments.enums import FOLLOW_METRIC, IntervalStrategy, SaveStrateg
 from hftrain.arguments.fields import ArgumentFields
 from hftrain.arguments.normalize import convert_choices, normalize
 from hftrain.arguments.renames import apply_renames
-from hftrain.arguments.rules import check_combinations, check_values
+from hftrain.arguments.rules import check_combinations, check_kinds, check_values
 
 
 def settle(args: ArgumentFields) -> None:
@@ -14,6 +14,7 @@ def settle(args: ArgumentFields) -> None:
 
     Doing it again changes nothing, so it may be repeated after attributes were assigned.
     """
+    check_kinds(args)
     normalize(args)
     apply_renames(args)
     convert_choices(args)

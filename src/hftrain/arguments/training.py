@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _TRAINERS = frozenset(
     {
         "callbacks", "compute_loss_func", "compute_metrics", "data_collator", "eval_dataset", "fast_dev_run", "loggers",
-        "model", "model_init", "optimizers", "precision", "processing_class", "save_policy", "strategy",
+        "loop", "model", "model_init", "optimizers", "precision", "processing_class", "save_policy", "strategy",
         "tokenizer", "train_dataset",
     }
 )  # fmt: skip
@@ -30,6 +30,14 @@ _ELSEWHERE = {
     "early_stopping_patience": "Pass callbacks=[EarlyStoppingCallback(early_stopping_patience=...)] to the Trainer.",
     "patience": "Pass callbacks=[EarlyStoppingCallback(early_stopping_patience=...)] to the Trainer.",
     "num_gpus": TRAINER_KEYWORDS["gpus"],
+    "adam_betas": "Set adam_beta1 and adam_beta2.",
+    "betas": "Set adam_beta1 and adam_beta2.",
+    "dtype": "Set bf16=True for mixed precision, or load the model in that dtype.",
+    "fp32": "Leave it out: float32 is the default.",
+    "max_length": "Truncate in the tokenizer; to generate, use Seq2SeqTrainingArguments(generation_max_length=...).",
+    "mixed_precision": "Set bf16=True or fp16=True, or pass precision= to the Trainer.",
+    "momentum": "Set optim='sgd' with optim_args='momentum=0.9'.",
+    "zero_stage": "Pass strategy='deepspeed_stage_2' or '..._3' to the Trainer, or a config as deepspeed=....",
 }
 
 
@@ -77,6 +85,12 @@ class TrainingArguments(ArgumentSetters, ArgumentSerialization):
     __signature__ = _InitSignature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if len(args) > 1 and cls.__init__ is TrainingArguments.__init__:
+            raise UnknownArgumentError(
+                f"Cannot pass {len(args)} positional arguments to {cls.__name__}:",
+                "only output_dir may be one.",
+                "Name the others: TrainingArguments('out', learning_rate=5e-5, ...).",
+            )
         _refuse_unknown_names(cls, kwargs)
         return super().__new__(cls)
 
@@ -98,8 +112,8 @@ def _refuse_unknown_names(cls: type, given: dict[str, Any]) -> None:
         return
     for name in given:
         if name not in known:
-            asked, reason = f"Cannot set {name} in {cls.__name__}.", f"{cls.__name__} has no setting {name!r}."
-            raise UnknownArgumentError(asked, reason, _remedy(name, known))
+            asked = f"Cannot set {name} in {cls.__name__}: there is no such setting."
+            raise UnknownArgumentError(asked, "", _remedy(name, known))
 
 
 def _remedy(name: str, known: frozenset[str]) -> str:
@@ -107,7 +121,8 @@ def _remedy(name: str, known: frozenset[str]) -> str:
         return f"Did you mean {COMMON_NAMES[name]!r}?"
     if name in _TRAINERS:
         return f"Pass {name}=... to the Trainer."
-    return _ELSEWHERE.get(name) or TRAINER_KEYWORDS.get(name) or suggest(name, known)
+    hint = _ELSEWHERE.get(name) or TRAINER_KEYWORDS.get(name) or suggest(name, known)
+    return hint if len(hint) < 500 else "help(TrainingArguments) lists all."
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +11,7 @@ from hftrain.callbacks.base import TrainerCallback
 from hftrain.callbacks.checks import check_callback, check_signature
 from hftrain.core.errors import CheckpointError, TaskError, suggest
 from hftrain.core.events import EVENTS
+from hftrain.core.log import warn_user
 from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 from hftrain.core.tree import is_alike
@@ -243,10 +243,7 @@ class CallbackHandler:
                 else:
                     vars(callback).update(state.get("attributes", {}))
         if missing:
-            warnings.warn(
-                f"The checkpoint holds the state of callbacks that this run lacks; it is left out: {missing}.",
-                stacklevel=2,
-            )
+            warn_user(f"The checkpoint holds the state of callbacks that this run lacks; it is left out: {missing}.")
         self._resolve()
 
     def _append(self, callback: Any) -> None:
@@ -254,7 +251,7 @@ class CallbackHandler:
         callback = callback() if isinstance(callback, type) else callback
         name = type(callback).__name__
         if any(type(present) is type(callback) for present in self.callbacks):
-            warnings.warn(f"There is already a {name} among the callbacks; both will be called.", stacklevel=4)
+            warn_user(f"There are two callbacks of the type {name}; both will be called.")
         for event in EVENTS:
             check_signature(callback, event, _overridden(callback, event), CONTEXT)
         self.callbacks.append(callback)

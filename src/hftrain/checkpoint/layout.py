@@ -27,6 +27,7 @@ JOURNAL = "journal.jsonl"
 PREFIX_CHECKPOINT_DIR = "checkpoint"
 
 _FOLDER = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(0|[1-9][0-9]*)")
+_WEIGHTS = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
 _PARTS = {WEIGHTS, WEIGHTS_INDEX, BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE}
 _PARTS |= {OPTIMIZER, SCHEDULER, SCALER, OWN_OPTIMIZERS, OUTSIDE_WEIGHTS, TRAINER_STATE, ARGUMENTS}
 _SHARD = re.compile(rf"({WEIGHT_SHARDS}|{OPTIMIZER_SHARDS})-\d{{5}}-of-\d{{5}}\.safetensors")
@@ -86,6 +87,8 @@ def get_last_checkpoint(folder: str | Path) -> str | None:
 def contents(path: Path) -> str:
     """Describe what is at a path where a checkpoint was expected."""
     if not path.is_dir():
+        if path.suffix in _WEIGHTS and path.is_file():
+            return "it is a file of weights, without the optimizer's state and the position in the data"
         return "it is a file" if path.exists() else "it does not exist"
     names = sorted(entry.name for entry in path.iterdir())
     return f"it holds {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "it is empty"
@@ -95,6 +98,12 @@ def nearby(path: Path) -> str:
     """Describe which checkpoints are in a folder and next to it."""
     around = [*list_checkpoints(path), *list_checkpoints(path.parent)]
     found = ", ".join(str(each) for each in around if each != path)
+    if path.name.lower() in ("true", "false", "none") and not path.exists():
+        return f"Pass {path.name.capitalize()} without quotation marks."
+    if path.is_file() and checkpoint_step(path.parent.name) is not None:
+        return f"Pass its folder: {path.parent}."
+    if path.suffix in _WEIGHTS and path.is_file():
+        return "To start from these weights, load them into the model and call train() without a checkpoint."
     places = f"Checkpoints found there: {found}." if found else "No checkpoint lies inside it or next to it."
     return f"{places} Pass a checkpoint's folder, or True for the newest in output_dir."
 

@@ -43,19 +43,35 @@ class TaskError(HFTrainError, TypeError):
 
 
 def explain(asked: str, reason: str, remedy: str, /, **received: Any) -> str:
-    """Word an error in the project's three parts, followed by the values received.
+    """Word an error in the project's three parts, followed by the values received that they do not show yet.
 
     Args:
-        **received: The offending settings, shown as ``name=value``.
+        **received: The offending settings, shown as ``name=value``, on one line and shortened.
 
     Example:
-        >>> explain("Cannot use precision='fp17'.", "No precision has that name.", "Use 'fp16'.", precision="fp17")
-        "Cannot use precision='fp17'. No precision has that name. Use 'fp16'. Received: precision='fp17'."
+        >>> explain("Cannot use precision='fp17'.", "No precision has that name.", "Use 'fp16'.", device="cpu")
+        "Cannot use precision='fp17'. No precision has that name. Use 'fp16'. Received: device='cpu'."
     """
     text = " ".join(part for part in (asked, reason, remedy) if part)
-    if received:
-        text += " Received: " + ", ".join(f"{name}={value!r}" for name, value in received.items()) + "."
-    return text
+    values = (f"{name}={shorten(value)}" for name, value in received.items() if f"{name}={value!r}" not in text)
+    return f"{text} Received: {said}." if (said := ", ".join(values)) else text
+
+
+def shorten(value: object, width: int = 120) -> str:
+    """Return a value's `repr` on one line, cut to a width."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def a_kind(value: object) -> str:
+    """Return the name of a value's type, with its article.
+
+    Example:
+        >>> a_kind(3), a_kind([])
+        ('an int', 'a list')
+    """
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "AEIOaeio" else f"a {name}"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

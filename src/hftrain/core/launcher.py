@@ -98,10 +98,9 @@ def read_launch() -> Launch:
             return found
         if os.environ.get("PMIX_RANK") and world_size is None:
             raise ConfigError(
-                "A launcher that speaks PMIx started this process.",
-                "It tells the rank and not how many processes there are.",
+                f"Cannot run as PMIX_RANK={os.environ['PMIX_RANK']!r}:",
+                "the launcher sets the rank, but not the number of processes.",
                 "Start with torchrun, srun or Open MPI's mpirun, or set RANK, LOCAL_RANK and WORLD_SIZE.",
-                PMIX_RANK=os.environ["PMIX_RANK"],
             )
     return _read(_TORCH)
 
@@ -145,10 +144,9 @@ def _read(names: _Names) -> Launch:
         return Launch()
     if rank >= world_size:
         raise ConfigError(
-            f"{names.launcher} started this process.",
-            f"Ranks count from 0, so {names.rank} must be below {names.world_size}.",
-            "Correct the two, or unset what another launcher left behind.",
-            **{names.rank: rank, names.world_size: world_size},
+            f"Cannot run as {names.rank}={rank} of {names.world_size}={world_size}:",
+            f"ranks count from 0, so {names.rank} must be below {names.world_size}.",
+            "Correct the two variables, or unset what another launcher left behind.",
         )
     return Launch(
         launcher=names.launcher,
@@ -236,9 +234,8 @@ def _number(name: str | None) -> int | None:
         return value.count(",") + 1  # the tasks of this node, by rank
     if value and not value.removeprefix("-").isdecimal():
         raise ConfigError(
-            f"The environment variable {name} is set.",
-            "It must hold a whole number.",
+            f"Cannot use the environment variable {name}={value!r}:",
+            "it must be an integer.",
             "Start with torchrun or another launcher that sets it, or unset it.",
-            **{str(name): value},
         )
     return int(value) if value and int(value) >= 0 else None

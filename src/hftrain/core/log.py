@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 ROOT = "hftrain"
+_INSIDE = (ROOT, "torch", "accelerate", "contextlib", "copy", "dataclasses", "functools", "threading")
 
 
 def get_logger(name: str = ROOT) -> logging.Logger:
@@ -58,6 +61,18 @@ def get_verbosity() -> int:
 @functools.cache
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning the first time a message is seen in this process, unless the log level is above WARNING."""
-    if get_verbosity() > logging.WARNING:
-        return
-    warnings.warn(message, category, stacklevel=3)
+    if get_verbosity() <= logging.WARNING:
+        warn_user(message, category)
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning that points at the user's line: the last outside of this package, torch and wrappers."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_inside(frame):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_inside(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] in _INSIDE or frame.f_code.co_filename == "<string>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -15,16 +16,18 @@ def is_available(requirement: str) -> bool:
 
 
 def require(requirement: str, *, feature: str, extra: str | None = None) -> None:
-    """Raise unless an optional package is installed.
+    """Raise unless an optional package is installed, in a version that the requirement allows.
 
     Args:
         feature: What needs it, as the user wrote it (``"strategy='deepspeed'"``).
     """
-    cache = _cache(requirement)
-    if not cache:
-        command = f"pip install 'hftrain[{extra}]'" if extra else f"pip install '{requirement}'"
+    if not _cache(requirement):
+        package = re.split(r"[^\w.-]", requirement)[0]
+        found = _version(package)
+        target = f"hftrain[{extra}]" if extra else requirement
+        state = "which is not installed" if found is None else f"and {package} {found} is installed"
         raise MissingDependencyError(
-            f"Cannot use {feature}.", f"It needs {requirement!r}: {cache.message}", f"Run: {command}."
+            f"Cannot use {feature}:", f"it needs {requirement}, {state}.", f"Run: pip install '{target}'"
         )
 
 

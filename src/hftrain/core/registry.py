@@ -115,8 +115,7 @@ class Registry(Generic[T]):
             raise ConfigError(
                 f"Cannot use {self.kind}={name!r}.",
                 f"No {self.kind} has that name.",
-                f"Did you mean {ours!r}?" if (ours := self._elsewhere.get(name)) else suggest(name, self._entries),
-                **{self.kind: name},
+                f"Did you mean {ours!r}?" if (ours := self._elsewhere.get(str(name))) else suggest(name, self._entries),
             )
         return self._entries[name]
 

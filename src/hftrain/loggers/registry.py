@@ -60,10 +60,9 @@ def create_logger(name: str, /, *args: Any, **kwargs: Any) -> Logger:
     missing = kind.missing_packages()
     if missing:
         raise MissingDependencyError(
-            f"Cannot report to tracker {name!r}.",
-            f"It needs {' and '.join(missing)}, which cannot be imported.",
-            f"Run: pip install 'hftrain[{name}]', or leave the tracker out of report_to.",
-            report_to=name,
+            f"Cannot report to tracker {name!r}:",
+            f"it needs {' and '.join(missing)}, which cannot be imported.",
+            f"Run: pip install 'hftrain[{name}]', or remove {name!r} from report_to.",
         )
     logger: Logger = kind(*args, **kwargs)
     return logger

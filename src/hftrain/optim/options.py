@@ -26,15 +26,14 @@ def parse_options(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
     if len(parsed) < len(pieces) or any(len(piece) != 2 or not all(piece) for piece in pieces):
         raise ConfigError(
             f"Cannot use optim_args={options!r}.",
-            "It must be 'key=value' pieces with commas between them, each key once.",
+            "It must be 'key=value' pairs separated by commas, each key once.",
             "Write it like 'momentum=0.9, nesterov=True', or pass a dict.",
-            optim_args=options,
         )
     return parsed
 
 
 def refuse_unknown(
-    options: Iterable[str], known: Iterable[str], *, owner: str, field: str, reason: str = "It does not take that."
+    options: Iterable[str], known: Iterable[str], *, owner: str, field: str, reason: str = "It has no such option."
 ) -> None:
     """Raise unless every option is known.
 
@@ -59,7 +58,7 @@ def cast_options(options: Mapping[str, Any], hints: Mapping[str, Any], *, owner:
         >>> cast_options({"nesterov": "False", "momentum": "0.9"}, {"nesterov": bool, "momentum": float}, owner="sgd")
         {'nesterov': False, 'momentum': 0.9}
     """
-    reason = "It does not take that there; rate, weight decay and Adam's betas and eps have arguments of their own."
+    reason = "It has no such option; learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon are settings."
     refuse_unknown(options, hints, owner=owner, field="optim_args", reason=reason)
     cast = {}
     for key, value in options.items():

@@ -13,8 +13,10 @@ precisions: Registry[Precision] = Registry(
     elsewhere={
         "16-mixed": "fp16",
         "16-true": "fp16_true",
+        "16": "fp16",
         "32": "fp32",
         "32-true": "fp32",
+        "64": "fp64",
         "64-true": "fp64",
         "bf16-mixed": "bf16",
         "bf16-true": "bf16_true",
@@ -22,6 +24,10 @@ precisions: Registry[Precision] = Registry(
         "float16": "fp16",
         "float32": "fp32",
         "half": "fp16",
+        "no": "fp32",
+        "torch.bfloat16": "bf16",
+        "torch.float16": "fp16",
+        "torch.float32": "fp32",
     },
     gone={
         f"apex_o{level}": (

@@ -9,7 +9,7 @@ from torch import nn
 
 from hftrain.adapter.data import loader_config, shard_plan
 from hftrain.arguments.training import TrainingArguments
-from hftrain.core.errors import ConfigError, TaskError, suggest
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.signatures import accepts
 from hftrain.core.types import Owns
 from hftrain.data.eval_sets import EvalSet
@@ -44,8 +44,7 @@ def check_best_metric(
         raise ConfigError(
             f"Cannot use metric_for_best_model={args.metric_for_best_model!r}.",
             "Without compute_metrics an evaluation reports the loss alone.",
-            f"Pass compute_metrics, or choose one of these: {suggest(wanted, sets)}",
-            metric_for_best_model=args.metric_for_best_model,
+            f"Pass compute_metrics, or set metric_for_best_model to {' or '.join(map(repr, sets))}.",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -12,11 +13,16 @@ from torch import nn
 from hftrain.arguments.renames import COMMON_NAMES
 from hftrain.arguments.seq2seq import Seq2SeqTrainingArguments
 from hftrain.arguments.training import TrainingArguments
-from hftrain.core.errors import ConfigError, TaskError, UnknownArgumentError, suggest
+from hftrain.core.errors import ConfigError, TaskError, UnknownArgumentError, a_kind, suggest
 from hftrain.core.lightning import TRAINER_KEYWORDS
 from hftrain.core.log import warn_once
 from hftrain.rules.task import check_not_lightning
 
+_CALLED = {
+    "data_collator": "Pass a function that takes a list of samples; datasets go by name (train_dataset=..., "
+    "eval_dataset=...).",
+    "compute_metrics": "Pass a function that takes an EvalPrediction and returns a dict of numbers by name.",
+}
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
@@ -28,11 +34,13 @@ def check_arguments(args: Any) -> None:
     """Raise unless the arguments are hftrain's: another library's have other fields and defaults."""
     if not isinstance(args, TrainingArguments):
         kind = type(args)
-        raise ConfigError(
-            f"{kind.__module__}.{kind.__qualname__} was given as args.",
-            "Only hftrain's own TrainingArguments are read.",
-            "Import TrainingArguments from hftrain, and call Trainer(model, TrainingArguments(output_dir), ...).",
-        )
+        whole = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        remedy = "Call Trainer(model, TrainingArguments(output_dir), ...)"
+        if kind.__name__.endswith("TrainingArguments"):
+            remedy = f"Import {kind.__name__} from hftrain; the settings have the same names"
+        elif isinstance(args, dict):
+            remedy = "Pass TrainingArguments(**settings)"
+        raise ConfigError(f"Cannot use {whole} as args:", "it must be hftrain's TrainingArguments.", f"{remedy}.")
 
 
 def check_model(model: Any, model_init: Any) -> None:
@@ -43,12 +51,11 @@ def check_model(model: Any, model_init: Any) -> None:
             "`Trainer` requires either a `model` or `model_init` argument.",
             "Pass a TaskModule or an nn.Module as model, or a function that builds one as model_init.",
         )
-    if model_init is not None and not callable(model_init):
+    if isinstance(model_init, nn.Module) or (model_init is not None and not callable(model_init)):
         raise ConfigError(
-            "model_init was given.",
-            "It cannot be called.",
-            "Pass a function that returns the model.",
-            model_init=model_init,
+            f"Cannot use {a_kind(model_init)} as model_init:",
+            "it must be a function that returns a new model.",
+            "Pass it as model=..., or a function." if isinstance(model_init, nn.Module) else "",
         )
     check_not_lightning(model)
     if isinstance(model, nn.Module) and "_modules" not in vars(model):
@@ -59,43 +66,56 @@ def check_model(model: Any, model_init: Any) -> None:
         )
     if model is not None and not isinstance(model, nn.Module):
         name = model.__name__ if isinstance(model, type) else None
+        remedy = f"Pass {name}(...)." if name else "Pass a TaskModule or an nn.Module."
+        if isinstance(model, (str, Path)):
+            remedy = "Load it first, for example with AutoModelForSequenceClassification.from_pretrained(name)."
+        elif isinstance(model, TrainingArguments):
+            remedy = "The order is Trainer(model, args, ...)."
+        elif isinstance(model, dict):
+            remedy = "Build the model, call model.load_state_dict(...), and pass the model."
         raise TaskError(
-            f"{f'The class {name}' if name else f'A {type(model).__name__}'} was given as model.",
-            "It is not an nn.Module.",
-            f"Pass {name}(...)." if name else "Pass a TaskModule or an nn.Module.",
+            f"Cannot use {f'the class {name}' if name else a_kind(model)} as model:",
+            "it is not an nn.Module.",
+            remedy,
         )
     if model is not None and model_init is not None:
-        warn_once("model and model_init were given: train() replaces model with what model_init returns.")
+        warn_once("Both model and model_init are set: train() replaces model with what model_init returns.")
 
 
-def check_parts(*, model_init: Any, optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any, collator: Any) -> None:
-    """Raise where constructor arguments contradict each other."""
+def check_parts(
+    *, model_init: Any, optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any, functions: dict[str, Any]
+) -> None:
+    """Raise where constructor arguments contradict each other, or what should be a function is not."""
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
         raise ConfigError(
-            "optimizers was given.",
-            "It is not a pair of an optimizer and a schedule.",
-            "Pass (optimizer, schedule); either may be None.",
-            optimizers=optimizers,
+            f"Cannot use {a_kind(optimizers)} as optimizers:",
+            "it must be a pair of an optimizer and a schedule.",
+            "Pass optimizers=(optimizer, None), or (optimizer, schedule).",
         )
     has_optimizers = any(part is not None for part in optimizers)
     if model_init is not None and has_optimizers:
         raise ConfigError(
-            "optimizers=(...) was given together with model_init.",
+            "Cannot use optimizers=(...) together with model_init.",
             "model_init makes a new model, whose parameters the given optimizer does not hold.",
             "Override create_optimizer_and_scheduler, or pass optimizer_cls_and_kwargs.",
         )
     if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
         raise ConfigError(
-            "optimizers=(...) was given together with optimizer_cls_and_kwargs.",
+            "Cannot use optimizers=(...) together with optimizer_cls_and_kwargs.",
             "Both choose the optimizer.",
-            "Keep one of the two.",
+            "Remove one of the two.",
         )
-    if collator is not None and not callable(collator):
+    if isinstance(optimizers[0], type):
+        name = optimizers[0].__name__
         raise ConfigError(
-            f"Cannot use a {type(collator).__name__} as data_collator:",
-            "it is not callable.",
-            "Pass a function that takes a list of samples; datasets go by name (train_dataset=..., eval_dataset=...).",
+            f"Cannot use the class {name} in optimizers:",
+            "it must be an optimizer of the model's parameters.",
+            f"Pass optimizer_cls_and_kwargs=({name}, {{'lr': ...}}), or ({name}(model.parameters(), lr=...), None).",
         )
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            asked = f"Cannot use {a_kind(function)} as {name}:"
+            raise ConfigError(asked, "it is not callable.", _CALLED[name])
 
 
 def refusing_unknown(init: Init) -> Init:
@@ -107,8 +127,8 @@ def refusing_unknown(init: Init) -> Init:
         for name in kwargs:
             if name not in known:
                 kind = type(self).__name__
-                asked = f"Cannot pass {name}= to {kind}."
-                raise UnknownArgumentError(asked, f"{kind} has no such argument.", _remedy(name, known))
+                asked = f"Cannot pass {name}= to {kind}: there is no such argument."
+                raise UnknownArgumentError(asked, "", _remedy(name, known))
         init(self, *args, **kwargs)
 
     return cast(Init, checked)

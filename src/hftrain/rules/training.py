@@ -72,6 +72,8 @@ def check_ahead(
         learning_rate: Where a schedule begins.
         spill_dir: Where predictions wait, if they do.
     """
+    if args.output_dir and Path(args.output_dir).is_file():
+        raise ConfigError(f"Cannot write to output_dir={args.output_dir!r}:", "it is a file.", "Give a folder's path.")
     names = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func")
     functions = {name: getattr(given, name) for name in names}
     functions |= {f"the metrics of {name!r}": entry.metrics for name, entry in given.eval_sets.items()}

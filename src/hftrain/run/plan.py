@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hftrain.checkpoint.manifest import Manifest, read_manifest
 from hftrain.checkpoint.parts import load_arguments
 from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.shape import Grid, check_shape, move, steps_left
-from hftrain.core.errors import CheckpointError, ConfigError
+from hftrain.core.errors import CheckpointError, ConfigError, a_kind
 from hftrain.core.log import get_logger
 from hftrain.core.progress import Progress
 from hftrain.core.types import Owns, PrecisionPolicy
@@ -268,10 +268,9 @@ def find_resume(
     """
     if not isinstance(resume, (str, Path, bool, type(None))):
         raise ConfigError(
-            "train(resume_from_checkpoint=...) was called.",
-            f"A {type(resume).__name__} names no checkpoint.",
-            "Pass a folder, True for the newest one in output_dir, or 'auto' for that if there is one.",
-            resume_from_checkpoint=resume,
+            f"Cannot resume from {a_kind(resume)}: train() takes a checkpoint's folder first.",
+            "A dataset goes to Trainer(train_dataset=...)." if isinstance(resume, Sized) else "",
+            "Pass a folder, True for the newest checkpoint in output_dir, or 'auto' for that if there is one.",
         )
     if resume is None and args.resume_from_checkpoint == AUTO:
         resume = AUTO

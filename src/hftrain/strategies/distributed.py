@@ -212,13 +212,20 @@ class DistributedStrategy(Strategy):
         """
         if self.backend == "mpi" or not self._owns_accelerate_state:
             return {}
-        if "MASTER_ADDR" not in os.environ:
+        address = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        if not address[0]:
             raise ConfigError(
-                f"strategy={self.name!r} was started as {self.world_size} processes.",
-                "Nothing says where they meet: they run on several machines, and their launcher names none.",
-                "Set MASTER_ADDR to the host of rank 0 in all processes (with Open MPI: mpirun -x MASTER_ADDR=HOST).",
+                f"Cannot start strategy={self.name!r} as one of {self.world_size} processes:",
+                "MASTER_ADDR is not set, so they cannot find each other.",
+                "Start with torchrun, or set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port there "
+                "(with Open MPI: mpirun -x MASTER_ADDR=HOST). To run as one process, unset WORLD_SIZE.",
             )
-        address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+        if not (address[1].isdecimal() and 0 < int(address[1]) < 65536):
+            raise ConfigError(
+                f"Cannot use MASTER_PORT={address[1]!r}:",
+                "it must be a port number from 1 to 65535.",
+                "Start with torchrun, or set it to a free port of the host of rank 0, the same in all processes.",
+            )
         store = _launchers_store(*address, self.rank, self.world_size, self.timeout)
         place = PrefixStore(f"meeting/{next(_meetings)}", store)
         return {"store": place, "rank": self.rank, "world_size": self.world_size}

@@ -129,12 +129,14 @@ def _start_method(asked: str | None) -> str:
 
 
 def _check(num_processes: int, *, method: str) -> None:
-    asked = f"launch(num_processes={num_processes!r}, start_method={method!r}) was called."
+    asked = f"Cannot launch(num_processes={num_processes!r}, start_method={method!r})."
     if type(num_processes) is not int or num_processes < 1:
-        raise ConfigError(asked, "It is not a number of processes.", "Pass a whole number above 0.")
+        raise ConfigError(
+            f"Cannot use num_processes={num_processes!r}:", "the number of processes must be an integer above 0."
+        )
     if method not in multiprocessing.get_all_start_methods():
         methods = ", ".join(multiprocessing.get_all_start_methods())
-        raise ConfigError(asked, "This system cannot start processes so.", f"Use one of {methods}.")
+        raise ConfigError(asked, "This system has no such start method.", f"Use one of {methods}.")
     if read_launch().world_size > 1:
         raise ConfigError(
             asked,

@@ -21,6 +21,7 @@ strategies: Registry[Strategy] = Registry(
         "dp": "data_parallel",
         "fsdp2": "fsdp",
         "single_device": "single",
+        **{f"zero{stage}": f"deepspeed_stage_{stage}" for stage in (1, 2, 3)},
     },
 )
 

@@ -150,7 +150,7 @@ class Trainer(SetUpMethods):
             model_init=model_init,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            collator=data_collator,
+            functions={"data_collator": data_collator, "compute_metrics": compute_metrics},
         )
         self.loops = create_loops(loop)
         self._make_parts(model, strategy, precision, optimizers)
@@ -337,12 +337,13 @@ class Trainer(SetUpMethods):
             resume_from_checkpoint = kwargs.pop("model_path")
         if self._run_parts is not None:
             raise ConfigError(
-                "train() was called while this Trainer trains.",
+                "Cannot call train() while this Trainer trains.",
                 "One Trainer runs one training at a time.",
                 "Call it after the run, or use a second Trainer.",
             )
         if kwargs:
-            raise TypeError(f"train() got unexpected keyword arguments: {', '.join(sorted(kwargs))}.")
+            names = ", ".join(sorted(kwargs))
+            raise TypeError(f"train() got unexpected keyword arguments: {names}. Settings go to TrainingArguments.")
         if trial is not None and self._trial_run is None:
             with self._trying(trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
@@ -503,6 +504,6 @@ def _one_of(value: Any, older: Any, *, new: str, old: str) -> Any:
     if older is None:
         return value
     if value is not None:
-        raise ConfigError(f"{new} and {old} were given.", "They are the same thing.", f"Keep {new}.")
+        raise ConfigError(f"Cannot use both {new} and {old}:", "they are two names of one argument.", f"Keep {new}.")
     warn_once(f"{old} is deprecated; use {new}.", FutureWarning)
     return older

@@ -89,5 +89,5 @@ def test_accelerator_config_that_cannot_be_read_is_refused(tmp_path: Path, conte
     path = tmp_path / "config.json"
     if content is not None:
         path.write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"accelerator_config='.*config\.json' was given\. It cannot be read"):
+    with pytest.raises(ConfigError, match=r"accelerator_config='.*config\.json'\. It cannot be read"):
         read_accelerator_config(make_arguments(tmp_path, accelerator_config=str(path)))

@@ -95,10 +95,10 @@ def test_older_arguments_become_keys(tmp_path: Path) -> None:
     [
         ({"min_num_param": 5}, "Did you mean 'min_num_params'"),
         ({"version": 3}, "two versions of FSDP"),
-        ({"forward_prefetch": 3}, "yes or a no"),
+        ({"forward_prefetch": 3}, "must be true or false"),
         ({"min_num_params": "many"}, "number of parameters"),
         ({"min_num_params": -1}, "number of parameters"),
-        ({"transformer_layer_cls_to_wrap": 5}, "names classes"),
+        ({"transformer_layer_cls_to_wrap": 5}, "must name classes"),
         ({"backward_prefetch": "backward_prae"}, "Did you mean 'backward_pre'"),
         ({"reshard_after_forward": False}, "agree with fsdp='full_shard'"),
         ({"reshard_after_forward": "yes"}, "true, false or a number"),
@@ -127,7 +127,9 @@ def test_contradictions_are_found_in_a_file_too(tmp_path: Path) -> None:
             Trainer(Net(), args)
 
 
-@pytest.mark.parametrize(("text", "reason"), [(None, "cannot be read"), ("{", "cannot be read"), ("[1]", "a list")])
+@pytest.mark.parametrize(
+    ("text", "reason"), [(None, "Cannot read fsdp_config="), ("{", "Cannot read fsdp_config="), ("[1]", "a list")]
+)
 def test_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str | None, reason: str) -> None:
     path = tmp_path / "fsdp.json"
     if text is not None:

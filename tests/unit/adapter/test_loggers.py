@@ -72,7 +72,7 @@ def test_unknown_tracker_is_refused(tmp_path: Path) -> None:
 
 
 def test_tracker_that_is_not_installed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MissingDependencyError, match="It needs mlflow"):
+    with pytest.raises(MissingDependencyError, match="it needs mlflow"):
         Trainer(Net(), make_arguments(tmp_path, report_to=["tensorboard", "mlflow"]))
 
 

@@ -76,7 +76,7 @@ def test_unknown_choice_raises_when_built(name, typo, hint):
 
 
 def test_key_of_fsdp_config_that_says_two_things_is_refused():
-    with pytest.raises(ConfigError, match="They are one key, and say 5 and 6"):
+    with pytest.raises(ConfigError, match="They are one key, with the values 5 and 6"):
         TrainingArguments("out", fsdp="full_shard", fsdp_config={"fsdp_min_num_params": 5, "min_num_params": 6})
     same = TrainingArguments("out", fsdp="full_shard", fsdp_config={"fsdp_version": 2, "version": 2})
     assert same.fsdp_config == {"version": 2}
@@ -118,5 +118,5 @@ def test_text_that_is_no_json_object_raises(name, text):
 
 
 def test_none_beside_trackers_raises():
-    with pytest.raises(ConfigError, match="'none' was combined"):
+    with pytest.raises(ConfigError, match="'none' turns all trackers off"):
         TrainingArguments("out", report_to=["none", "wandb"])

@@ -55,7 +55,7 @@ def test_output_dir_is_the_first_positional(cls):
 @BOTH
 @pytest.mark.parametrize(("typo", "hint"), [("learning_rat", "learning_rate"), ("eval_strategi", "eval_strategy")])
 def test_unknown_name_raises_with_close_matches(cls, typo, hint):
-    with pytest.raises(ConfigError, match=rf"{cls.__name__} has no setting '{typo}'.*'{hint}'"):
+    with pytest.raises(ConfigError, match=rf"Cannot set {typo} in {cls.__name__}: there is no such setting.*'{hint}'"):
         cls("out", **{typo: 1})
 
 

@@ -223,7 +223,7 @@ def counters(runner: CallbackHandler) -> list[tuple[int, int]]:
     return [(callback.early_stopping_patience, callback.early_stopping_patience_counter) for callback in found]
 
 
-@pytest.mark.filterwarnings("ignore:There is already a EarlyStoppingCallback")
+@pytest.mark.filterwarnings("ignore:There are two callbacks of the type")
 @pytest.mark.parametrize("carry", [lambda s: json.loads(json.dumps(s)), lambda s: pickle.loads(pickle.dumps(s))])
 @pytest.mark.parametrize("saved", [[(3, 2)], [(3, 2), (5, 4)]])
 def test_restore_replaces_callbacks_in_place_and_sets_the_control(saved, carry) -> None:
@@ -245,7 +245,7 @@ def test_restore_replaces_callbacks_in_place_and_sets_the_control(saved, carry) 
     assert counters(after) == [(patience, count + 1) for patience, count in saved]
 
 
-@pytest.mark.filterwarnings("ignore:There is already a EarlyStoppingCallback")
+@pytest.mark.filterwarnings("ignore:There are two callbacks of the type")
 @pytest.mark.parametrize("present", [[], [EarlyStoppingCallback]])
 def test_restore_warns_of_states_without_a_callback(present) -> None:
     states = make_runner(patient(3, 1), patient(5, 1)).stateful_states()

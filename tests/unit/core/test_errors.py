@@ -48,6 +48,8 @@ def test_error_survives_pickling(kind: type[HFTrainError]) -> None:
         (("A.", "B.", "C."), {}, "A. B. C."),
         (("A.", "", "C."), {}, "A. C."),
         (("A.", "B.", "C."), {"x": "1", "y": None}, "A. B. C. Received: x='1', y=None."),
+        (("A with x='1'.", "", ""), {"x": "1"}, "A with x='1'."),
+        (("A.", "", ""), {"x": "b" * 200}, f"A. Received: x='{'b' * 116}...."),
     ],
 )
 def test_explain_words_three_parts_and_what_was_received(

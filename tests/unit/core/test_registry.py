@@ -77,7 +77,7 @@ def test_names_are_sorted_and_summaries_kept(registry: Registry[Any]) -> None:
 
 @pytest.mark.parametrize("ask", [Registry.create, Registry.resolve, Registry.summary])
 def test_unknown_name_is_refused_with_close_matches(registry: Registry[Any], ask: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match=r"^Cannot use box='smal'\. .* 'small'\? Received: box='smal'\.$"):
+    with pytest.raises(ConfigError, match=r"^Cannot use box='smal'\. .* 'small'\?$"):
         ask(registry, "smal")
 
 

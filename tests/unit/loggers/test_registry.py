@@ -45,7 +45,7 @@ def test_unknown_name_is_refused_with_close_matches() -> None:
 
 def test_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "dagshub")
-    with pytest.raises(MissingDependencyError, match=r"It needs mlflow, .*pip install 'hftrain\[dagshub\]'"):
+    with pytest.raises(MissingDependencyError, match=r"it needs mlflow, .*pip install 'hftrain\[dagshub\]'"):
         create_logger("dagshub")
 
 

@@ -28,7 +28,9 @@ class Strange:
 
 @pytest.mark.parametrize("args", [Strange(), {"output_dir": "out"}, "out"])
 def test_arguments_of_another_library_are_refused(args: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{type(args).__qualname__} was given as args.*Import TrainingArguments"):
+    with pytest.raises(
+        ConfigError, match=f"Cannot use .*{type(args).__qualname__} as args: it must be hftrain's TrainingArguments"
+    ):
         check_arguments(args)
 
 
@@ -42,7 +44,7 @@ def test_model_beside_model_init_is_there_until_training(tmp_path: Path) -> None
         made.append(Net())
         return made[-1]
 
-    with pytest.warns(UserWarning, match=r"model and model_init were given: train\(\) replaces model"):
+    with pytest.warns(UserWarning, match=r"Both model and model_init are set: train\(\) replaces model"):
         trainer = Trainer(given, make_arguments(tmp_path, max_steps=1), train_dataset=make_rows(4), model_init=make)
     assert trainer.model is given
     assert not made
@@ -54,7 +56,13 @@ def test_model_beside_model_init_is_there_until_training(tmp_path: Path) -> None
 
 
 def make_parts(**parts: Any) -> dict[str, Any]:
-    return {"model_init": None, "optimizers": (None, None), "optimizer_cls_and_kwargs": None, "collator": None, **parts}
+    return {
+        "model_init": None,
+        "optimizers": (None, None),
+        "optimizer_cls_and_kwargs": None,
+        "functions": {},
+        **parts,
+    }
 
 
 sgd = torch.optim.SGD(Net().parameters(), lr=0.1)
@@ -67,7 +75,7 @@ sgd = torch.optim.SGD(Net().parameters(), lr=0.1)
         {"optimizers": (sgd, None)},
         {"model_init": Net, "optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
         {"optimizers": (None, object()), "optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
-        {"collator": list},
+        {"functions": {"data_collator": list}},
     ],
 )
 def test_parts_that_agree_pass(parts: dict[str, Any]) -> None:

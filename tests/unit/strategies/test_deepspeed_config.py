@@ -23,10 +23,10 @@ def test_config_is_read_from_a_dict_or_a_file_and_left_alone(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("absent.json", "cannot be read as a JSON file"),
-        ([1], "holds no settings"),
-        ({"zero_optimization": 2}, "zero_optimization holds no settings"),
-        ({"zero_optimization": {"stage": 4}}, "no such stage"),
+        ("absent.json", "Cannot read the DeepSpeed config"),
+        ([1], "it is a list, not a dict"),
+        ({"zero_optimization": 2}, "zero_optimization is 2, not a dict"),
+        ({"zero_optimization": {"stage": 4}}, "stage=4 is not a stage of ZeRO"),
         ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size splits each sample's work"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size splits"),
     ],
@@ -42,7 +42,7 @@ def test_old_name_of_bf16_is_taken() -> None:
 
 def test_file_of_a_list_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="a list and holds no settings"):
+    with pytest.raises(ConfigError, match="it is a list, not a dict"):
         read_config(tmp_path / "ds.json")
 
 
@@ -98,7 +98,7 @@ def test_auto_values_are_filled_and_absent_ones_only_where_asked_for() -> None:
 def test_contradictions_are_listed_in_one_error() -> None:
     config = {"a": 1, "deep": {"b": 2}, "free": 3}
     values = [Fill(key="a", value=2, name="alpha"), Fill(key="deep.b", value=3, name="beta")]
-    with pytest.raises(ConfigError, match=r"2 values.*a=1 \(alpha means 2\); deep.b=2 \(beta means 3\)") as caught:
+    with pytest.raises(ConfigError, match=r"arguments\. a=1 \(alpha means 2\); deep.b=2 \(beta means 3\)") as caught:
         fill(config, [*values, Fill(key="free", value=4, name="gamma", must_match=False)])
     assert "gamma" not in str(caught.value)
 

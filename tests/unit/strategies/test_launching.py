@@ -17,12 +17,12 @@ from hftrain.strategies.single import SingleDeviceStrategy
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
 def test_launch_wants_a_number_of_processes(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="not a number of processes"):
+    with pytest.raises(ConfigError, match="number of processes"):
         launch(max, 1, 2, num_processes=wrong)
 
 
 def test_launch_wants_a_start_method_of_this_system() -> None:
-    with pytest.raises(ConfigError, match="cannot start processes so"):
+    with pytest.raises(ConfigError, match="no such start method"):
         launch(max, 1, 2, num_processes=2, start_method="teleport")
 
 

@@ -132,7 +132,7 @@ def test_memory_of_the_constructor_covers_all_of_it(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "hftrain-memory"]
 
 
-@pytest.mark.filterwarnings("ignore:There is already a EarlyStoppingCallback")
+@pytest.mark.filterwarnings("ignore:There are two callbacks of the type")
 @pytest.mark.parametrize(("restores", "patience"), [(True, [3, 5]), (False, [8, 9])])
 def test_callbacks_of_one_class_come_back_from_the_checkpoint(
     tmp_path: Path, restores: bool, patience: list[int]

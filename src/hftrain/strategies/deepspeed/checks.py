@@ -36,14 +36,18 @@ def check_keys(config: Mapping[str, Any]) -> None:
             [] if str(key).strip("_#") in _KEYS else difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=_LIKENESS)
         )
         if near:
-            raise refused(f"{key!r} is not one of its keys, and DeepSpeed would ignore it.", f"Write {near[0]!r}.")
+            raise refused(
+                f"{key!r} is not one of its keys, and DeepSpeed would ignore it.", f"Did you mean {near[0]!r}?"
+            )
     for name in _SECTIONS:
         section = config.get(name)
         if section is not None and not isinstance(section, Mapping):
-            raise refused(f"{name} holds no settings.", "Give a dict, as DeepSpeed documents it.", **{name: section})
+            raise refused(
+                f"{name} is {section!r}, not a dict.", f"Write {{'{name}': {{...}}}}, as DeepSpeed documents it."
+            )
     for name in ("optimizer", "scheduler"):
         if config.get(name) and not isinstance(config[name].get("type"), str):
-            raise refused(f"Its {name} has no type.", f"Name DeepSpeed's or torch's: {{'{name}': {{'type': ...}}}}.")
+            raise refused(f"its {name} has no type.", f"Name DeepSpeed's or torch's: {{'{name}': {{'type': ...}}}}.")
 
 
 def check_offload(config: Mapping[str, Any]) -> None:
@@ -91,15 +95,15 @@ def check_with_deepspeed(config: Mapping[str, Any]) -> None:
         DeepSpeedZeroConfig(**config["zero_optimization"])
     except (ValueError, TypeError, AssertionError) as error:
         told = "; ".join(_told(error))
-        reason = f"DeepSpeed refuses its zero_optimization: {told}."
-        raise refused(reason, "See DeepSpeed's documentation of the section.") from error
+        reason = f"DeepSpeed rejects zero_optimization ({told})."
+        raise refused(reason, "See https://www.deepspeed.ai/docs/config-json.") from error
     optimizer, scheduler = find(config, "optimizer.type"), find(config, "scheduler.type")
     if optimizer and optimizer.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, optimizer):
         known = ", ".join(DEEPSPEED_OPTIMIZERS)
-        raise refused(f"There is no optimizer {optimizer!r}.", f"Use one of torch's, or of DeepSpeed's: {known}.")
+        raise refused(f"there is no optimizer {optimizer!r}.", f"Use one of torch's, or of DeepSpeed's: {known}.")
     if scheduler and not hasattr(lr_schedules, scheduler) and not hasattr(torch.optim.lr_scheduler, scheduler):
         known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
-        raise refused(f"There is no schedule {scheduler!r}.", f"Use one of torch's, or of DeepSpeed's: {known}.")
+        raise refused(f"there is no schedule {scheduler!r}.", f"Use one of torch's, or of DeepSpeed's: {known}.")
 
 
 def check_nvme(config: Mapping[str, Any]) -> None:
@@ -121,7 +125,7 @@ def check_nvme(config: Mapping[str, Any]) -> None:
             reason = "DeepSpeed reads and writes there through libaio, and does not find it or its headers."
             remedy = "Install libaio (Debian: libaio-dev), or offload to the CPU."
     if reason:
-        asked = f"A DeepSpeed config with device='nvme' in {' and '.join(parts)} was given."
+        asked = f"Cannot use a DeepSpeed config with device='nvme' in {' and '.join(parts)}."
         raise ConfigError(asked, reason, remedy)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, a_kind
 
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
@@ -52,20 +52,21 @@ def read_config(given: Mapping[str, Any] | str | Path) -> dict[str, Any]:
             given = json.loads(Path(given).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"The DeepSpeed config {str(given)!r} was given.",
-                f"It cannot be read as a JSON file: {error}.",
-                "Give the path of a JSON file, or a dict.",
+                f"Cannot read the DeepSpeed config {str(given)!r} as JSON:",
+                f"{error}.",
+                "Pass the path of a JSON file, or a dict.",
             ) from error
     if not isinstance(given, Mapping):
-        raise refused(f"It is a {type(given).__name__} and holds no settings.", "Give a JSON object, or a dict.")
+        raise refused(f"it is {a_kind(given)}, not a dict.", "Pass a JSON object, or a dict.")
     config: dict[str, Any] = copy.deepcopy(dict(given))
     if "bfloat16" in config and "bf16" not in config:
         config["bf16"] = config.pop("bfloat16")  # the key's old name, which DeepSpeed still takes
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):
-        raise refused("zero_optimization holds no settings.", "Give a dict such as {'stage': 2}.")
+        raise refused(f"zero_optimization is {zero!r}, not a dict.", "Use a dict such as {'stage': 2}.")
     if zero.get("stage", 0) not in (*STAGES, AUTO) or isinstance(zero.get("stage"), bool):
-        raise refused("There is no such stage of ZeRO.", f"Use one of {STAGES}.", stage=zero["stage"])
+        remedy = f"Write the number {zero['stage']}." if zero["stage"] in map(str, STAGES) else f"Use one of {STAGES}."
+        raise refused(f"zero_optimization.stage={zero['stage']!r} is not a stage of ZeRO.", remedy)
     for path in _PARALLEL:
         size = find(config, ".".join(path)) or 1
         if size not in (1, AUTO):
@@ -127,9 +128,9 @@ def fill(config: dict[str, Any], values: Iterable[Fill]) -> None:
             mismatches.append(f"{each.key}={present!r} ({each.name} means {each.value!r})")
     if mismatches:
         raise ConfigError(
-            f"A DeepSpeed config was given with {len(mismatches)} values that contradict the arguments.",
+            "Cannot use the DeepSpeed config: it contradicts the arguments.",
             f"{'; '.join(mismatches)}.",
-            'Write "auto" for each in the config, which takes the argument\'s value, or make them agree.',
+            'Write "auto" in the config, which takes the argument\'s value, or make the two agree.',
         )
 
 
@@ -202,4 +203,4 @@ def _same(present: Any, value: Any) -> bool:
 
 def refused(reason: str, remedy: str, **received: Any) -> ConfigError:
     """Return the error that refuses a config."""
-    return ConfigError("A DeepSpeed config was given.", reason, remedy, **received)
+    return ConfigError("Cannot use the DeepSpeed config:", reason, remedy, **received)
