@@ -5,6 +5,8 @@ The table succeeds a list of mistakes that new users made, each tried, and its m
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import nn
 
 import hftrain
 from hftrain import EarlyStoppingCallback, Trainer, TrainingArguments, launch
-from hftrain.core.errors import CheckpointError, MissingDependencyError, TaskError, UnknownArgumentError
+from hftrain.core.errors import CheckpointError, MissingDependencyError, StrategyError, TaskError, UnknownArgumentError
 from hftrain.core.launcher import read_launch
 from hftrain.strategies.deepspeed.config import read_config
 
@@ -60,10 +62,16 @@ def missing_name(name: str, *says: str) -> Mistake:
     return Mistake(f"hftrain.{name}", lambda folder: getattr(hftrain, name), (name, *says), AttributeError)
 
 
-def launched(name: str, says: tuple[str, ...], make: Any = lambda folder: read_launch(), **variables: str) -> Mistake:
+def launched(
+    name: str,
+    says: tuple[str, ...],
+    make: Any = lambda folder: read_launch(),
+    error: type[Exception] = hftrain.ConfigError,
+    **variables: str,
+) -> Mistake:
     """Return the row of an environment that no launcher leaves; torch's variables are unset but these."""
     unset = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    return Mistake(name, make, says, environment={**unset, **variables})
+    return Mistake(name, make, says, error, environment={**unset, **variables})
 
 
 def fsdp(name: str, config: Any, *says: str) -> Mistake:
@@ -90,6 +98,17 @@ class Wide(Net):
     def __init__(self) -> None:
         super().__init__()
         self.layers[4] = nn.Linear(8, 5)
+
+
+def port_in_use(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        os.environ["MASTER_PORT"] = str(server.getsockname()[1])
+        train(folder, max_steps=1)
+
+
+def without_weights() -> Net:
+    with torch.device("meta"):
+        return Net()
 
 
 def output_dir_is_a_file(folder: Path) -> None:
@@ -243,6 +262,10 @@ PARTS = [
     trainer_of("class of an optimizer", "optimizer_cls_and_kwargs=(SGD", optimizers=(torch.optim.SGD, None)),
     trainer_of("name of a metric", "compute_metrics", "EvalPrediction", compute_metrics="accuracy"),
     trainer_of("name of a collator", "data_collator", "list of samples", data_collator="default"),
+    running("model without weights", "meta device", "from_pretrained()", model=without_weights()),
+    running("frozen model", "Cannot train Net", "requires_grad_(True)", model=Net().requires_grad_(False)),
+    trainer_of("name of a callback", "it is text", "TrainerCallback", callbacks=["early"], error=TaskError),
+    trainer_of("no callback", "an object as a callback", callbacks=[object()], error=TaskError),
     running("dataset's name", "train_dataset", "load it first", train_dataset="imdb"),
     running("dict of datasets", "'train'", "Pass one of its values", train_dataset={"train": make_rows(4)}),
     running("other model's optimizer", "none of the model's parameters",
@@ -275,6 +298,8 @@ LAUNCHING = [
              RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1"),
     launched("port is text", ("MASTER_PORT='abc'", "from 1 to 65535"), lambda folder: train(folder, max_steps=1),
              RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="abc"),
+    launched("port in use", ("MASTER_PORT=", "another process", "torchrun --standalone"), port_in_use, StrategyError,
+             RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
     launched("sharding of accelerate launch", ("FSDP_SHARDING_STRATEGY='FULL'", "'full_shard'"),
              lambda folder: train(folder, max_steps=1), ACCELERATE_USE_FSDP="true", FSDP_SHARDING_STRATEGY="FULL"),
     launched("strategy against accelerate launch", ("ACCELERATE_USE_FSDP=true", "torchrun"),

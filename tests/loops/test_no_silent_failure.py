@@ -291,7 +291,7 @@ def test_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
     model = Net()
     mine = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    with pytest.raises(ConfigError, match="made for another optimizer"):
+    with pytest.raises(ConfigError, match="of another optimizer"):
         make_trainer(tmp_path, model, optimizers=(mine, schedule))
     trainer = train(tmp_path, max_steps=1)
     trainer.model = Net()

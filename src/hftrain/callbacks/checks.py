@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hftrain.core.errors import TaskError
+from hftrain.core.errors import TaskError, a_kind
 from hftrain.core.events import EVENTS
 from hftrain.core.lightning import CALLBACK_METHODS, CALLBACK_MISNOMERS, LIGHTNING_NAMES, lightning_base
 from hftrain.core.uncalled import check_uncalled
@@ -35,10 +35,11 @@ def check_callback(callback: Any) -> None:
         check_uncalled(kind, error=TaskError, called=EVENTS, hooks=CALLBACK_METHODS, misnomers=CALLBACK_MISNOMERS)
     if not any(callable(getattr(callback, event, None)) for event in EVENTS):
         raise TaskError(
-            f"{kind.__name__} was given as a callback.",
-            "It has no method that is named after an event.",
-            f"Derive it from TrainerCallback and override one of: {', '.join(EVENTS)}.",
-            callback=callback,
+            f"Cannot use {callback!r} as a callback: it is text."
+            if isinstance(callback, str)
+            else f"Cannot use {a_kind(callback)} as a callback: it has no method that is named after an event.",
+            "",
+            "Pass an object or a class derived from TrainerCallback, which defines events such as on_step_end.",
         )
 
 

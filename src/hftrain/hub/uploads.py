@@ -202,6 +202,8 @@ class Uploads:
 def reason(error: BaseException) -> str:
     """Word what went wrong with the Hub, and what caused that, without keeping the error itself alive."""
     cause = "" if error.__cause__ is None else f" ({reason(error.__cause__)})"
+    if error.__cause__ is not None and str(error.__cause__) == str(error):  # as httpx wraps httpcore's
+        cause = ""
     return f"{type(error).__name__}: {str(error).strip()}{cause}"
 
 

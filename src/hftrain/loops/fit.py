@@ -323,7 +323,7 @@ def _no_batch(epoch: int) -> TaskError:
             "for.",
         )
     return TaskError(
-        f"Epoch {epoch} was to be trained.",
+        f"Cannot train epoch {epoch}.",
         "Its data gave no batch.",
         "Give a dataset that is not empty and can be iterated once per epoch (a generator cannot).",
     )

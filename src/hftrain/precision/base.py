@@ -63,7 +63,7 @@ class Precision:
             return
         if self._device is not None:
             raise ConfigError(
-                f"precision={self.policy.name!r} was to be opened on {str(device)!r}.",
+                f"Cannot open precision={self.policy.name!r} on {str(device)!r}.",
                 f"It is open on {str(self._device)!r}.",
                 "Call close() first, or use a second precision object.",
             )

@@ -39,7 +39,7 @@ def check_copies(args: TrainingArguments, strategy: Strategy, model: nn.Module, 
         reason = "gradient_checkpointing_kwargs' layer_classes would run the layers of the first GPU in every copy."
     if reason:
         raise ConfigError(
-            f"strategy='data_parallel' was to train {type(model).__name__}.",
+            f"Cannot train {type(model).__name__} with strategy='data_parallel'.",
             reason,
             "Start one process per GPU with torchrun, or use strategy='single' (CUDA_VISIBLE_DEVICES=0).",
         )

@@ -19,18 +19,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.M
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in held for parameter in model.parameters()):
         raise ConfigError(
-            f"{type(model).__name__} was to be trained with a {type(optimizer).__name__}.",
-            "The optimizer holds none of the model's parameters, so nothing would change.",
-            "Make it from the parameters of the model that is trained; after replacing the model, set "
+            f"Cannot train {type(model).__name__} with this {type(optimizer).__name__}:",
+            "it holds none of the model's parameters, so nothing would change.",
+            "Make it from model.parameters() of the model that you pass; after replacing the model, set "
             "trainer.optimizer and trainer.lr_scheduler to None.",
         )
     check_step(type(optimizer))
     driven = getattr(schedule, "optimizer", optimizer)
     if driven is not optimizer:
         raise ConfigError(
-            f"A {type(schedule).__name__} was to drive the learning rate.",
-            "It was made for another optimizer than the one that trains.",
-            "Make it from the same optimizer.",
+            f"Cannot use this {type(schedule).__name__}:",
+            "it changes the learning rate of another optimizer than the one that trains.",
+            "Make it from the optimizer that you pass.",
         )
 
 
@@ -39,7 +39,7 @@ def check_step(kind: type[torch.optim.Optimizer]) -> None:
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
-            f"A {kind.__name__} was to train.",
+            f"Cannot train with {kind.__name__}.",
             "Its step needs a closure that runs the model again, and a step here runs it once: clipping, "
             "accumulation and the scaling of the loss would not reach what the closure computes.",
             "Use another optimizer, or run it yourself in an override of training_step.",

@@ -103,8 +103,8 @@ def check_ahead(
         is_own = given.overrides("save_model", "_save", "_save_checkpoint")
         check_saves(args, strategy, task, model, given.callbacks, is_own=is_own)
     if makes_optimizer and not any(parameter.requires_grad for parameter in model.parameters()):
-        asked = f"{type(model).__name__} was to be trained."
-        raise ConfigError(asked, "None of its parameters requires a gradient.", "Unfreeze some.")
+        asked, remedy = f"Cannot train {type(model).__name__}:", "Call requires_grad_(True) on those to train."
+        raise ConfigError(asked, "none of its parameters requires a gradient.", remedy)
 
 
 def _check_metric(args: TrainingArguments, task: TaskModule, given: Given) -> None:

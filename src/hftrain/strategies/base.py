@@ -183,9 +183,15 @@ class Strategy:
         """Move a model to the device, unless `place_model` is False. Mutates the model.
 
         Raises:
-            ConfigError: Another strategy has split it.
+            ConfigError: Another strategy has split it, or it has no weights.
         """
         check_whole(model, name=self.name, world_size=self.world_size)
+        if self.place_model and any(parameter.is_meta for parameter in model.parameters()):
+            raise ConfigError(
+                f"Cannot move {type(model).__name__} to {str(self.device)!r}:",
+                "it is on the meta device, without weights.",
+                "Build it outside of torch.device('meta'), or load it with from_pretrained().",
+            )
         return model.to(self.device) if self.place_model else model
 
     def unwrap(self, model: nn.Module) -> nn.Module:

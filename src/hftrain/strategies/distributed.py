@@ -271,7 +271,16 @@ def _launchers_store(address: str, port: str, rank: int, world_size: int, timeou
 
     Collective.
     """
-    store: Store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
+    try:
+        store: Store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise StrategyError(
+            f"Cannot listen on MASTER_PORT={port}:",
+            "another process uses the port, perhaps an earlier run that has not ended.",
+            "Set MASTER_PORT to a free port, or let torchrun choose one: torchrun --standalone.",
+        ) from error
     return fresh_place(store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -83,9 +83,8 @@ def launch(
         except ChildFailedError as error:
             rank, told = _first_failure(notes) or _reported(error)
             raise StrategyError(
-                f"launch({getattr(function, '__name__', function)!s}, num_processes={num_processes}) was called.",
+                f"Cannot finish launch({getattr(function, '__name__', function)!s}, num_processes={num_processes}).",
                 f"The process of rank {rank} failed: {told}",
-                "Mend what its traceback names.",
             ) from error
     return [found[rank] for rank in range(num_processes)]
 

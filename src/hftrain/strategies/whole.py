@@ -24,9 +24,9 @@ def check_whole(model: nn.Module, *, name: str, world_size: int) -> None:
     by_zero = is_partitioned(model)
     if by_fsdp or by_zero:
         raise ConfigError(
-            f"strategy={name!r} was given a {type(model).__name__}.",
+            f"Cannot use strategy={name!r} with this {type(model).__name__}:",
             f"{'FSDP' if by_fsdp else 'ZeRO-3'} has split it among processes already, for another strategy.",
-            "Go on with that one (strategy=trainer.strategy), or build the model again and load what was saved.",
+            "Keep that strategy (strategy=trainer.strategy), or build the model again and load the saved weights.",
         )
 
 
@@ -38,7 +38,7 @@ def check_trainable(model: nn.Module, *, name: str) -> None:
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"strategy={name!r} was to train {type(model).__name__}.",
-            "None of its parameters requires a gradient.",
-            "Unfreeze some, or use strategy='single'.",
+            f"Cannot train {type(model).__name__} with strategy={name!r}:",
+            "none of its parameters requires a gradient.",
+            "Call requires_grad_(True) on some, or use strategy='single'.",
         )

@@ -46,7 +46,7 @@ def test_fire_calls_in_list_order_with_the_documented_arguments() -> None:
     calls: list = []
     first, second = Recorder("first", calls), PrinterCallback()
     runner = make_runner(first, second, args="args", model="net")
-    with pytest.warns(UserWarning, match="already a Recorder"):
+    with pytest.warns(UserWarning, match="two callbacks of the type Recorder"):
         runner.add(Recorder("third", calls))
     assert runner.fire("on_step_end", metrics={"a": 1}) is runner.control
     assert [call[0] for call in calls] == ["first", "third"]

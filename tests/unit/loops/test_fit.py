@@ -182,7 +182,7 @@ def test_data_of_unknown_length_is_reopened_until_max_steps() -> None:
 
 @pytest.mark.parametrize(
     ("num_batches", "message"),
-    [(0, r"Epoch 0 was to be trained\. Its data gave no batch"), ([2, 0], r"epoch 1\. .* is used up after one")],
+    [(0, r"Cannot train epoch 0\. Its data gave no batch"), ([2, 0], r"epoch 1\. .* is used up after one")],
 )
 def test_data_without_a_batch_is_an_error(num_batches: Any, message: str) -> None:
     with pytest.raises(TaskError, match=message):

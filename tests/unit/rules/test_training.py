@@ -51,5 +51,5 @@ def test_schedule_of_the_arguments_is_tried_only_where_it_is_made(tmp_path: Path
 
 
 def test_model_without_anything_to_train_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Net was to be trained\. None of its parameters requires a gradient"):
+    with pytest.raises(ConfigError, match=r"Cannot train Net: none of its parameters requires a gradient"):
         Trainer(Net().requires_grad_(False), make_arguments(tmp_path), train_dataset=make_rows(8)).train()

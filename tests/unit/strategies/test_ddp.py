@@ -75,7 +75,7 @@ def test_wrapper_in_a_group_of_the_users_stays_usable(strategy: DDPStrategy) -> 
 
 
 def test_frozen_model_is_refused(strategy: DDPStrategy) -> None:
-    with pytest.raises(ConfigError, match="None of its parameters requires a gradient"):
+    with pytest.raises(ConfigError, match="none of its parameters requires a gradient"):
         strategy.setup(nn.Linear(2, 2).requires_grad_(False), make_optimizer, POLICY)
 
 

@@ -102,7 +102,7 @@ def scalar() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "options", "rank", "reason"),
     [
-        (nn.Linear(2, 2).requires_grad_(False), {}, "0", "None of its parameters requires a gradient"),
+        (nn.Linear(2, 2).requires_grad_(False), {}, "0", "none of its parameters requires a gradient"),
         (scalar(), {}, "0", "no rows to split .scale."),
         (nn.Linear(2, 2, device="meta"), {"cpu_ram_efficient_loading": True}, "0", "Build it with weights"),
         (nn.Linear(2, 2, device="meta"), {}, "1", "cpu_ram_efficient_loading"),

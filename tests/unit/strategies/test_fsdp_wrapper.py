@@ -75,7 +75,7 @@ def test_unit_of_two_dtypes_is_refused_before_launch() -> None:
     with pytest.raises(ConfigError, match=r"Sequential has parameters of torch\.bfloat16 and torch\.float32"):
         FSDP1Strategy(use_cpu=True).check_model(model)
     FSDP1Strategy(use_cpu=True, layer_classes=["Linear"]).check_model(model)
-    with pytest.raises(ConfigError, match="None of its parameters requires a gradient"):
+    with pytest.raises(ConfigError, match="none of its parameters requires a gradient"):
         FSDP1Strategy(use_cpu=True).check_model(nn.Linear(2, 2).requires_grad_(False))
 
 

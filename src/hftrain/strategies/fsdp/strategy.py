@@ -142,7 +142,7 @@ class FSDPStrategy(SplittingStrategy):
             reason = "activation_checkpointing recomputes unit by unit, and the whole model is one unit."
             remedy = "Name the repeated layers in transformer_layer_cls_to_wrap, or set min_num_params."
         if reason:
-            raise ConfigError(f"strategy={self.name!r} was to train {type(model).__name__}.", reason, remedy)
+            raise ConfigError(f"Cannot train {type(model).__name__} with strategy={self.name!r}.", reason, remedy)
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
         """Split a model in place, and make its optimizer from the parts. Collective; mutates the model.

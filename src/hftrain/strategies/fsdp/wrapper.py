@@ -82,7 +82,7 @@ class FSDP1Strategy(FSDPStrategy):
             dtypes = {str(parameter.dtype) for part in _parts(unit, units) for parameter in part.parameters(False)}
             if len(dtypes) > 1:
                 raise ConfigError(
-                    f"strategy={self.name!r} was to train {type(model).__name__}.",
+                    f"Cannot train {type(model).__name__} with strategy={self.name!r}.",
                     f"Its unit {type(unit).__name__} has parameters of {' and '.join(sorted(dtypes))}, which the "
                     "older wrapper cannot lay into one flat tensor.",
                     "Use strategy='fsdp', or make units of the parts (transformer_layer_cls_to_wrap).",
