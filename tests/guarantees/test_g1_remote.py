@@ -127,7 +127,7 @@ def sweep(server: S3Server, url: str, tmp_path: Path, *, num_rounds: int, share:
     assert ours["history"] == whole["history"]
     for part in ("model", "optimizer"):
         torch.testing.assert_close(ours[part], whole[part], rtol=0, atol=0)
-    left = {name.partition("/")[0] for name in RemoteFolder(url).names()}
+    left = {name.partition("/")[0] for name in RemoteFolder(url).names()} - {"journal.jsonl"}
     assert all(checkpoint_step(name) is not None for name in left)
     assert all(MANIFEST in RemoteFolder(url).sizes(name) for name in left), "leftovers were not swept"
 
