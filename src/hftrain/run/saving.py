@@ -308,8 +308,8 @@ class RunCheckpoints:
         found = self.manager.names()
         if found:
             logger.warning(
-                "%s holds checkpoints of another run (%s). They stay, except that those of the same step are replaced. "
-                "Use another output_dir, or overwrite_output_dir=True to say that this is meant.",
+                "%s contains checkpoints of another run (%s). A new checkpoint replaces one of the same step; the "
+                "others are kept. Use another output_dir, or set overwrite_output_dir=True if this is intended.",
                 self.manager.config.url or self.manager.config.output_dir,
                 ", ".join(found),
             )

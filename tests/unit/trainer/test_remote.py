@@ -206,7 +206,7 @@ def test_a_new_run_is_told_of_the_checkpoints_of_another(caplog):
     make_trainer().train()
     shutil.rmtree(mirror_of(URL))
     make_trainer(max_steps=2).train()
-    assert "memory://bucket/run holds checkpoints of another run (checkpoint-2, checkpoint-4" in caplog.text
+    assert "memory://bucket/run contains checkpoints of another run (checkpoint-2, checkpoint-4" in caplog.text
 
 
 # -- what is refused, and what fails -------------------------------------------------------------------------------
