@@ -66,7 +66,7 @@ def test_callbacks_answer_in_three_ways_under_two_keywords(tmp_path: Path, how: 
 
 
 def test_both_keywords_of_callbacks_add_up(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="already a Stop"):
+    with pytest.warns(UserWarning, match="two callbacks of the type Stop"):
         trainer = Trainer(Net(), make_arguments(tmp_path), callback=[Stop("a")], callbacks=[Stop("b")])
     assert [each.how for each in trainer.callback_handler.callbacks if isinstance(each, Stop)] == ["b", "a"]
 

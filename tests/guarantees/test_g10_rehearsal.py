@@ -113,11 +113,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "metric of one of several sets": (
         {**BEST, "metric_for_best_model": "loss", "eval_dataset": {"a": make_rows(4), "b": make_rows(4)}},
-        "choose one of these.*eval_a_loss",
+        "set metric_for_best_model to .*eval_a_loss",
     ),
     "plateau schedule without its metric": (
         {**STEPS, "lr_scheduler_type": "reduce_lr_on_plateau", "eval_dataset": {"a": make_rows(4)}},
-        "Did you mean .eval_a_loss.",
+        "to .eval_a_loss.",
     ),
     "best model between evaluations": ({**BEST, "save_steps": 3}, "Make save_steps a multiple of eval_steps"),
     "best model without evaluation": ({**BEST, "eval_strategy": "no"}, "Set eval_strategy"),
@@ -171,7 +171,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "folder that cannot be written": ({**STEPS, "output_dir": "/proc/nowhere"}, "/proc/nowhere.*Give a folder"),
     "model that cannot be saved": ({**STEPS, "model": Unsaveable()}, "save_safetensors=False"),
     "callback that cannot be saved": ({**STEPS, "callbacks": [Stateful()]}, "Stateful"),
-    "model without anything to train": ({"model": Frozen()}, "Unfreeze"),
+    "model without anything to train": ({"model": Frozen()}, "requires_grad_"),
     "illegal precision": ({"precision": "tf32"}, "precision='tf32'.*CUDA"),
     "unknown precision": ({"precision": "fp17"}, "precision"),
     "unknown strategy": ({"strategy": "dpp"}, "Did you mean"),
