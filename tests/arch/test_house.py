@@ -25,9 +25,9 @@ FOREIGN = {
 }
 # Public, though they look private: of named tuples, of `os` and of `sys`.
 PUBLIC = frozenset({"_replace", "_fields", "_exit", "_getframe", "_current_frames"})
-MAX_LINES = 45_700
-MAX_TEST_LINES = 66_200
-MAX_MEDIAN_FILE = 107
+MAX_LINES = 46_750
+MAX_TEST_LINES = 67_300
+MAX_MEDIAN_FILE = 109
 
 
 def circles() -> list[set[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -145,14 +144,14 @@ class Wrong(Task):
         self.how = how
 
     def training_step(self, batch: Any) -> Any:
-        if self.how == "width":
-            batch["x"] = torch.zeros(4, 5)
+        if self.how == "size":
+            batch["x"] = batch["x"].view(3, 5)
         if self.how == "own dict":
             return {}["x"]
         return super().training_step(batch)
 
 
-@pytest.mark.parametrize(("how", "error"), [("width", RuntimeError), ("own dict", KeyError)])
+@pytest.mark.parametrize(("how", "error"), [("size", RuntimeError), ("own dict", KeyError)])
 @pytest.mark.parametrize("verb", ["train", "evaluate"])
 def test_error_of_the_model_itself_comes_with_its_batch(tmp_path: Path, how: str, error: Any, verb: str) -> None:
     rows = make_rows(8)
@@ -161,7 +160,7 @@ def test_error_of_the_model_itself_comes_with_its_batch(tmp_path: Path, how: str
         getattr(trainer, verb)()
     assert not isinstance(caught.value, TaskError)
     note = "\n".join(caught.value.__notes__)
-    assert re.fullmatch(r"The batch: x float32 \(4, [45]\), labels int64 \(4,\)\.", note)
+    assert note == "The batch: x float32 (4, 4), labels int64 (4,)."
 
 
 class Two(TaskModule):

@@ -167,6 +167,9 @@ class Own(TrainerCallback):
 class Mine(Logger):
     name = "mine"
 
+    def log(self, metrics: Any, step: int) -> None:
+        """Do nothing."""
+
 
 def test_callbacks_of_the_user_come_between_the_flow_and_the_display(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path), callbacks=[Own], loggers=[Mine()])

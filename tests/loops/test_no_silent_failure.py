@@ -395,7 +395,7 @@ def test_launchers_settings_are_heeded_or_refused(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("metrics", "error"), [(lambda p: 3.0, "returned a float"), (lambda p: {"a": {1, 2}}, "It is a set")]
+    ("metrics", "error"), [(lambda p: 3.0, "it is a float"), (lambda p: {"a": {1, 2}}, "It is a set")]
 )
 def test_metrics_that_no_log_can_hold_are_named(tmp_path: Path, metrics: Any, error: str) -> None:
     with pytest.raises(TaskError, match=error):

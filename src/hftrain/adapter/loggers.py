@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hftrain.callbacks.trackers import TrackerCallback, tracker_callback
@@ -33,7 +33,7 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
                 ", ".join(names),
             )
         return list(names)
-    asked = [asked] if isinstance(asked, (str, Logger)) else list(asked)
+    asked = list(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]
     wanted: list[str | Logger] = []
     for each in asked:
         wanted += available_loggers() if each == "all" else [] if each == "none" else [_check(each)]
@@ -60,11 +60,14 @@ def _check(tracker: Any) -> Any:
     if isinstance(tracker, str):
         known_loggers.summary(tracker)
     elif not isinstance(tracker, Logger):
+        kind = f"the class {tracker.__name__}" if isinstance(tracker, type) else f"a {type(tracker).__name__}"
         raise ConfigError(
-            f"loggers=[{tracker!r}] was given.",
-            "It is neither a tracker's name nor a Logger.",
+            f"Cannot use {kind} as a logger:",
+            "it is neither a tracker's name nor a Logger.",
             "Pass names, or instances of classes that derive from hftrain.Logger.",
         )
+    elif type(tracker).log is Logger.log and type(tracker).start is Logger.start:
+        warn_once(f"{type(tracker).__name__} reports no metric: it does not define log(self, metrics, step).")
     return tracker
 
 

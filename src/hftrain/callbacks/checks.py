@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hftrain.core.errors import TaskError, a_kind
+from hftrain.core.errors import HFTrainError, TaskError, a_kind
 from hftrain.core.events import EVENTS
 from hftrain.core.lightning import CALLBACK_METHODS, CALLBACK_MISNOMERS, LIGHTNING_NAMES, lightning_base
+from hftrain.core.notes import add_note
 from hftrain.core.uncalled import check_uncalled
 
 
@@ -34,13 +35,49 @@ def check_callback(callback: Any) -> None:
     if lightning_base(kind) is None:
         check_uncalled(kind, error=TaskError, called=EVENTS, hooks=CALLBACK_METHODS, misnomers=CALLBACK_MISNOMERS)
     if not any(callable(getattr(callback, event, None)) for event in EVENTS):
+        remedy = "Pass an object or a class derived from TrainerCallback, which defines events such as on_step_end."
+        if isinstance(callback, (list, tuple)):
+            remedy = "Pass all callbacks in one flat list."
         raise TaskError(
             f"Cannot use {callback!r} as a callback: it is text."
             if isinstance(callback, str)
             else f"Cannot use {a_kind(callback)} as a callback: it has no method that is named after an event.",
             "",
-            "Pass an object or a class derived from TrainerCallback, which defines events such as on_step_end.",
+            remedy,
         )
+
+
+def made_callback(callback: Any) -> Any:
+    """Return a callback, made of a class without arguments.
+
+    Raises:
+        TaskError: The class needs some.
+    """
+    if not isinstance(callback, type):
+        return callback
+    try:
+        inspect.signature(callback).bind()
+    except TypeError as error:
+        name = callback.__name__
+        raise TaskError(
+            f"Cannot make the callback {name}:",
+            f"a class is called without arguments ({error}).",
+            f"Pass an instance: {name}(...).",
+        ) from None
+    except ValueError:
+        pass
+    return callback()
+
+
+def note_callback(error: Exception, handler: Any, event: str, context: Iterable[str]) -> None:
+    """Note in which callback of the user's an error was raised, and what it was called with."""
+    kind = type(getattr(handler, "__self__", handler))
+    if isinstance(error, HFTrainError) or kind.__module__.startswith("hftrain."):
+        return
+    text = f"Raised in {event} of the callback {kind.__name__}."
+    if isinstance(error, (KeyError, TypeError)):
+        text += f" It is called with args, state, control and the keywords {', '.join(context)}."
+    add_note(error, text)
 
 
 def check_signature(callback: Any, event: str, method: Callable[..., Any] | None, context: Iterable[str]) -> None:

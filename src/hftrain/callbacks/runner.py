@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.callbacks.checks import check_callback, check_signature
+from hftrain.callbacks.checks import check_callback, check_signature, made_callback, note_callback
 from hftrain.core.errors import CheckpointError, TaskError, suggest
 from hftrain.core.events import EVENTS
 from hftrain.core.log import warn_user
@@ -173,10 +174,14 @@ class CallbackHandler:
         handlers = self._handlers[event]
         if handlers:
             context = {**self._context, **extra} if extra else self._context
-            for handler in handlers:
-                result = handler(self.args, self.state, control, **context)
-                if result is not None and result is not control:
-                    self._adopt(result, handler, event)
+            try:
+                for handler in handlers:
+                    result = handler(self.args, self.state, control, **context)
+                    if result is not None and result is not control:
+                        self._adopt(result, handler, event)
+            except Exception as error:
+                note_callback(error, handler, event, context)
+                raise
         return control
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **extra: Any) -> TrainerControl:
@@ -248,7 +253,7 @@ class CallbackHandler:
 
     def _append(self, callback: Any) -> None:
         check_callback(callback)
-        callback = callback() if isinstance(callback, type) else callback
+        callback = made_callback(callback)
         name = type(callback).__name__
         if any(type(present) is type(callback) for present in self.callbacks):
             warn_user(f"There are two callbacks of the type {name}; both will be called.")
@@ -291,15 +296,16 @@ class CallbackHandler:
         owner = type(getattr(handler, "__self__", handler)).__name__
         if not isinstance(flags, Mapping):
             raise TaskError(
-                f"{owner}.{event} returned a {type(result).__name__}.",
-                "A callback asks for things through the control's flags.",
-                "Return None, the control, or a mapping of its flags to booleans.",
-                returned=result,
+                f"Cannot use what {owner}.{event} returned:",
+                f"a {type(result).__name__} has no flags of the control.",
+                "Define it with def, not async def."
+                if inspect.iscoroutine(result)
+                else "Return None, the control, or a mapping such as {'should_training_stop': True}.",
             )
         for name in flags:
             if name not in known:
                 raise TaskError(
-                    f"{owner}.{event} asked for {name!r}.",
+                    f"Cannot use {name!r}, which {owner}.{event} returned:",
                     "TrainerControl has no flag of that name.",
                     suggest(name, known),
                     returned=dict(flags),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
+import traceback
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,25 @@ def user_line(thread: int) -> str:
         own = own.f_back
     own = own or innermost
     return f"{own.f_code.co_name} ({own.f_code.co_filename}:{own.f_lineno})" if own else "an unknown place"
+
+
+def raising_line(trace: TracebackType | None) -> str | None:
+    """Return the innermost line of the user's own code that an error came through; None if it met none.
+
+    Example:
+        >>> try:
+        ...     1 / 0
+        ... except ZeroDivisionError as error:
+        ...     raising_line(error.__traceback__).partition(":")[0]
+        '<doctest hftrain.core.frames.raising_line[0]>'
+    """
+    found = None
+    for frame, number in traceback.walk_tb(trace):
+        file = frame.f_code.co_filename
+        if not _is_library(file) and "site-packages" not in file:
+            line = linecache.getline(file, number, frame.f_globals).strip()
+            found = f"{file}:{number}, in {frame.f_code.co_name}" + (f": {line}" if line else "")
+    return found
 
 
 def _is_library(path: str) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from hftrain.core.errors import suggest
+from hftrain.core.log import warn_once
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,6 +72,15 @@ class TrainerControl:
     def from_state(cls, state: dict[str, Any]) -> TrainerControl:
         """Build the control that returned `state`."""
         return cls(**state["args"])
+
+
+def check_flags(control: TrainerControl) -> None:
+    """Warn once of a flag that was set and that nothing reads: a misspelt one."""
+    if len(control.__dict__) > len(fields(TrainerControl)):
+        known = {field.name for field in fields(TrainerControl)}
+        for name in sorted(control.__dict__.keys() - known):
+            if name.startswith("should_"):
+                warn_once(f"A callback set control.{name}, which nothing reads. {suggest(name, known)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

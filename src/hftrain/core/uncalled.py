@@ -86,7 +86,11 @@ def _squeeze(name: str) -> str:
 
 
 def _near(name: str, called: set[str]) -> str | None:
-    near = difflib.get_close_matches(name, called, n=1, cutoff=_ALIKE) if "_" in name.strip("_") else []
+    if "_" not in name.strip("_"):
+        return None
+    words = sorted(name.split("_"))
+    near = [each for each in called if sorted(each.split("_")) == words]
+    near = near or difflib.get_close_matches(name, called, n=1, cutoff=_ALIKE)
     return f"Did you mean {near[0]!r}?" if near else None
 
 

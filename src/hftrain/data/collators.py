@@ -17,6 +17,7 @@ from hftrain.core.tree import map_tensors
 from hftrain.data.columns import text_columns
 
 _LABELS = ("label", "label_ids")
+_CONVERT = "Convert it to a tensor in the dataset (an image: torchvision's transforms), or pass a data_collator."
 
 
 def default_data_collator(features: list[Any], return_tensors: str = "pt") -> Any:
@@ -45,7 +46,7 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> An
         {'labels': tensor([0, 1]), 'x': tensor([[1, 2],
                 [3, 4]])}
     """
-    batch = _collate_named(features) if _is_named(features[0]) else default_collate(features)
+    batch = _collate_named(features) if _is_named(features[0]) else _collate_places(features)
     return returned_as(return_tensors, batch)
 
 
@@ -143,6 +144,13 @@ def pad_features(tokenizer: Any, features: list[Any], **options: Any) -> Any:
         return tokenizer.pad(features, **options)
     except (TypeError, ValueError) as error:
         texts = text_columns(features[0]) if isinstance(features[0], Mapping) else []
+        if not texts and _are_ragged(features):
+            raise TaskError(
+                "Cannot make a tensor of the labels:",
+                "their lengths differ, and the tokenizer pads only its own columns.",
+                "Pass data_collator=DataCollatorForTokenClassification(tokenizer), or DataCollatorForSeq2Seq, which "
+                "pad labels too.",
+            ) from error
         if not texts:
             raise
         raise TaskError(
@@ -150,6 +158,14 @@ def pad_features(tokenizer: Any, features: list[Any], **options: Any) -> Any:
             "they hold text.",
             "Tokenize it first (dataset.map), remove the columns, or pass a data_collator that does either.",
         ) from error
+
+
+def _are_ragged(features: list[Any]) -> bool:
+    for name in ("labels", *_LABELS):
+        rows = [feature.get(name) for feature in features if isinstance(feature, Mapping)]
+        if len({len(row) for row in rows if isinstance(row, (list, tuple))}) > 1:
+            return True
+    return False
 
 
 def _pads_lists(tokenizer: Any, features: list[Any]) -> bool:
@@ -192,12 +208,39 @@ def _is_named(feature: Any) -> bool:
     return isinstance(feature, Mapping) or (hasattr(feature, "__dict__") and not is_plain)
 
 
+def _collate_places(features: list[Any]) -> Any:
+    try:
+        return default_collate(features)
+    except (TypeError, RuntimeError) as error:
+        raise _unlike(features, error) from error
+
+
+def _unlike(features: list[Any], error: Exception) -> TaskError:
+    """Return what is wrong with samples that cannot be stacked part by part."""
+    asked, kinds = "Cannot make a batch of the samples:", sorted({type(feature).__name__ for feature in features})
+    if any(feature is None for feature in features):
+        missing = sum(feature is None for feature in features)
+        return TaskError(asked, f"{missing} of {len(features)} are None.", "Let the dataset return each one.")
+    if len(kinds) > 1:
+        return TaskError(asked, f"they are of different kinds ({', '.join(kinds)}).", "Give all the same parts.")
+    sizes = sorted({len(feature) for feature in features}) if kinds[0] in ("tuple", "list") else []
+    if len(sizes) > 1:
+        return TaskError(asked, f"the {kinds[0]}s have {sizes} parts.", "Give all the same parts.")
+    parts = [type(part).__name__ for part in features[0]] if sizes else kinds
+    return TaskError(asked, f"each holds {', '.join(parts)} ({error}).", f"{_CONVERT} Give all the same shape.")
+
+
 def _collate_named(features: list[Any]) -> dict[str, Any]:
-    rows: list[Mapping[str, Any]] = [f if isinstance(f, Mapping) else vars(f) for f in features]
+    try:
+        rows: list[Mapping[str, Any]] = [f if isinstance(f, Mapping) else vars(f) for f in features]
+    except TypeError as error:
+        raise _unlike(features, error) from error
     batch = {}
     label = next((name for name in _LABELS if rows[0].get(name) is not None), None)
     if label is not None:
         batch["labels"] = _column(rows, label, _stack_labels)
+    elif isinstance(rows[0].get("labels"), str):
+        raise _unstackable(rows, "labels", TypeError("text"))
     for name, value in rows[0].items():
         if name not in _LABELS and value is not None and not isinstance(value, (str, bytes)):
             batch[name] = _column(rows, name, _stack)
@@ -228,11 +271,27 @@ def _column(rows: list[Mapping[str, Any]], name: str, stack: Callable[[list[Any]
     try:
         return stack([row[name] for row in rows])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise TaskError(
-            f"A batch of {len(rows)} samples was to be stacked.",
-            f"The samples' {name!r} cannot be: {type(error).__name__}: {error}",
-            "Give every sample the same shape; for texts, pass the tokenizer (or a data_collator that pads).",
-        ) from error
+        raise _unstackable(rows, name, error) from error
+
+
+def _unstackable(rows: list[Mapping[str, Any]], name: str, error: Exception) -> TaskError:
+    """Return why the samples' parts of one name make no tensor, and what to do."""
+    asked, values = f"Cannot stack {name!r} of {len(rows)} samples:", [row[name] for row in rows if name in row]
+    missing, kinds = len(rows) - len(values), sorted({type(value).__name__ for value in values})
+    if missing:
+        return TaskError(asked, f"{missing} of them do not have it.", "Give every sample the same keys.")
+    sized = [value for value in values if hasattr(value, "shape") or isinstance(value, (list, tuple))]
+    shapes = sorted({tuple(value.shape) if hasattr(value, "shape") else (len(value),) for value in sized})
+    if len(shapes) > 1:
+        found = ", ".join(map(str, shapes[:3]))
+        remedy = "Give every sample the same shape; for texts, pass the tokenizer (or a data_collator that pads)."
+        return TaskError(asked, f"the shapes differ ({found}).", remedy)
+    if len(kinds) > 1:
+        return TaskError(asked, f"the types differ ({', '.join(kinds)}).", "Give every sample the same type.")
+    if kinds == ["str"]:
+        remedy = "Number the classes in the dataset." if name in ("labels", *_LABELS) else "Tokenize it."
+        return TaskError(asked, f"it is text, such as {values[0][:40]!r}.", remedy)
+    return TaskError(asked, f"its type is {kinds[0]}, which makes no tensor ({error}).", _CONVERT)
 
 
 def _stack(values: list[Any]) -> torch.Tensor:

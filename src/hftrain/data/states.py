@@ -55,7 +55,8 @@ def with_seeds(loader: Any, *, seed: int, rank: int) -> Any:
         return loader
     if any(isinstance(part, SeededBatches) for part in (batches, *samplers_of(batches))):
         return loader
-    num_kept = loader.num_workers * (loader.prefetch_factor or 0)
+    # torch sends another batch before it raises the error of the one that has come.
+    num_kept = loader.num_workers * (loader.prefetch_factor or 0) + 1
     return rebuild_loader(loader, batch_sampler=SeededBatches(batches, seed=seed, rank=rank, num_kept=num_kept))
 
 

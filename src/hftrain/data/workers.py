@@ -145,14 +145,28 @@ def _open_batch(iterator: Any, number: int) -> str:
     waiting = sorted(index for index, entry in info.items() if entry[0] == number and len(entry) == 1)
     if not waiting:
         return "It had no batch to load."
-    sampler = getattr(iterator, "_index_sampler", None)
-    seeded = [part for part in (sampler, *samplers_of(sampler)) if isinstance(part, SeededBatches)]
-    back = iterator._send_idx - waiting[0]
-    if not seeded or len(seeded[0].sent) < back:
+    samples = _sent(iterator, waiting[0])
+    if not samples:
         return f"Its oldest open batch is number {waiting[0]} of this pass."
-    samples = list(seeded[0].sent[-back])
     more = f" and {len(samples) - _MOST_SAMPLES} more" if len(samples) > _MOST_SAMPLES else ""
     return f"Its oldest open batch has the samples {', '.join(map(str, samples[:_MOST_SAMPLES]))}{more}."
+
+
+def open_samples(trace: TracebackType | None) -> tuple[Any, ...]:
+    """Return the samples of the batch whose worker's error is being raised (none if unknown), dataset and collator."""
+    iterator = _iterator_in(trace)
+    if iterator is None:
+        return [], None, None
+    parts = (getattr(iterator, name, None) for name in ("_dataset", "_collate_fn"))
+    return _sent(iterator, iterator._rcvd_idx - 1), *parts
+
+
+def _sent(iterator: Any, number: int) -> list[Any]:
+    """Return the samples of batch `number` of a loader's pass; none if they are not known any more."""
+    sampler = getattr(iterator, "_index_sampler", None)
+    seeded = [part for part in (sampler, *samplers_of(sampler)) if isinstance(part, SeededBatches)]
+    back = iterator._send_idx - number
+    return list(seeded[0].sent[-back]) if seeded and 0 < back <= len(seeded[0].sent) else []
 
 
 def _memory() -> str:

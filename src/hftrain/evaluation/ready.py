@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 from hftrain.step.computing import Computing
 from hftrain.strategies.base import Strategy
+from hftrain.task.metric_state import checked_metrics
 from hftrain.task.module import TaskModule
 
 
@@ -91,7 +93,7 @@ def ready(
         wrapped, modes = task.model, [(module, module.training) for module in task.modules()]
         task.model = wrap(wrapped)
         task.eval()
-        for metric in task.metrics("eval").values():
+        for metric in checked_metrics(task, "eval").values():
             metric.reset()
         before = computing.past, computing.input_dtype, computing.autocast
         computing.past = None
@@ -101,6 +103,11 @@ def ready(
             yield
         finally:
             computing.past, computing.input_dtype, computing.autocast = before
+            if getattr(task.model, "training", False):
+                warn_once(
+                    f"{type(task.model).__name__} was put into training mode during the evaluation: dropout and batch "
+                    "statistics were active. Remove .train() from the evaluation; modes are set for you."
+                )
             strategy.after_evaluation(wrapped)
             task.model = wrapped
             for module, was_training in modes:

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from hftrain.core.errors import TaskError
+from hftrain.core.notes import add_note, describe
 from hftrain.core.tree import detach, map_tensors
 from hftrain.core.types import EvalPrediction
 from hftrain.loops.gather import Group, Kept, as_tensors
@@ -57,7 +58,7 @@ class BatchMetrics:
             if self._finish_outputs is not None:
                 turn["outputs"] = self._finish_outputs(turn["outputs"])
             prediction = EvalPrediction(turn.pop("outputs"), turn.pop("labels"), **turn)
-            self.metrics = checked_metrics(self._compute(prediction, compute_result=is_last))
+            self.metrics = call_metrics(self._compute, prediction, compute_result=is_last)
 
     def _over_ranks(self, mine: Any) -> Any:
         """Return the batches of all ranks, joined, on this rank's device; None if there is none. Collective."""
@@ -77,17 +78,24 @@ class BatchMetrics:
         return tree_map(as_sent, joined, is_leaf=lambda each: isinstance(each, list))
 
 
-def checked_metrics(metrics: Any) -> Mapping[str, Any]:
-    """Return what `compute_metrics` gave; None counts as no metric.
+def call_metrics(function: Callable[..., Any], prediction: EvalPrediction, **options: Any) -> Mapping[str, Any]:
+    """Return what `compute_metrics` gives for predictions; None counts as no metric.
 
     Raises:
-        TaskError: It is neither a mapping nor None.
+        TaskError: It is neither a mapping with text as keys nor None.
     """
-    if metrics is None or isinstance(metrics, Mapping):
-        return metrics or {}
-    raise TaskError(
-        "compute_metrics was called.",
-        f"It returned a {type(metrics).__name__}.",
-        "Return a dict of numbers by name.",
-        returned=metrics,
-    )
+    try:
+        metrics = function(prediction, **options)
+    except Exception as error:
+        parts = [f"prediction.{name} {describe(getattr(prediction, name))}" for name in ("predictions", "label_ids")]
+        kind = "arrays" if isinstance(prediction.label_ids, numpy.ndarray) else "values"
+        add_note(error, f"Raised in compute_metrics(prediction), with the {kind} {' and '.join(parts)}.")
+        raise
+    if metrics is None:
+        return {}
+    if isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics):
+        return metrics
+    found = f"a {type(metrics).__name__}"
+    if isinstance(metrics, Mapping):
+        found += f" with the keys {', '.join(map(repr, metrics))}"
+    raise TaskError("Cannot use what compute_metrics returned:", f"it is {found}.", "Return a dict of numbers by name.")

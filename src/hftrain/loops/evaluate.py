@@ -14,7 +14,7 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of
 from hftrain.core.types import EvalLoopOutput, EvalPrediction, StepOutput
-from hftrain.loops.batch_metrics import BatchMetrics, checked_metrics
+from hftrain.loops.batch_metrics import BatchMetrics, call_metrics
 from hftrain.loops.contract import Loop, Stage
 from hftrain.loops.fit import Events
 from hftrain.loops.gather import Group, Kept, KeptBatches, put_back
@@ -165,7 +165,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         predictions, labels = kept.pop("outputs", None), kept.pop("labels", None)
         is_complete = predictions is not None and labels is not None
         if hooks.compute_metrics is not None and not config.computes_per_batch and is_complete:
-            reports.append(checked_metrics(hooks.compute_metrics(EvalPrediction(predictions, labels, **kept))))
+            reports.append(call_metrics(hooks.compute_metrics, EvalPrediction(predictions, labels, **kept)))
         if not config.returns_predictions:
             predictions = labels = None
         num_samples = int(self._sum_over_ranks(torch.tensor(self._num_samples, device=self.parts.group.device)))
@@ -333,8 +333,8 @@ def _no_number(loss: torch.Tensor) -> TaskError:
 
 def _no_logits() -> TaskError:
     return TaskError(
-        "preprocess_logits_for_metrics was given.",
-        "It returned None, so there is nothing to call compute_metrics with.",
+        "Cannot use what preprocess_logits_for_metrics returned:",
+        "it is None, so there is nothing to call compute_metrics with.",
         "Return what compute_metrics is to get as predictions.",
     )
 

@@ -60,10 +60,10 @@ def _create(chosen: Any) -> Loop[Any]:
     base = _BASES.get(getattr(loop, "stage", ""))
     if base is None or not isinstance(loop, base):
         raise TaskError(
-            f"Cannot use {loop!r} as a loop:",
+            f"Cannot use a {type(loop).__name__} as a loop:",
             "it is not derived from one." if base is None else f"it runs the stage {loop.stage!r} without a base.",
             f"Derive it from {base.__name__}."
             if base is not None
-            else "Derive it from FitLoop, EvaluateLoop or PredictLoop.",
+            else "Pass a loop or a list of them; your own derive from FitLoop, EvaluateLoop or PredictLoop.",
         )
     return loop

@@ -240,9 +240,10 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise TaskError(
-            f"Cannot log {name!r}:", f"it is {found}, but logs hold only numbers.", "Return a number under that name."
-        ) from error
+        remedy = "Return a number under that name."
+        if hasattr(value, "compute"):
+            remedy = "Return its compute(), or name the metric in the task's metrics('train'), which are logged too."
+        raise TaskError(f"Cannot log {name!r}:", f"it is {found}, but logs hold only numbers.", remedy) from error
 
 
 def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:

@@ -66,12 +66,20 @@ def check_one_set(dataset: Any) -> None:
         raise ConfigError(
             f"Cannot use a {type(dataset).__name__} as one dataset:",
             f"it has no sample 0, but the keys {', '.join(map(repr, dataset))}.",
-            "Pass one of its values; eval_dataset and evaluate() alone take several sets.",
+            "Make rows of its columns: datasets.Dataset.from_dict(...)."
+            if all(_is_column(value) for value in dataset.values())
+            else "Pass one of its values; eval_dataset and evaluate() alone take several sets.",
         )
 
 
 def check_loader(loader: Any) -> None:
     """Raise where several loaders, as Lightning takes them, stand where one belongs."""
+    if loader is None:
+        raise TaskError(
+            "Cannot read batches from None:",
+            "get_train_dataloader() or get_eval_dataloader() returned it.",
+            "Let the override return a loader.",
+        )
     members = list(loader.values()) if isinstance(loader, Mapping) else loader
     if isinstance(members, (list, tuple)) and any(isinstance(member, DataLoader) for member in members):
         raise ConfigError(
@@ -104,7 +112,7 @@ def check_inputs(model: nn.Module, columns: Iterable[str]) -> None:
     ]
     if missing:
         raise TaskError(
-            "A dataset was given.",
+            "Cannot train on this dataset:",
             f"{type(model).__name__}.forward needs {', '.join(missing)}, and the columns that make a batch "
             f"are {', '.join(sorted(columns))}.",
             "Add the column, rename one, or pass a data_collator that makes it.",
@@ -129,6 +137,12 @@ def _find_problem(dataset: Any, role: str) -> tuple[str, str] | None:
         return "it is text, not a dataset.", "If it names a dataset, load it first."
     if hasattr(dataset, "iloc"):
         return "indexing it with a number does not return a row.", "Pass datasets.Dataset.from_pandas(frame)."
+    if isinstance(dataset, type):
+        return "it is a class.", f"Pass an instance: {dataset.__name__}(...)."
+    if callable(dataset) and not _is_map(dataset) and not isinstance(dataset, IterableDataset):
+        return "it is a function.", "Pass what it returns, as a list; or write an IterableDataset around it."
+    if isinstance(dataset, (set, frozenset)):
+        return "its samples have no order.", "Pass a list."
     if isinstance(dataset, Iterator) and not (isinstance(dataset, IterableDataset) or _is_map(dataset)):
         return "it can be read only once, and not by several processes.", "Pass a list, or an IterableDataset."
     if isinstance(dataset, (list, tuple)) and dataset and _is_set(dataset[0], num_elements=len(dataset)):
@@ -136,6 +150,11 @@ def _find_problem(dataset: Any, role: str) -> tuple[str, str] | None:
             return "its elements are datasets themselves.", "Pass a dict of them: the names appear in the metrics."
         return "its elements are datasets themselves.", "Join them: torch.utils.data.ConcatDataset([...])."
     return None
+
+
+def _is_column(value: Any) -> bool:
+    is_list = isinstance(value, (list, tuple)) and not any(isinstance(each, Mapping) for each in value[:1])
+    return is_list or hasattr(value, "shape")
 
 
 def _has_shape(value: Any) -> bool:

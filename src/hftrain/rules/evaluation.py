@@ -15,6 +15,7 @@ from hftrain.core.types import Owns
 from hftrain.data.eval_sets import EvalSet
 from hftrain.data.loaders import build_loader
 from hftrain.data.sizes import has_length
+from hftrain.rules.functions import check_call
 from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.model_task import ModelTask
@@ -62,6 +63,7 @@ def check_functions(args: TrainingArguments, functions: Mapping[str, Any], *, co
         if not callable(function):
             more = ", or override compute_loss to return a loss that is divided already" if is_loss else ""
             raise ConfigError(f"Cannot use {name}={function!r}:", "it is not callable.", f"Pass a function{more}.")
+        check_call(name, function)
         is_by_batch = args.batch_eval_metrics and "metrics" in name and not name.startswith("preprocess")
         if is_by_batch and not accepts(function, "compute_result"):
             raise ConfigError(

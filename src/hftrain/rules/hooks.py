@@ -112,9 +112,15 @@ def check_hooks(kind: type, base: type, *, given: Mapping[str, Any], attributes:
         )
 
 
-def missing_attribute(kind: type, name: str) -> str:
-    """Word the error of an attribute that a Trainer lacks: what to do, if other Trainers have it."""
+def missing_attribute(kind: type, name: str, *, is_made: bool) -> str:
+    """Word the error of an attribute that a Trainer lacks: what to do, if other Trainers have it.
+
+    Args:
+        is_made: Whether the Trainer's own ``__init__`` has begun.
+    """
     message = f"{kind.__name__!r} object has no attribute {name!r}"
+    if not is_made:
+        return f"{message}: its __init__ has not called that of Trainer. Call super().__init__(...) in it first."
     remedy = DOCUMENTED.get(name) or NEWER.get(name) or TRAINER_ATTRIBUTES.get(name)
     return f"{message}. {remedy}" if remedy else message
 

@@ -12,60 +12,83 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import HFTrainError, TaskError
+from hftrain.core.frames import raising_line
 from hftrain.core.lightning import MODULE_ATTRIBUTES
+from hftrain.core.notes import add_note, describe
+from hftrain.data.columns import known_columns
+from hftrain.rules.call_mistakes import explain_calls
+from hftrain.rules.data_mistakes import locate_in_data
+from hftrain.rules.layer_mistakes import explain_layers
 from hftrain.rules.tensor_mistakes import explain_tensors
 from hftrain.task.model_task import ModelTask, call_model
 from hftrain.task.module import TaskModule
 
-_MAX_COLUMNS = 12
+_NO_BATCH = object()
 
 
 def explain_mistake(
-    error: Exception, task: TaskModule, model: nn.Module, *, label_names: Sequence[str], loss_maker: str | None
+    error: Exception,
+    task: TaskModule,
+    model: nn.Module,
+    *,
+    label_names: Sequence[str],
+    loss_maker: str | None,
+    datasets: Sequence[Any] = (),
 ) -> None:
-    """Raise a `TaskError` in place of an error whose cause is known; add the batch to what others tell.
+    """Raise a `TaskError` in place of an error whose cause is known; add to others where they were raised, and on what.
 
     Only what the traceback holds is looked at, so that a step which succeeds pays nothing.
 
     Args:
-        error: What a step raised; a note about the batch is added to it.
+        error: What a step, a collator, a dataset or a callback raised; notes are added to it.
         loss_maker: What returned the loss, where it was neither the task nor the model.
+        datasets: Those of the run, for columns that did not reach the batch.
     """
-    if isinstance(error, HFTrainError):
+    if isinstance(error, HFTrainError) and not isinstance(error, TaskError):
+        return
+    where = locate_in_data(error)
+    if where is not None:
+        add_note(error, where)
+    if getattr(error, "__notes__", None):
+        # Explained already, or not of a step.
         return
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    batch = next((found for frame in reversed(frames) if (found := _batch_in(frame)) is not None), None)
-    cause = (
-        _lightnings_attribute(task, error)
-        or _unusable_loss(task, model, error, frames, loss_maker)
-        or _missing_column(task, error, frames, batch)
-        or _refused_column(task, model, error, frames, label_names)
-        or explain_tensors(error, frames)
-    )
+    batch = next((found for frame in reversed(frames) if (found := _batch_in(frame)) is not _NO_BATCH), _NO_BATCH)
+    cause = None
+    if not isinstance(error, HFTrainError):
+        cause = (
+            _lightnings_attribute(task, error)
+            or _broken_backward(error, loss_maker)
+            or _unusable_loss(task, model, error, frames, loss_maker)
+            or _unusable_batch(task, error, batch)
+            or _missing_column(task, error, frames, batch, datasets)
+            or _refused_column(task, model, error, frames, label_names)
+            or explain_calls(error, frames)
+            or explain_tensors(error, frames, model, batch)
+            or explain_layers(error, frames, model, batch)
+        )
+    place = raising_line(error.__traceback__)
     if cause is not None:
+        if place is not None:
+            add_note(cause, f"At {place}")
         raise cause from error
-    if batch is not None and not getattr(error, "__notes__", None):
-        # As add_note does, which Python 3.10 lacks.
-        error.__notes__ = [f"The batch: {_describe(batch)}."]  # type: ignore[attr-defined]
+    owner = getattr(error, "obj", None)
+    if isinstance(error, AttributeError) and isinstance(owner, nn.Module):
+        parts = ", ".join(name for name, _ in owner.named_children())
+        add_note(error, f"{type(owner).__name__} has the children {parts or '(none)'}.")
+    if batch is not _NO_BATCH:
+        add_note(error, f"The batch: {describe(batch)}.")
+    # Python's traceback ends there already where the user's own line raised the error.
+    if place is not None and not isinstance(error, HFTrainError) and f"{frames[-1].f_code.co_filename}:" not in place:
+        add_note(error, f"At {place}")
 
 
 def _batch_in(frame: FrameType) -> Any:
-    """Return the batch that one of our functions was working on, None if the frame is not ours."""
+    """Return the batch that one of our functions was working on, if the frame is of one."""
     if not frame.f_globals.get("__name__", "").startswith("hftrain."):
-        return None
-    found = frame.f_locals.get("inputs", frame.f_locals.get("batch"))
-    return found if isinstance(found, (Mapping, list, tuple, torch.Tensor)) else None
-
-
-def _describe(batch: Any) -> str:
-    if isinstance(batch, torch.Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
-    if isinstance(batch, Mapping):
-        shown = [f"{name} {_describe(value)}" for name, value in list(batch.items())[:_MAX_COLUMNS]]
-        return ", ".join(shown) + (", ..." if len(batch) > _MAX_COLUMNS else "") or "empty"
-    if isinstance(batch, (list, tuple)) and any(isinstance(value, torch.Tensor) for value in batch):
-        return f"{type(batch).__name__} of ({', '.join(map(_describe, batch[:_MAX_COLUMNS]))})"
-    return f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (list, tuple)) else type(batch).__name__
+        return _NO_BATCH
+    found = frame.f_locals.get("inputs", frame.f_locals.get("batch", _NO_BATCH))
+    return found if found is None or isinstance(found, (Mapping, list, tuple, torch.Tensor)) else _NO_BATCH
 
 
 def _lightnings_attribute(task: TaskModule, error: Exception) -> TaskError | None:
@@ -79,10 +102,8 @@ def _lightnings_attribute(task: TaskModule, error: Exception) -> TaskError | Non
     )
 
 
-def _unusable_loss(
-    task: TaskModule, model: nn.Module, error: Exception, frames: list[FrameType], maker: str | None
-) -> TaskError | None:
-    """Return what keeps a loss from being differentiated, if that is what failed."""
+def _broken_backward(error: Exception, maker: str | None) -> TaskError | None:
+    """Return why the backward pass failed, if its graph or what a step returned is at fault."""
     text = str(error)
     if isinstance(error, RuntimeError) and "backward through the graph a second time" in text:
         return TaskError(
@@ -91,6 +112,30 @@ def _unusable_loss(
             "Return the loss without calling backward(), which the Trainer does; detach() what is kept from one step "
             "to the next, such as a hidden state.",
         )
+    if isinstance(error, RuntimeError) and "modified by an inplace operation" in text:
+        changed = text.partition("operation: ")[2].partition(";")[0]
+        return TaskError(
+            "Cannot run the backward pass of the loss:",
+            f"a tensor that it needs was changed in place after it was used ({changed}).",
+            "Replace x.add_(y), x += y and x[i] = y in the step or the model by x = x + y or x.clone(); "
+            "torch.autograd.set_detect_anomaly(True) shows which line made the tensor.",
+        )
+    if isinstance(error, AttributeError) and error.name == "backward" and not isinstance(error.obj, torch.Tensor):
+        returned = describe(error.obj)
+        pair = " It must return (loss, outputs) only if return_outputs=True." if isinstance(error.obj, tuple) else ""
+        return TaskError(
+            f"Cannot train with what {maker or 'the step'} returned ({returned}):",
+            "a loss is a tensor of one number.",
+            f"Return the loss.{pair}",
+        )
+    return None
+
+
+def _unusable_loss(
+    task: TaskModule, model: nn.Module, error: Exception, frames: list[FrameType], maker: str | None
+) -> TaskError | None:
+    """Return what keeps a loss from being differentiated, if that is what failed."""
+    text = str(error)
     if not isinstance(error, RuntimeError) or not ("scalar outputs" in text or "does not require grad" in text):
         return None
     losses = [frame.f_locals.get("loss") for frame in frames if frame.f_code.co_name == "training_step"]
@@ -105,17 +150,54 @@ def _unusable_loss(
         return TaskError(
             asked, f"it has the shape {tuple(loss.shape)}, but a loss must be one number.", "Return its mean."
         )
+    if loss.is_complex():
+        return TaskError(asked, "it is complex, but a loss must be real.", "Return its abs() or its real part.")
     if loss.requires_grad:
         return None
     return TaskError(
         asked,
         "it does not depend on any trainable parameter.",
-        "Compute it from the model's outputs without detach(), item() or torch.no_grad(), and leave some parameters "
-        "with requires_grad=True.",
+        "Compute it from the model's outputs without detach(), item(), argmax() or torch.no_grad(), and leave some of "
+        "the parameters that it depends on with requires_grad=True.",
     )
 
 
-def _missing_column(task: TaskModule, error: Exception, frames: list[FrameType], batch: Any) -> TaskError | None:
+def _unusable_batch(task: TaskModule, error: Exception, batch: Any) -> TaskError | None:
+    """Say that the batch is not a mapping of columns, if a step or a plain model failed because of that."""
+    text, plain = str(error), isinstance(task, ModelTask)
+    user = type(task.model if plain else task).__name__
+    if batch is None and isinstance(error, (TypeError, AttributeError)) and (plain or "NoneType" in text):
+        return TaskError(
+            f"Cannot use None as a batch of {user}:", "the data_collator returned it.", "Let it return the batch."
+        )
+    if isinstance(batch, Mapping) and isinstance(error, AttributeError) and error.obj is batch:
+        return TaskError(
+            f"Cannot read batch.{error.name} in {user}:",
+            f"the batch is a {type(batch).__name__} with the columns {', '.join(map(str, batch))}.",
+            f"Write batch[{error.name!r}], with a column of the batch.",
+        )
+    if not isinstance(batch, (list, tuple)) or not isinstance(error, TypeError):
+        return None
+    by_name = "indices must be integers" in text or "must be a mapping" in text
+    if batch and isinstance(batch[0], Mapping) and (plain or by_name):
+        return TaskError(
+            f"Cannot use a batch of {user} that is a list of samples ({describe(batch)}):",
+            "the data_collator returned them as they are.",
+            "Let it join them: {'x': torch.stack([sample['x'] for sample in samples]), ...}, or leave it out.",
+        )
+    if by_name or (plain and "argument" in text):
+        return TaskError(
+            f"Cannot find columns by name in a batch of {user}: it is a {describe(batch)},",
+            "because the samples have no names.",
+            "Let the dataset return dicts, such as {'x': ..., 'labels': ...}"
+            + (", or write a TaskModule." if plain else ", or unpack the batch: x, y = batch."),
+        )
+    return None
+
+
+def _missing_column(
+    task: TaskModule, error: Exception, frames: list[FrameType], batch: Any, datasets: Sequence[Any]
+) -> TaskError | None:
     """Say that a step asked its batch for a column that is not there, if that is what failed."""
     if not isinstance(error, KeyError) or not isinstance(batch, Mapping) or not error.args:
         return None
@@ -124,11 +206,15 @@ def _missing_column(task: TaskModule, error: Exception, frames: list[FrameType],
     is_asked = any(value is batch for frame in frames[-2:] for value in frame.f_locals.values())
     if not isinstance(name, str) or name in batch or not is_asked:
         return None
+    remedy = "Rename the dataset's column, or add it: text is tokenized before training (dataset.map) or by a "
+    remedy += "data_collator."
+    if any(name in (known_columns(dataset) or ()) for dataset in datasets):
+        remedy = "The dataset has it, but the collator left it out, as the default one does with text and None. "
+        remedy += "Pass a data_collator that keeps it."
     return TaskError(
         f"Cannot give {type(task).__name__} the column {name!r}:",
-        f"the batch has no such column. It has: {_describe(batch)}.",
-        "Rename the dataset's column, or add it: text is tokenized before training (dataset.map) or by a "
-        "data_collator.",
+        f"the batch has no such column. It has: {describe(batch)}.",
+        remedy,
     )
 
 
@@ -143,6 +229,10 @@ def _refused_column(
     # The call itself failed, and nothing that forward does.
     if not isinstance(inputs, Mapping) or any(f.f_code.co_name == "forward" for f in frames):
         return None
+    if type(model).forward is nn.Module.forward:
+        return TaskError(
+            f"Cannot call {type(model).__name__}:", "it does not define forward.", "Define forward(self, ...)."
+        )
     taken = list(inspect.signature(model.forward).parameters)
     others = [name for name in inputs if name not in taken]
     remedy = "Rename the columns, or leave them out."

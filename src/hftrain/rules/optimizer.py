@@ -46,6 +46,19 @@ def check_step(kind: type[torch.optim.Optimizer]) -> None:
         )
 
 
+def made_optimizers(task: TaskModule) -> tuple[Any, Any]:
+    """Return (optimizer, schedule), either None, that a task makes."""
+    maker = type(task).__name__
+    try:
+        made = task.configure_optimizers()
+    except ValueError as error:
+        cause = _explained(error, maker=maker)
+        if cause is None:
+            raise
+        raise cause from error
+    return read_optimizers(made, maker=maker)
+
+
 def read_optimizers(made: Any, *, maker: str) -> tuple[Any, Any]:
     """Return (optimizer, schedule), either None, from what `configure_optimizers` returned."""
     optimizer, schedule = made if isinstance(made, (tuple, list)) and len(made) == 2 else (made, None)
@@ -54,10 +67,36 @@ def read_optimizers(made: Any, *, maker: str) -> tuple[Any, Any]:
         return optimizer, schedule
     shown = ", ".join(type(part).__name__ for part in made) if isinstance(made, (tuple, list)) else ""
     raise TaskError(
-        f"{maker}.configure_optimizers was called.",
-        f"It returned a {type(made).__name__}{f' of ({shown})' if shown else ''}.",
-        "Return one optimizer, or one (optimizer, schedule) pair, or None to take them from the arguments.",
+        f"Cannot use what {maker}.configure_optimizers returned:",
+        f"it is a {type(made).__name__}{f' of ({shown})' if shown else ''}.",
+        f"{_remedy(made)} None takes both from the arguments.",
     )
+
+
+def _remedy(made: Any) -> str:
+    """Return what to write in place of what `configure_optimizers` returned."""
+    parts = made if isinstance(made, (tuple, list)) else (made,)
+    if isinstance(made, type):
+        return f"Call it: return {made.__name__}(self.model.parameters(), lr=...)."
+    if sum(isinstance(part, torch.optim.Optimizer) for part in parts) > 1:
+        return "Return one optimizer; different settings go into its param_groups, which are stepped together."
+    if len(parts) == 1 and hasattr(made, "optimizer") and hasattr(made, "step"):
+        return "Return (optimizer, schedule)."
+    if len(parts) == 2 and isinstance(parts[0], torch.optim.Optimizer) and callable(parts[1]):
+        return "Make a schedule of the function: LambdaLR(optimizer, function)."
+    return "Return one optimizer, or one pair (optimizer, schedule) with a schedule that is stepped once per update."
+
+
+def _explained(error: ValueError, *, maker: str) -> TaskError | None:
+    """Return an error in the user's terms where torch refused the parameters that an optimizer was made of."""
+    asked, text = f"Cannot make the optimizer of {maker}.configure_optimizers:", str(error)
+    if "empty parameter list" in text:
+        return TaskError(asked, "it got no parameters.", "Check how they were filtered; self.model has them all.")
+    if "more than one parameter group" in text:
+        return TaskError(asked, "a parameter is in more than one of its groups.", "Leave it in one of them.")
+    if "can't optimize a non-leaf" in text:
+        return TaskError(asked, "a tensor in it was computed.", "Pass parameters themselves: self.model.parameters().")
+    return None
 
 
 def check_made(

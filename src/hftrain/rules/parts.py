@@ -16,6 +16,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError, TaskError, UnknownArgumentError, a_kind, suggest
 from hftrain.core.lightning import TRAINER_KEYWORDS
 from hftrain.core.log import warn_once
+from hftrain.rules.functions import check_call
 from hftrain.rules.task import check_not_lightning
 
 _CALLED = {
@@ -56,6 +57,12 @@ def check_model(model: Any, model_init: Any) -> None:
             f"Cannot use {a_kind(model_init)} as model_init:",
             "it must be a function that returns a new model.",
             "Pass it as model=..., or a function." if isinstance(model_init, nn.Module) else "",
+        )
+    if isinstance(model_init, nn.Module):
+        raise ConfigError(
+            f"Cannot use a {type(model_init).__name__} as model_init:",
+            "it is a model already, and would be called for a batch.",
+            "Pass it as model, or a function that builds one.",
         )
     check_not_lightning(model)
     if isinstance(model, nn.Module) and "_modules" not in vars(model):
@@ -116,6 +123,8 @@ def check_parts(
         if function is not None and not callable(function):
             asked = f"Cannot use {a_kind(function)} as {name}:"
             raise ConfigError(asked, "it is not callable.", _CALLED[name])
+    if functions.get("data_collator") is not None:
+        check_call("data_collator", functions["data_collator"])
 
 
 def refusing_unknown(init: Init) -> Init:

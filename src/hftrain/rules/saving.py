@@ -12,18 +12,22 @@ import torch
 from torch import nn
 
 from hftrain.arguments.training import TrainingArguments
+from hftrain.callbacks.base import ExportableState
 from hftrain.checkpoint.fitting import group_settings
 from hftrain.checkpoint.layout import OPTIMIZER, WEIGHTS
 from hftrain.checkpoint.parts import check_complete
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.weights import check_saveable
 from hftrain.core.errors import CheckpointError, ConfigError
+from hftrain.core.notes import describe
 from hftrain.core.parameters import whole_shape
 from hftrain.core.tree import map_tensors
 from hftrain.rules.rows import refuse
 from hftrain.storage.tensors import plain_containers, tensor_shapes
 from hftrain.strategies.base import Strategy
 from hftrain.task.module import TaskModule, task_state
+
+_STATE = "Let state() return {'args': {...}, 'attributes': {...}} of numbers, text, lists and dictionaries."
 
 
 def check_save_policy(args: TrainingArguments, policy: SavePolicy, strategy: Strategy) -> None:
@@ -165,13 +169,29 @@ def check_saves(
     for callback in callbacks:
         if callable(getattr(callback, "state", None)) and callable(getattr(callback, "from_state", None)):
             try:
-                json.dumps(callback.state())
+                state = callback.state()
+                json.dumps(state)
             except (TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"The callback {type(callback).__name__} exports its state, to be saved in each checkpoint.",
-                    f"It cannot be written as JSON: {error}.",
-                    "Let state() return numbers, text, lists and dictionaries.",
+                    f"Cannot save the state of the callback {type(callback).__name__}:",
+                    f"it cannot be written as JSON: {error}.",
+                    _STATE,
                 ) from error
+            except NotImplementedError as error:
+                raise ConfigError("Cannot save the state of a callback.", str(error), _STATE) from error
             except Exception:
                 # Some have no state before the run begins.
-                pass
+                continue
+            is_plain = isinstance(callback, ExportableState) and "from_state" not in _defined(type(callback))
+            if is_plain and (not isinstance(state, Mapping) or not {"args", "attributes"} <= state.keys()):
+                raise ConfigError(
+                    f"Cannot restore the state of the callback {type(callback).__name__}:",
+                    f"its state() returned {describe(state)}, without 'args' and 'attributes'.",
+                    _STATE,
+                )
+
+
+def _defined(kind: type) -> set[str]:
+    """Return the names that a class and its bases define before `ExportableState`."""
+    bases = kind.__mro__[: kind.__mro__.index(ExportableState)]
+    return {name for base in bases for name in vars(base)}

@@ -47,15 +47,15 @@ def check_task(task: TaskModule) -> None:
         )
     if "model" not in dict(task.named_children()):
         raise TaskError(
-            f"{type(task).__name__} was given as the task.",
-            "It has no child called 'model', which is what a strategy places and wraps.",
+            f"Cannot use {kind} as a task:",
+            "it has no child called 'model', which is what a strategy places and wraps.",
             "Assign the network to self.model in __init__ (after super().__init__()).",
         )
     outside = [name for name, p in task.named_parameters() if p.requires_grad and name.partition(".")[0] != "model"]
     if outside:
         raise TaskError(
-            f"{type(task).__name__} was given as the task.",
-            f"It has trainable parameters outside its model ({', '.join(outside[:5])}), "
+            f"Cannot use {kind} as a task:",
+            f"it has trainable parameters outside its model ({', '.join(outside[:5])}), "
             "which no strategy would synchronise or shard.",
             "Move them into the module assigned to self.model.",
         )
@@ -93,18 +93,20 @@ def _check_names(kind: type[TaskModule]) -> None:
 
 
 def _check_signatures(task: TaskModule) -> None:
-    """Raise where a step cannot be called with the batch alone."""
-    for name in _STEPS:
+    """Raise where a step cannot be called with the batch alone, or another method as it will be."""
+    calls = {**dict.fromkeys(_STEPS, ("batch",)), "configure_optimizers": (), "metrics": ("stage",)}
+    for name, parameters in calls.items():
         step = getattr(task, name)
         try:
             signature = inspect.signature(step)
         except ValueError:
             continue
         try:
-            signature.bind(None)
+            signature.bind(*parameters)
         except TypeError as error:
+            given = {"batch": "the batch alone", "stage": "the stage, 'train' or 'eval',"}
             raise TaskError(
                 f"Cannot call {type(task).__name__}.{name}{signature}:",
-                f"it is called with the batch alone ({error}).",
-                f"Define {name}(self, batch).",
+                f"it is called with {given.get(*parameters) if parameters else 'no argument'} ({error}).",
+                f"Define {name}({', '.join(('self', *parameters))}).",
             ) from None

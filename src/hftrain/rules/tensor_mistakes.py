@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from hftrain.core.errors import TaskError
 
 _NO_CUDA = ("not compiled with CUDA", "No CUDA GPUs are available", "Found no NVIDIA driver")
 _MIXED = ("to be on the same device", "is not on the expected device")
 _FLOAT_LABELS = ("expected target dtype to be Long", "expected scalar type Long")
+_SHAPES = ("multi-target not supported", "to match target batch_size", "spatial targets", "Expected target size")
+_TOO_LONG = ("must match the existing size", "must match the size of tensor")
 
 
-def explain_tensors(error: Exception, frames: list[FrameType]) -> TaskError | None:
+def explain_tensors(error: Exception, frames: list[FrameType], model: nn.Module, batch: Any) -> TaskError | None:
     """Return an error in the user's terms for one of torch's, None if its cause is not known for certain.
 
     Args:
         error: What a step raised.
         frames: The frames of its traceback, the outermost first.
+        model: The network.
+        batch: What the step got.
     """
     text = str(error)
+    if "index out of range in self" in text or any(each in text for each in _TOO_LONG):
+        too_long = _too_long(model, batch, _arguments_of(frames, "embedding"))
+        if too_long is not None:
+            return too_long
+    if isinstance(error, (RuntimeError, ValueError)) and any(each in text for each in _SHAPES):
+        return _label_shape(_arguments_of(frames, "cross_entropy", "nll_loss"))
+    wrong = _wrong_values(error, frames)
+    if wrong is not None:
+        return wrong
     if isinstance(error, IndexError) and "out of bounds" in text:
         return _label_out_of_range(_arguments_of(frames, "cross_entropy", "nll_loss"))
     if isinstance(error, IndexError) and "index out of range in self" in text:
@@ -43,6 +58,82 @@ def explain_tensors(error: Exception, frames: list[FrameType]) -> TaskError | No
             "them as buffers of the model.",
         )
     return None
+
+
+def _wrong_values(error: Exception, frames: list[FrameType]) -> TaskError | None:
+    """Return an error for values that torch does not take: float ids, or scores that are not probabilities."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and "'indices' to have one of the following scalar types" in text:
+        return TaskError(
+            "Cannot look up an embedding:",
+            f"the ids are {_dtype(_arguments_of(frames, 'embedding').get('input'))}, not integers.",
+            "Convert them in the dataset or the collator (ids.long()).",
+        )
+    if isinstance(error, RuntimeError) and "all elements of input should be between 0 and 1" in text:
+        return TaskError(
+            "Cannot compute the binary cross entropy:",
+            "the scores are not probabilities.",
+            "Use binary_cross_entropy_with_logits (BCEWithLogitsLoss), which takes a model's outputs as they are.",
+        )
+    if isinstance(error, RuntimeError) and _arguments_of(
+        frames, "binary_cross_entropy", "binary_cross_entropy_with_logits"
+    ):
+        call = _arguments_of(frames, "binary_cross_entropy", "binary_cross_entropy_with_logits")
+        if isinstance(call.get("target"), torch.Tensor) and not call["target"].is_floating_point():
+            return TaskError(
+                "Cannot compute the binary cross entropy:",
+                f"the labels are {_dtype(call['target'])}, not floating-point numbers.",
+                "Convert them: labels.float().",
+            )
+    if isinstance(error, RuntimeError) and "leaf Variable that requires grad" in text:
+        return TaskError(
+            "Cannot change a parameter in place in a step:",
+            "autograd records what is done to it.",
+            "Change it under torch.no_grad(), or in a TrainerCallback, or leave it to the optimizer.",
+        )
+    return None
+
+
+def _dtype(tensor: Any) -> str:
+    return str(getattr(tensor, "dtype", "of another type")).removeprefix("torch.")
+
+
+def _too_long(model: nn.Module, batch: Any, call: dict[str, Any]) -> TaskError | None:
+    """Say that the batch has more positions than the model, where the model's config tells their number."""
+    size = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(size, int) or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] <= size:
+        return None
+    weight = call.get("weight")
+    if isinstance(weight, torch.Tensor) and weight.shape[0] == getattr(model.config, "vocab_size", None):
+        # Token ids, which may be out of range as well.
+        return None
+    return TaskError(
+        f"Cannot run {type(model).__name__} on {ids.shape[1]} positions:",
+        f"it has {size} (config.max_position_embeddings).",
+        f"Truncate the texts: tokenizer(..., truncation=True, max_length={size}).",
+    )
+
+
+def _label_shape(call: dict[str, Any]) -> TaskError | None:
+    scores, labels = call.get("input"), call.get("target")
+    if not isinstance(scores, torch.Tensor) or not isinstance(labels, torch.Tensor) or scores.dim() < 2:
+        return None
+    wanted = (scores.shape[0], *scores.shape[2:])
+    if tuple(labels.shape) == wanted:
+        return None
+    remedy = f"Class numbers need the shape {wanted}: the scores' without dimension 1, which holds the classes."
+    if labels.dim() == scores.dim() and labels.is_floating_point():
+        remedy = f"Class probabilities need the shape of the scores. {remedy}"
+    elif labels.numel() == torch.Size(wanted).numel():
+        remedy += f" Use labels.reshape({', '.join(map(str, wanted))})."
+    elif scores.dim() == 3:
+        remedy += " If the classes come last, pass scores.flatten(0, 1) and labels.flatten()."
+    return TaskError(
+        "Cannot compute the cross entropy:",
+        f"the scores have the shape {tuple(scores.shape)}, and the labels {tuple(labels.shape)}.",
+        remedy,
+    )
 
 
 def _arguments_of(frames: list[FrameType], *names: str) -> dict[str, Any]:
@@ -77,7 +168,7 @@ def _float_labels(call: dict[str, Any]) -> TaskError | None:
         return None
     return TaskError(
         "Cannot compute the cross entropy:",
-        f"the labels are {str(labels.dtype).removeprefix('torch.')}, and class numbers are integers.",
+        f"the labels are {_dtype(labels)}, and class numbers are integers.",
         "Convert them in the dataset or the collator (labels.long()); for regression use mse_loss.",
     )
 

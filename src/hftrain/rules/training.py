@@ -104,6 +104,9 @@ def check_ahead(
         check_saves(args, strategy, task, model, given.callbacks, is_own=is_own)
     if makes_optimizer and not any(parameter.requires_grad for parameter in model.parameters()):
         asked, remedy = f"Cannot train {type(model).__name__}:", "Call requires_grad_(True) on those to train."
+        if not any(True for _ in model.parameters()):
+            lists = "Keep layers as attributes or in nn.ModuleList; those in plain lists and dicts are not seen."
+            raise ConfigError(asked, "it has no parameters.", lists)
         raise ConfigError(asked, "none of its parameters requires a gradient.", remedy)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.errors import ConfigError, TaskError, suggest
 from hftrain.core.state import TrainerState
 from hftrain.rules.evaluation import best_metric_key
 
@@ -64,6 +64,12 @@ def read_metric(metrics: Mapping[str, Any], wanted: str) -> float:
         ConfigError: The evaluation did not report it, or it is not a number.
     """
     key = best_metric_key(wanted)
+    if not isinstance(metrics, Mapping):
+        raise TaskError(
+            f"Cannot read metric_for_best_model={wanted!r}:",
+            f"evaluate() returned a {type(metrics).__name__}, not a dict.",
+            "Let the override of evaluate end with return metrics.",
+        )
     if key not in metrics:
         raise ConfigError(
             f"Cannot use metric_for_best_model={wanted!r}.",

@@ -18,7 +18,7 @@ from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.grace import GracePeriod
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.log import get_logger
-from hftrain.core.progress import Progress
+from hftrain.core.progress import Progress, check_flags
 from hftrain.core.seed import capture_rng, draw_as_a_loader, restore_rng
 from hftrain.core.speed import speed_metrics
 from hftrain.core.types import TrainOutput
@@ -238,6 +238,7 @@ class Run:
         hooks, parts = self._hooks, self._parts
         self._count()
         self.checkpoints.untrained.check_unfrozen()
+        check_flags(parts.control)
         own = {name: float(value) for name, value in hooks.read_metrics().items()}
         if hooks.is_overridden("_get_learning_rate"):
             logs["learning_rate"] = hooks.learning_rate(logs["learning_rate"])

@@ -11,6 +11,7 @@ from torch import nn
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
+from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.own_optimizers import OwnOptimizers
 from hftrain.strategies.base import Strategy, has_engine
 from hftrain.task.module import TaskModule
@@ -59,6 +60,13 @@ class Untrained:
     def _check_first(self) -> None:
         self.close()
         held, task = self._held(), self._task
+        is_separate = not isinstance(self._optimizer, UpdatesInBackward)
+        groups = self._optimizer.param_groups
+        if is_separate and all(parameter.grad is None for group in groups for parameter in group["params"]):
+            warn_once(
+                "The first update changed nothing: no parameter had a gradient. An override of training_step must run "
+                "the backward pass, as super().training_step(...) does."
+            )
         reached = [name for name, p in task.named_parameters() if p.grad is not None and id(p) not in held]
         if reached:
             warn_once(

@@ -13,7 +13,7 @@ from hftrain.core.errors import TaskError
 IGNORED_LABEL = -100
 
 
-def read_loss(outputs: Any, *, model_name: str) -> torch.Tensor:
+def read_loss(outputs: Any, *, model_name: str, has_labels: bool = True) -> torch.Tensor:
     """Find the loss in a model's outputs: under ``"loss"`` in a mapping, first in a tuple, or the tensor itself."""
     if isinstance(outputs, (dict, Mapping)):
         loss = outputs.get("loss")
@@ -22,11 +22,15 @@ def read_loss(outputs: Any, *, model_name: str) -> torch.Tensor:
     else:
         loss = outputs
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        missing = "" if has_labels else "; the batch has no labels, by which models compute it"
+        remedy = "Return the loss there when labels are given, pass compute_loss_func, override compute_loss, "
+        remedy += "or write a TaskModule."
+        if not has_labels:
+            remedy = "Add the labels to each sample, or name their column in label_names."
         raise TaskError(
             f"Cannot find the loss of {model_name}.",
-            f"It returned {_describe(outputs)}, with no scalar loss under 'loss' or in first place.",
-            "Return the loss there when labels are given, pass compute_loss_func, override compute_loss, "
-            "or write a TaskModule.",
+            f"It returned {_describe(outputs)}, with no scalar loss under 'loss' or in first place{missing}.",
+            remedy,
         )
     return loss
 

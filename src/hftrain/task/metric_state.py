@@ -9,8 +9,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from hftrain.core.errors import TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
+
+
+def checked_metrics(task: Any, stage: str) -> Mapping[str, Any]:
+    """Return what a task names as its metrics.
+
+    Raises:
+        TaskError: They are not metrics by name.
+    """
+    metrics = task.metrics(stage)
+    asked = f"Cannot use what {type(task).__name__}.metrics({stage!r}) returned:"
+    if not isinstance(metrics, Mapping):
+        raise TaskError(asked, f"it is a {type(metrics).__name__}.", "Return a dict of metrics by name.")
+    for name, metric in metrics.items():
+        if not all(hasattr(metric, method) for method in ("update", "compute", "reset")):
+            raise TaskError(
+                asked,
+                f"{name!r} is a {type(metric).__name__}, without update, compute and reset.",
+                "Return torchmetrics objects; numbers belong in StepOutput(logs=...).",
+            )
+    return metrics
 
 
 def read_metrics(

@@ -110,7 +110,7 @@ class ModelTask(TaskModule):
             if isinstance(num_items_in_batch, NotedCount):
                 num_items_in_batch = num_items_in_batch.handed_on(divides=gives_count)
             outputs = call_model(model, inputs, num_items_in_batch if gives_count else None)
-            return read_loss(outputs, model_name=type(self.model).__name__), outputs
+            return read_loss(outputs, model_name=type(self.model).__name__, has_labels=key is not None), outputs
         if labels is None and self.compute_loss_func is None:
             raise TaskError(
                 f"Cannot use label_smoothing_factor={self.label_smoothing}.",

@@ -43,6 +43,18 @@ class TaskModule(nn.Module):
         if model is not None:
             self.model = model
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except AttributeError as error:
+            if "_modules" in vars(self):
+                raise
+            raise TaskError(
+                f"Cannot set {type(self).__name__}.{name}:",
+                "its __init__ has not called that of its base class.",
+                "Call super().__init__() in its first line.",
+            ) from error
+
     def training_step(self, batch: Any) -> StepOutput | torch.Tensor:
         """Return the mean loss over the batch's items, alone or inside a `StepOutput`.
 
@@ -73,7 +85,7 @@ class TaskModule(nn.Module):
         Raises:
             TaskError: `evaluation_step` returns no outputs.
         """
-        outputs = as_step_output(self.evaluation_step(batch)).outputs
+        outputs = as_step_output(self.evaluation_step(batch), step=f"{type(self).__name__}.evaluation_step").outputs
         if outputs is None:
             raise TaskError(
                 f"Cannot predict with {type(self).__name__}.",
@@ -146,23 +158,41 @@ def _metrics_in(children: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str
             yield from ((f"{name}_{key}", metric) for key, metric in _metrics_in(child.named_children()))
 
 
-def as_step_output(result: Any) -> StepOutput:
-    """Turn what a step returned into a `StepOutput`."""
+def as_step_output(result: Any, *, step: str = "the step") -> StepOutput:
+    """Turn what a step returned into a `StepOutput`.
+
+    Args:
+        step: The name of the step, for the error.
+
+    Raises:
+        TaskError: It holds no loss.
+    """
     if isinstance(result, StepOutput):
         return result
     if isinstance(result, torch.Tensor):
         return StepOutput(loss=result)
     raise TaskError(
-        "A step of the task was run.",
-        f"It returned {_describe(result)}, which holds no loss hftrain knows of.",
-        "Return the loss tensor or StepOutput(loss=...).",
+        f"Cannot use what {step} returned:",
+        f"it is {_describe(result)}, and a loss is a tensor.",
+        _REMEDIES.get(type(result).__name__, "Return the loss tensor or StepOutput(loss=...)."),
     )
+
+
+_REMEDIES = {
+    "NoneType": "End the step with return loss, or return StepOutput(loss=...).",
+    "coroutine": "Define the step with def, not async def.",
+    "dict": "Return StepOutput(loss=..., logs={...}); outputs and labels have names of their own.",
+    "float": "Return the loss tensor itself, without item() or float().",
+    "generator": "Write return, not yield.",
+    "ndarray": "Return the loss tensor itself, without numpy().",
+    "tuple": "Return StepOutput(loss=..., outputs=..., labels=..., logs={...}).",
+}
 
 
 def _describe(result: Any) -> str:
     if isinstance(result, Mapping):
-        return f"a {type(result).__name__} with the keys {sorted(map(str, result))}"
-    return "None" if result is None else f"a {type(result).__name__}"
+        return f"of type {type(result).__name__} with the keys {', '.join(sorted(map(str, result)))}"
+    return "None" if result is None else f"of type {type(result).__name__}"
 
 
 def task_state(task: TaskModule) -> dict[str, torch.Tensor]:

@@ -221,10 +221,11 @@ class DataMethods(FileMethods):
         inputs = [name for name in keep if name not in (*self.label_names, "label", "label_ids")]
         if not set(names) & set(inputs):
             raise TaskError(
-                "A dataset was given.",
-                f"Its columns ({', '.join(map(str, names))}) include none that "
+                f"Cannot use this dataset as {role}:",
+                f"its columns ({', '.join(map(str, names))}) include none that "
                 f"{type(self.model).__name__}.forward takes ({', '.join(inputs)}).",
-                "Rename the columns, or set remove_unused_columns=False if your collator makes the inputs.",
+                "Rename the columns, tokenize texts first (dataset.map), or set remove_unused_columns=False if your "
+                "collator makes the inputs.",
             )
 
     def _check_lengths(self, dataset: Any, *, is_training: bool) -> None:

@@ -287,7 +287,7 @@ class EvaluationMethods(StepMethods):
             elif self._stage == "predict":
                 output = StepOutput(outputs=task.prediction_step(inputs))
             else:
-                output = as_step_output(task.evaluation_step(inputs))
+                output = as_step_output(task.evaluation_step(inputs), step=f"{type(task).__name__}.evaluation_step")
         self._eval_logs = output.logs
         if prediction_loss_only:
             return output.loss, None, None
@@ -332,7 +332,8 @@ class EvaluationMethods(StepMethods):
                 report_late_ranks(self.strategy, error)
             maker = f"{type(self).__name__}.compute_loss" if self._is_overridden("compute_loss") else None
             maker = maker or (None if self.compute_loss_func is None else "compute_loss_func")
-            explain_mistake(error, self.task, self.model, label_names=self.label_names, loss_maker=maker)
+            names, sets = self.label_names, (self.train_dataset, self.eval_dataset)
+            explain_mistake(error, self.task, self.model, label_names=names, loss_maker=maker, datasets=sets)
             raise
         finally:
             self._depth -= 1

@@ -413,9 +413,9 @@ class TrainerFields:
         parameters = inspect.signature(self.model_init).parameters.values()
         if sum(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters) > 1:
             raise ConfigError(
-                "model_init was given.", "It takes more than the trial.", "Let it take no argument, or the trial."
+                "Cannot call model_init:", "it takes more than the trial.", "Let it take no argument, or the trial."
             )
         model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
         if model is None:
-            raise ConfigError("model_init() was called.", "It returned None.", "Return the model from model_init.")
+            raise ConfigError("Cannot use what model_init returned:", "it is None.", "End it with return model.")
         return model

@@ -15,7 +15,7 @@ from hftrain.core.types import Owns
 from hftrain.optim.groups import decay_parameter_names
 from hftrain.optim.optimizers import optimizer_class, optimizer_from_class
 from hftrain.optim.schedules import build_schedule
-from hftrain.rules.optimizer import check_made, check_step, read_optimizers
+from hftrain.rules.optimizer import check_made, check_step, made_optimizers
 from hftrain.step.legality import check_in_backward
 from hftrain.task.module import TaskModule
 from hftrain.trainer.data_methods import DataMethods
@@ -59,7 +59,7 @@ class OptimizerMethods(DataMethods):
     def create_optimizer(self) -> torch.optim.Optimizer:
         """Make the optimizer unless there is one, and return it. Source: the documented `create_optimizer`."""
         if self.optimizer is None:
-            made = read_optimizers(self.task.configure_optimizers(), maker=type(self.task).__name__)
+            made = made_optimizers(self.task)
             self._optimizer_is_the_tasks = made[0] is not None
             self.optimizer = made[0]
             if made[1] is not None:
@@ -128,6 +128,8 @@ class OptimizerMethods(DataMethods):
     def _require_optimizer(self, asker: str) -> torch.optim.Optimizer:
         if self.optimizer is None:
             raise ConfigError(
-                f"{asker}() was called.", "There is no optimizer yet.", "Call train() or create_optimizer()."
+                f"Cannot call {asker}() yet:",
+                "no optimizer has been made.",
+                "Call train() or create_optimizer(); an override of create_optimizer must set self.optimizer.",
             )
         return self.optimizer

@@ -109,11 +109,11 @@ class StepMethods(OptimizerMethods):
             result = self.task.training_step(inputs)
             if isinstance(result, torch.Tensor):
                 return (result, None) if return_outputs else result
-            output = as_step_output(result)
+            output = as_step_output(result, step=f"{type(self.task).__name__}.training_step")
             if output.loss is None:
                 raise TaskError(
-                    f"{type(self.task).__name__}.training_step was run.",
-                    "Its StepOutput holds no loss.",
+                    f"Cannot train with what {type(self.task).__name__}.training_step returned:",
+                    "its StepOutput holds no loss.",
                     "Return StepOutput(loss=...).",
                 )
             if output.logs and self._session is not None:

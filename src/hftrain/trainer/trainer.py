@@ -274,7 +274,7 @@ class Trainer(SetUpMethods):
             if hasattr(type(self), name):
                 # A property raised an AttributeError of its own: let it speak.
                 return object.__getattribute__(self, name)
-            raise AttributeError(missing_attribute(type(self), name))
+            raise AttributeError(missing_attribute(type(self), name, is_made="args" in vars(self)))
 
     def _start_idle(self) -> None:
         """Set what only train(), evaluate() and predict() change."""

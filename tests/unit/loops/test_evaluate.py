@@ -183,7 +183,7 @@ def test_logits_are_preprocessed_before_they_are_kept() -> None:
 def test_preprocessing_that_returns_nothing_is_named(per_batch: bool) -> None:
     hooks = {"preprocess_logits": lambda logits, labels: None, "compute_metrics": lambda p, **kwargs: {"n": 1.0}}
     loop = make_loop(keeps_predictions=True, computes_per_batch=per_batch, hooks=hooks)
-    with pytest.raises(TaskError, match="It returned None, so there is nothing"):
+    with pytest.raises(TaskError, match="it is None, so there is nothing"):
         loop.run(make_batches([1]))
 
 
@@ -230,7 +230,7 @@ def test_metrics_that_are_no_mapping_are_named(per_batch: bool, answer: Any) -> 
         computes_per_batch=per_batch,
         hooks={"compute_metrics": lambda prediction, **rest: answer},
     )
-    with pytest.raises(TaskError, match=f"compute_metrics was called. It returned a {type(answer).__name__}"):
+    with pytest.raises(TaskError, match=f"what compute_metrics returned: it is a {type(answer).__name__}"):
         loop.run(make_batches([1]))
 
 

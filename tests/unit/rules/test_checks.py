@@ -125,7 +125,7 @@ def test_task_gives_an_optimizer_or_a_pair(made: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("made", "named"),
     [
-        (3, r"It returned a int\."),
+        (3, r"it is a int\."),
         ((sgd, sgd), r"a tuple of \(SGD, SGD\)"),
         ([sgd], r"a list of \(SGD\)"),
         (([sgd], [schedule_of_sgd]), r"a tuple of \(list, list\)"),
@@ -133,7 +133,7 @@ def test_task_gives_an_optimizer_or_a_pair(made: Any, expected: Any) -> None:
     ],
 )
 def test_task_that_gives_something_else_is_named(made: Any, named: str) -> None:
-    with pytest.raises(TaskError, match=f"Own.configure_optimizers was called.*{named}"):
+    with pytest.raises(TaskError, match=f"what Own.configure_optimizers returned: .*{named}"):
         read_optimizers(made, maker="Own")
 
 

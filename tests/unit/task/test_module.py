@@ -113,12 +113,12 @@ def test_step_output_is_made_of_a_tensor_or_kept() -> None:
 @pytest.mark.parametrize(
     ("result", "named"),
     [
-        (None, "It returned None"),
-        ({"los": 1, 2: 3}, r"a dict with the keys \['2', 'los'\]"),
-        (1.5, "a float"),
-        ((torch.tensor(1.0),), "a tuple"),
+        (None, "it is None"),
+        ({"los": 1, 2: 3}, "of type dict with the keys 2, los"),
+        (1.5, "of type float"),
+        ((torch.tensor(1.0),), "of type tuple"),
     ],
 )
 def test_step_that_returns_something_else_is_named(result: Any, named: str) -> None:
-    with pytest.raises(TaskError, match=f"A step of the task was run.*{named}, which holds no loss"):
+    with pytest.raises(TaskError, match=f"Cannot use what the step returned: .*{named}, and a loss is a tensor"):
         as_step_output(result)

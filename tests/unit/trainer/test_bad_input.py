@@ -66,7 +66,7 @@ BEST: dict[str, Any] = {"eval_strategy": "epoch", "eval_dataset": ROWS}
         ),
         ({"optimizers": (None,)}, "must be a pair of an optimizer and a schedule"),
         ({"model_init": lambda trial, other: Net()}, "takes more than the trial"),
-        ({"model_init": lambda: None}, "It returned None"),
+        ({"model_init": lambda: None}, "it is None"),
         ({"model_init": 3}, r"Cannot use an int as model_init: it must be a function"),
         ({"tokenizer": object(), "processing_class": object()}, "processing_class and tokenizer"),
         ({"optim": "adamw_tosh"}, "adamw_torch"),
@@ -143,7 +143,7 @@ def test_task_step_without_a_loss_is_named_at_the_first_forward(tmp_path: Path) 
         def training_step(self, batch: Any) -> Any:
             return {"los": 1.0}
 
-    with pytest.raises(TaskError, match="a dict with the keys \\['los'\\]"):
+    with pytest.raises(TaskError, match="of type dict with the keys los"):
         train(tmp_path, Forgetful())
 
 

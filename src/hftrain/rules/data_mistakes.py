@@ -1,0 +1,77 @@
+"""Where an error of the user's dataset or collator was raised: which sample, which batch, which worker."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from types import FrameType, TracebackType
+from typing import Any
+
+from hftrain.core.notes import describe
+from hftrain.data.workers import open_samples
+
+_FETCH = "torch.utils.data._utils.fetch"
+_MAX_SAMPLES = 8
+
+
+def locate_in_data(error: BaseException) -> str | None:
+    """Return in words where in reading the data an error was raised; None if it was raised elsewhere."""
+    steps = list(traceback.walk_tb(error.__traceback__))
+    place = next((index for index, (frame, _) in enumerate(steps) if frame.f_globals["__name__"] == _FETCH), None)
+    if place is None:
+        return _in_worker(steps[-1][0] if steps else None, error.__traceback__)
+    frame, number = steps[place]
+    reader = frame.f_locals.get("self")
+    indices = frame.f_locals.get("possibly_batched_index")
+    if "collate_fn" in linecache.getline(frame.f_code.co_filename, number):
+        samples = frame.f_locals.get("data")
+        is_known = isinstance(indices, list) and any(index is not None for index in indices)
+        which = f"samples {_listed(indices)}" if is_known else "a batch"  # type: ignore[arg-type]
+        first = f" The first: {describe(samples[0])}." if isinstance(samples, (list, tuple)) and samples else ""
+        return f"Raised in the data_collator {_name(getattr(reader, 'collate_fn', None))}, for {which}.{first}"
+    found = next((known for inner, _ in steps[place:] if (known := _sample(inner)) is not None), None)
+    dataset = getattr(reader, "dataset", None)
+    if found is None:
+        return f"Raised while reading {type(dataset).__name__}."
+    index, owner = found
+    count = ""
+    if isinstance(error, IndexError) and hasattr(owner, "__len__"):
+        count = f", whose __len__ is {len(owner)}"
+    return f"Raised in sample {index} of {type(owner).__name__}{count}."
+
+
+def _sample(frame: FrameType) -> tuple[Any, Any] | None:
+    """Return the index and the dataset of a frame that is a user's `__getitem__`."""
+    code = frame.f_code
+    if code.co_name != "__getitem__" or code.co_argcount < 2 or frame.f_globals["__name__"].startswith("hftrain."):
+        return None
+    owner, index = (frame.f_locals.get(name) for name in code.co_varnames[:2])
+    return index, owner
+
+
+def _in_worker(frame: FrameType | None, trace: TracebackType | None) -> str | None:
+    wrapped = None if frame is None or frame.f_code.co_name != "reraise" else frame.f_locals.get("self")
+    worker = re.search(r"DataLoader worker process (\d+)", getattr(wrapped, "where", ""))
+    if worker is None:
+        return None
+    samples, dataset, collator = open_samples(trace)
+    asked = f"Raised in loader worker {worker[1]}, "
+    if "return self.collate_fn(" in getattr(wrapped, "exc_msg", ""):
+        asked += f"in the data_collator {_name(collator)}, for"
+    else:
+        asked += f"while reading {type(dataset).__name__}, in one of"
+    which = f" the samples {_listed(samples)}." if samples else " a batch."
+    return f"{asked}{which} Set dataloader_num_workers=0 to debug it in this process."
+
+
+def _listed(samples: list[Any]) -> str:
+    more = f" and {len(samples) - _MAX_SAMPLES} more" if len(samples) > _MAX_SAMPLES else ""
+    return f"{', '.join(map(str, samples[:_MAX_SAMPLES]))}{more}"
+
+
+def _name(collator: Any) -> str:
+    # What removes columns before the user's own is not the user's.
+    while type(collator).__module__.startswith("hftrain.") and hasattr(collator, "collator"):
+        collator = collator.collator
+    return getattr(collator, "__name__", type(collator).__name__)

@@ -1,0 +1,49 @@
+"""Functions that a Trainer is given: whether they can be called as it will call them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from hftrain.core.errors import TaskError
+
+# Role -> how often it is called without and with names, of which one way will do, and how it is written.
+_CALLS: dict[str, tuple[int, str, str]] = {
+    "compute_loss_func": (2, "num_items_in_batch", "(outputs, labels, num_items_in_batch=None)"),
+    "compute_metrics": (1, "compute_result", "(prediction), where prediction has predictions and label_ids"),
+    "data_collator": (1, "", "(samples), with a list of the dataset's samples"),
+    "preprocess_logits_for_metrics": (2, "", "(logits, labels)"),
+}
+
+
+def check_call(role: str, function: Callable[..., Any]) -> None:
+    """Raise where a function cannot be called as its role asks; roles that are not known here are not looked at.
+
+    Raises:
+        TaskError: It takes other arguments, or is a class where an instance belongs.
+    """
+    if role not in _CALLS:
+        return
+    num_positional, keyword, written = _CALLS[role]
+    name = getattr(function, "__name__", type(function).__name__)
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        raise TaskError(f"Cannot use the class {name} as {role}:", "calling it makes a module.", f"Pass {name}().")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C
+        return
+    reason = ""
+    for keywords in ({}, {keyword: None} if keyword else {}):
+        try:
+            signature.bind(*[None] * num_positional, **keywords)
+            return
+        except TypeError as error:
+            reason = reason or str(error)
+    raise TaskError(
+        f"Cannot call {name} as {role} ({reason}):",
+        f"it is called as {role}{written}.",
+        f"Pass an instance: {name}()." if isinstance(function, type) else "Give it these parameters.",
+    )

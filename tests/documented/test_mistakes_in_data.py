@@ -1,0 +1,347 @@
+"""Usual mistakes in the user's datasets, collators, metrics, callbacks, loops and loggers, and what each is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.mistakes import Mistake, check, table
+from support.tiny import Net, Task, make_arguments, make_rows, make_trainer, train
+from torch.utils.data import Dataset, IterableDataset
+
+from hftrain import EarlyStoppingCallback, ExportableState, FitLoop, Logger, Loop, TaskError, Trainer, TrainerCallback
+
+tm: Any = pytest.importorskip("torchmetrics")
+X, LABEL = torch.zeros(4), torch.tensor(0)
+
+
+class Own(Dataset[Any]):
+    """A dataset of the user's own, each of whose samples a function makes."""
+
+    def __init__(self, sample: Callable[[int], Any], num: int = 8) -> None:
+        self.sample, self.num = sample, num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample(index)
+
+
+class NoIterator(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return make_rows(8)  # type: ignore[return-value]
+
+
+class Picture:
+    """Stands for an image of Pillow's."""
+
+
+def reading(name: str, data: Any, *says: str, error: Any = TaskError, **options: Any) -> Mistake:
+    """Make the mistake of training on a dataset."""
+    return Mistake(name, lambda folder: train(folder, train_dataset=data, max_steps=1, **options), says, error)
+
+
+def sampling(name: str, sample: Callable[[int], Any], *says: str) -> Mistake:
+    """Make the mistake of training on these samples."""
+    return reading(name, Own(sample), *says)
+
+
+def collating(name: str, collator: Any, *says: str, model: Any = Net) -> Mistake:
+    """Make the mistake of training with a collator."""
+    return Mistake(name, lambda folder: train(folder, model(), data_collator=collator, max_steps=1), says, TaskError)
+
+
+def stacked(samples: list[Any]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([sample[name] for sample in samples]) for name in ("x", "labels")}
+
+
+class NeedsInstance:
+    def __call__(self, samples: list[Any]) -> Any:
+        return stacked(samples)
+
+
+def measuring(name: str, compute_metrics: Any, *says: str) -> Mistake:
+    """Make the mistake of evaluating with a `compute_metrics`."""
+
+    def make(folder: Path) -> None:
+        make_trainer(folder, eval_dataset=make_rows(8), compute_metrics=compute_metrics, eval_strategy="epoch").train()
+
+    return Mistake(name, make, says, TaskError)
+
+
+def tracking(name: str, *says: str, error: Any = TaskError, metric: Any = None, **methods: Any) -> Mistake:
+    """Make the mistake of evaluating a task with these methods, and with a metric as `acc`."""
+
+    def build() -> Any:
+        task = type("Mine", (Task,), methods)()
+        if metric is not None:
+            task.acc = metric()
+        return task
+
+    make = lambda folder: make_trainer(folder, build(), eval_dataset=make_rows(8)).evaluate()  # noqa: E731
+    return Mistake(name, make, says, error)
+
+
+def accuracy() -> Any:
+    return tm.Accuracy("multiclass", num_classes=3)
+
+
+def update_of(find: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    def evaluation_step(own: Any, batch: Any) -> Any:
+        find(own).update(own.model.layers(batch["x"]), batch["labels"])
+        return Task.training_step(own, batch)
+
+    return evaluation_step
+
+
+def calling(name: str, *says: str, error: Any = TaskError, bases: Any = (TrainerCallback,), **methods: Any) -> Mistake:
+    """Make the mistake of training with a callback of these methods."""
+
+    def make(folder: Path) -> None:
+        callback = type("Mine", bases, methods)()
+        arguments = make_arguments(folder, max_steps=1, save_strategy="steps", save_steps=1)
+        Trainer(Net(), arguments, train_dataset=make_rows(8), callbacks=[callback]).train()
+
+    return Mistake(name, make, says, error)
+
+
+class Patient(TrainerCallback):
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
+def asks_to_stop(own: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    control.should_stop_training = True
+
+
+EXPORTED = (TrainerCallback, ExportableState)
+
+DATA = [
+    sampling("None", lambda i: None, "4 of 4 are None", "Let the dataset return each one"),
+    sampling("some None", lambda i: None if i % 2 else {"x": X, "labels": LABEL}, "2 of 4 are None"),
+    sampling("lengths of tuples", lambda i: (X,) * (1 + i % 2), "the tuples have [1, 2] parts"),
+    sampling("ragged", lambda i: {"x": torch.zeros(4 + i), "labels": 0}, "Cannot stack 'x'", "shapes differ", "pads"),
+    sampling("ragged lists", lambda i: {"x": [1] * (4 + i)}, "Cannot stack 'x'", "the shapes differ", "tokenizer"),
+    sampling(
+        "key of some", lambda i: {"x": X} | ({"labels": 0} if i == 6 else {}), "'labels' of 4 samples: 3 of them do not"
+    ),
+    sampling("picture", lambda i: {"x": Picture()}, "its type is Picture", "Convert it to a tensor in the dataset"),
+    sampling("picture in a tuple", lambda i: (Picture(), 0), "each holds Picture, int", "Convert it to a tensor"),
+    sampling("labels as text", lambda i: {"x": X, "labels": "cat"}, "'labels'", "such as 'cat'", "Number the classes"),
+    sampling("label as text", lambda i: {"x": X, "label": "cat"}, "'label'", "such as 'cat'", "Number the classes"),
+    reading("texts", ["a"] * 8, "list of 4 str", "Let the dataset return dicts"),
+    reading("set", {1, 2}, "a set as train_dataset", "no order", error=ValueError),
+    reading("class", Own, "it is a class", "Pass an instance: Own(...)", error=ValueError),
+    reading("function", lambda: None, "it is a function", "Pass what it returns", error=ValueError),
+    reading("generator", (row for row in make_rows(8)), "read only once", "Pass a list", error=ValueError),
+    reading("columns", {"x": [1], "labels": [0]}, "the keys 'x', 'labels'", "Dataset.from_dict", error=ValueError),
+    Mistake(
+        "no length",
+        lambda folder: train(folder, train_dataset=NoIterator(), max_steps=-1),
+        ("without __len__", "Set max_steps"),
+        ValueError,
+    ),
+    collating("list", lambda samples: samples, "a list of samples (list of 4 dict)", "join them"),
+    collating(
+        "list for a task", lambda samples: samples, "a list of samples (list of 4 dict)", "join them", model=Task
+    ),
+    collating("collator None", lambda samples: None, "None as a batch of Net", "the data_collator returned it"),
+    collating("None for a task", lambda samples: None, "None as a batch of Task", "the data_collator", model=Task),
+    collating("no labels", lambda samples: {"x": stacked(samples)["x"]}, "the batch has no labels", "label_names"),
+    collating("lists", lambda samples: {"x": [s["x"] for s in samples]}, "the batch's x are not tensors"),
+    collating(
+        "arrays", lambda samples: {k: v.numpy() for k, v in stacked(samples).items()}, "not tensors", "as_tensor"
+    ),
+    collating("two arguments", lambda samples, more: samples, "as data_collator", "'more'", "data_collator(samples)"),
+    collating("collator class", NeedsInstance, "NeedsInstance as data_collator", "Pass an instance: NeedsInstance()"),
+]
+
+METRICS = [
+    measuring("number", lambda prediction: 0.5, "compute_metrics returned: it is a float", "a dict of numbers by name"),
+    measuring("keys", lambda prediction: {1: 2.0}, "a dict with the keys 1", "a dict of numbers by name"),
+    measuring("arguments", lambda predictions, labels: {}, "as compute_metrics", "prediction has predictions and"),
+    measuring("no argument", lambda: {}, "as compute_metrics", "compute_metrics(prediction)"),
+    tracking(
+        "list of metrics", "Mine.metrics('eval')", "it is a list", "a dict", metrics=lambda s, stage: [accuracy()]
+    ),
+    tracking(
+        "metrics as numbers",
+        "'a' is a float",
+        "update, compute and reset",
+        "StepOutput(logs=...)",
+        metrics=lambda s, stage: {"a": 0.5},
+    ),
+    tracking("metrics without stage", "Mine.metrics()", "metrics(self, stage)", metrics=lambda s: {}),
+    tracking("never updated", "'acc' is left out", "Call its update()", error=UserWarning, metric=accuracy),
+    tracking(
+        "in a plain list",
+        "acc[0] are updated but not reported",
+        "an attribute of the task",
+        error=UserWarning,
+        metric=lambda: [accuracy()],
+        evaluation_step=update_of(lambda own: own.acc[0]),
+    ),
+    tracking(
+        "number of classes",
+        "number of classes",
+        error=ValueError,
+        metric=lambda: tm.Accuracy("multiclass", num_classes=2),
+        evaluation_step=update_of(lambda own: own.acc),
+    ),
+]
+
+CALLBACKS = [
+    calling("Lightning's", "on_train_start", "Define on_train_begin(", on_train_start=lambda *a, **k: None),
+    calling("Keras's", "on_batch_end", "Define on_step_end(", on_batch_end=lambda *a, **k: None),
+    calling("letters", "on_step_ends", "Did you mean 'on_step_end'", error=UserWarning, on_step_ends=lambda *a: None),
+    calling(
+        "order", "on_begin_train", "Did you mean 'on_train_begin'", error=UserWarning, on_begin_train=lambda *a: None
+    ),
+    calling("no arguments", "Mine.on_step_end()", "(self, args, state, control, **kwargs)", on_step_end=lambda s: None),
+    calling(
+        "pl_module",
+        "on_train_end(trainer, pl_module)",
+        "(self, args, state",
+        on_train_end=lambda s, trainer, pl_module: 0,
+    ),
+    calling("no keywords", "got an unexpected keyword", "**kwargs", on_log=lambda s, args, state, control: None),
+    calling(
+        "returns True", "Mine.on_step_end returned: a bool", "'should_training_stop'", on_step_end=lambda *a, **k: True
+    ),
+    calling("flag", "'stop', which Mine.on_log returned", "Known names", on_log=lambda *a, **k: {"stop": True}),
+    calling(
+        "control", "control.should_stop_training", "'should_training_stop'", error=UserWarning, on_step_end=asks_to_stop
+    ),
+    calling(
+        "state None", "state() returned None", "'args': {...}", error=ValueError, bases=EXPORTED, state=lambda s: None
+    ),
+    calling("no state", "must define `state()`", "'attributes'", error=ValueError, bases=EXPORTED),
+    calling(
+        "function in a state",
+        "callback Mine: it cannot be written as JSON",
+        "Let state() return",
+        error=ValueError,
+        bases=EXPORTED,
+        state=lambda s: {"args": {}, "attributes": {"f": print}},
+    ),
+    Mistake("needs arguments", lambda f: train(f, None, Patient), ("'patience'", "instance: Patient(...)"), TaskError),
+    Mistake("text", lambda folder: train(folder, None, "early"), ("as a callback", "TrainerCallback"), TaskError),
+    Mistake(
+        "nested", lambda folder: train(folder, None, [Patient(1)]), ("a list as a callback", "flat list"), TaskError
+    ),
+]
+
+PARTS = [
+    Mistake(
+        "no loop",
+        lambda folder: make_trainer(folder, loop=type("Mine", (Loop,), {})()),
+        ("a Mine as a loop", "FitLoop, EvaluateLoop or PredictLoop"),
+        TaskError,
+    ),
+    Mistake("dict", lambda f: make_trainer(f, loop={"fit": FitLoop()}), ("a dict as a loop", "a list"), TaskError),
+    Mistake(
+        "function in a loop",
+        lambda folder: train(
+            folder,
+            loop=type("Mine", (FitLoop,), {"state_dict": lambda s: {"f": print}})(),
+            save_strategy="steps",
+            save_steps=1,
+        ),
+        ("The state of Mine", "state['f']"),
+        ValueError,
+    ),
+    Mistake("logger", lambda f: make_trainer(f, loggers=Picture()), ("a Picture as a logger", "hftrain.Logger")),
+    Mistake("logger class", lambda f: make_trainer(f, loggers=Logger), ("the class Logger", "instances")),
+    Mistake(
+        "logger without log",
+        lambda folder: Trainer(Net(), make_arguments(folder), loggers=type("Mine", (Logger,), {"name": "mine"})()),
+        ("Mine reports no metric", "log(self, metrics, step)"),
+        UserWarning,
+    ),
+]
+
+
+@table([*DATA, *METRICS, *CALLBACKS, *PARTS])
+def test_mistake_is_told_in_words_that_help(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(mistake, tmp_path, monkeypatch)
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise LookupError("of the user's own")
+
+
+def raise_key(*args: Any, **kwargs: Any) -> Any:
+    return kwargs["accuracy"]
+
+
+def fails_late(index: int) -> Any:
+    return make_rows(8)[index]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "note"),
+    [
+        ({"train_dataset": Own(fail)}, LookupError, "Raised in sample 6 of Own."),
+        ({"train_dataset": Own(fails_late, 9)}, IndexError, "Raised in sample 8 of Own, whose __len__ is 9."),
+        (
+            {"train_dataset": Own(fail), "dataloader_num_workers": 1},
+            LookupError,
+            "Raised in loader worker 0, while reading Own, in one of the samples 6, 3, 0, 7. "
+            "Set dataloader_num_workers=0 to debug it in this process.",
+        ),
+        (
+            {"data_collator": fail},
+            LookupError,
+            "Raised in the data_collator fail, for samples 6, 3, 0, 7. The first: x float32 (4,), labels int64 ().",
+        ),
+        (
+            {"data_collator": fail, "dataloader_num_workers": 1},
+            LookupError,
+            "Raised in loader worker 0, in the data_collator fail, for the samples 6, 3, 0, 7. "
+            "Set dataloader_num_workers=0 to debug it in this process.",
+        ),
+        ({"train_dataset": NoIterator(), "max_steps": 1}, TypeError, "Raised while reading NoIterator."),
+        (
+            {"compute_metrics": fail, "eval_strategy": "epoch"},
+            LookupError,
+            "Raised in compute_metrics(prediction), with the arrays prediction.predictions float32 (8, 3) and "
+            "prediction.label_ids int64 (8,).",
+        ),
+        (
+            {"callbacks": [type("Mine", (TrainerCallback,), {"on_log": fail})()]},
+            LookupError,
+            "Raised in on_log of the ",
+        ),
+        ({"callbacks": [type("Mine", (TrainerCallback,), {"on_log": raise_key})()]}, KeyError, "logs."),
+    ],
+)
+def test_error_of_the_users_code_ends_with_a_note_of_where(
+    tmp_path: Path, options: dict[str, Any], error: Any, note: str
+) -> None:
+    rows = make_rows(8)
+    with pytest.raises(error) as caught:
+        make_trainer(tmp_path, **{"train_dataset": rows, "eval_dataset": rows, **options}).train()
+    assert not isinstance(caught.value, TaskError)
+    (found,) = caught.value.__notes__
+    assert note in found
+    if "callbacks" in options:
+        assert found.startswith("Raised in on_log of the callback Mine.")
+
+
+def test_callback_whose_base_was_not_made_is_named(tmp_path: Path) -> None:
+    class Mine(EarlyStoppingCallback):
+        def __init__(self) -> None:
+            """Forget the base class."""
+
+    best = {"metric_for_best_model": "loss", "greater_is_better": False}
+    trainer = make_trainer(tmp_path, None, Mine(), eval_dataset=make_rows(4), eval_strategy="epoch", **best)
+    with pytest.raises(AttributeError) as caught:
+        trainer.train()
+    assert caught.value.__notes__ == ["Raised in on_evaluate of the callback Mine."]
