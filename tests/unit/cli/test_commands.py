@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.source import ROOT
 
 from hftrain.cli.commands import main
 from hftrain.precision.registry import precisions
@@ -128,3 +130,10 @@ def test_command_is_installed() -> None:
     assert "single" in done.stdout
     with pytest.raises(SystemExit):
         main(["unknown"])
+
+
+def test_page_on_the_command_line_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    page = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `hftrain (\w+)", page, re.MULTILINE) == commands
