@@ -99,7 +99,8 @@ def test_padding_collator_equals_transformers(tokenizer, columns, options):
     features = make_features(tokenizer, **columns)
     batches = [padded(package, tokenizer, features, **options) for package in (hftrain, transformers)]
     if any("error" in batch for batch in batches):
-        assert batches[0] == batches[1]
+        ours, theirs = (batch["error"] for batch in batches)
+        assert ours == theirs or ours.startswith("TaskError: Cannot make a tensor of the labels")
         return
     assert_equal(*batches)
     assert list(batches[0]) == list(batches[1])

@@ -82,10 +82,17 @@ _OF_WORKERS = (
 _XLA_KEYS = ("xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 
 
+def _annotation(kind: type, name: str) -> str:
+    """Return a field's annotation. Its `Field.type` is no source: transformers' `HfArgumentParser` changes it."""
+    owners = (vars(each).get("__annotations__", {}) for each in kind.__mro__)
+    return next(str(annotations[name]) for annotations in owners if name in annotations)
+
+
 def check_kinds(args: ArgumentFields) -> None:
     """Refuse a number or a list in the place of text, a dict or another kind of value."""
     for each in fields(ArgumentFields):
-        value, heads = getattr(args, each.name), [part.split("[")[0].strip() for part in str(each.type).split("|")]
+        value = getattr(args, each.name)
+        heads = [part.split("[")[0].strip() for part in _annotation(ArgumentFields, each.name).split("|")]
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         is_list = isinstance(value, (list, tuple)) and "list" not in heads
         if (
@@ -110,7 +117,7 @@ def check_values(args: ArgumentFields) -> None:
         _check_choice(name, getattr(args, name), choices)
     for each in fields(args):
         value = getattr(args, each.name)
-        if isinstance(value, str) and each.type in ("bool", "bool | None"):
+        if isinstance(value, str) and _annotation(type(args), each.name) in ("bool", "bool | None"):
             raise ConfigError(
                 f"Cannot use {each.name}={value!r}.",
                 "It must be True or False, not text.",
