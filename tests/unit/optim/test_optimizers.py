@@ -134,7 +134,7 @@ def test_optimizer_class_suggests_close_names() -> None:
     ],
 )
 def test_optimizer_class_refuses_options_that_are_none(name: str, options: str, known: str) -> None:
-    with pytest.raises(ConfigError, match=f"optim='{name}'.*arguments of their own.*It takes: .*{known}"):
+    with pytest.raises(ConfigError, match=f"optim='{name}'.*are settings.*It takes: .*{known}"):
         optimizer_class(OptimizerConfig(name=name, options=options))
 
 
