@@ -78,6 +78,10 @@ BUILD_SITE = ("python", "-m", "sphinx", "-j", "auto", "-W", "--keep-going", "-q"
 SHORTENED = {
     "char_language_model": ("--steps", "20"),
     "digits": ("--epochs", "1"),
+    "images": ("--epochs", "1"),
+    "lora": ("--epochs", "1"),
+    "text_classifier": ("--epochs", "1"),
+    "text_classifier_drop_in": ("--epochs", "1"),
     "number_words": ("--steps", "150"),
 }
 
