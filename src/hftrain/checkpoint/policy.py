@@ -28,7 +28,7 @@ class SavePolicy:
             hangs ends after 25 s; SLURM, Kubernetes and torchrun kill after 30 s. The time restarts whenever a batch
             is done or a checkpoint grows, and is at least 1.5 times the longest pause of the run so far.
         on_exception: Whether an error in training saves a checkpoint of the last complete step; only with one process.
-            Each step then begins with a copy of what it changes before the weights.
+            Each step then starts by copying what it changes before it updates the weights.
         every_s: Also save when this much time has passed since the last checkpoint.
         keep_best: How many checkpoints with the best metrics to keep, in addition to the newest; needs
             `metric_for_best_model`. Without `save_total_limit` no others are kept. None keeps the best one, as
