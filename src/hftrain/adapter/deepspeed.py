@@ -124,10 +124,10 @@ def _from_launcher() -> dict[str, Any] | str:
 
 
 class HfDeepSpeedConfig:
-    """Let transformers models that are built from now on be split by ZeRO-3 layer by layer, so that none is ever whole.
+    """Make transformers partition new models with ZeRO-3 layer by layer, so no process holds a whole model.
 
-    Keep the object for as long as models are built: without it they are whole again. With another stage of ZeRO it
-    changes nothing. The processes meet when it is made. Collective.
+    Keep a reference to the object while building models. It has no effect with other ZeRO stages. Creating it is
+    collective.
 
     Args:
         config_or_args: The training arguments, whose `deepspeed` counts, or a DeepSpeed config as a dict or a path.
@@ -136,7 +136,7 @@ class HfDeepSpeedConfig:
         config: The DeepSpeed config, its "auto" values filled from the arguments or left out.
 
     Raises:
-        ConfigError: The arguments hold no DeepSpeed config, or it cannot be used.
+        ConfigError: The arguments have no DeepSpeed config, or the config is invalid.
         MissingDependencyError: DeepSpeed is not installed.
 
     Source: the documented `HfDeepSpeedConfig`.
@@ -168,7 +168,7 @@ class HfDeepSpeedConfig:
             hold(self)
 
     def is_zero3(self) -> bool:
-        """Tell whether parameters are split."""
+        """Return whether parameters are partitioned."""
         return self._strategy.stage == 3
 
 

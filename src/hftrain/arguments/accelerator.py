@@ -15,16 +15,16 @@ from hftrain.core.errors import ConfigError, suggest
 
 @dataclass(slots=True)
 class AcceleratorConfig:
-    """Say how loaders are shared between processes: what `accelerator_config` holds.
+    """Settings of `accelerator_config`: how data loaders are split across processes.
 
     Args:
-        split_batches: The processes share one batch of `per_device_train_batch_size`, instead of taking one each.
-        dispatch_batches: The first process reads all data and sends the others their share; None decides by the data.
+        split_batches: Split one batch of `per_device_train_batch_size` across the processes.
+        dispatch_batches: The first process reads all data and sends the others their part; None: by dataset type.
         even_batches: Give every process the same number of batches.
         use_seedable_sampler: Shuffle by the seed and the epoch alone.
-        non_blocking: Copy batches to the device without waiting; None, which is false too, leaves it to the strategy.
+        non_blocking: Copy batches to the device asynchronously; None leaves the choice to the strategy.
         gradient_accumulation_kwargs: `num_steps` and `sync_each_batch`.
-        use_configured_state: Take accelerate's state as it was set up before.
+        use_configured_state: Reuse the accelerate state that is already set up.
 
     Source: the documented `AcceleratorConfig`.
 
@@ -46,7 +46,7 @@ class AcceleratorConfig:
         """Read the settings from a JSON file.
 
         Raises:
-            ConfigError: The file cannot be read, or has a key that is unknown.
+            ConfigError: The file cannot be read or contains an unknown key.
 
         Source: the documented `AcceleratorConfig.from_json_file`.
         """
@@ -89,7 +89,7 @@ class AcceleratorConfig:
         return dataclasses.asdict(self)
 
     def pop(self, key: str, default: Any = None) -> Any:
-        """Return a setting and put it back to its default. Source: the documented `AcceleratorConfig.pop`."""
+        """Return a setting and reset it to its default. Source: the documented `AcceleratorConfig.pop`."""
         field = type(self).__dataclass_fields__.get(key)
         if field is None:
             return default

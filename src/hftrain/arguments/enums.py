@@ -9,7 +9,7 @@ from hftrain.core.errors import ConfigError, suggest
 
 
 class _Choice(str, Enum):
-    """A string out of a closed list: compares equal to, hashes as and prints as its value."""
+    """A string enum whose members compare, hash and print as their values."""
 
     def __str__(self) -> str:
         return str(self.value)

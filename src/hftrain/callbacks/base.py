@@ -17,13 +17,13 @@ Metrics: TypeAlias = Mapping[str, Any] | None
 
 
 class TrainerCallback:
-    """Override the methods of the events to hear; the others are never called.
+    """Base class of callbacks: override the methods of the events you need. Other methods are never called.
 
-    Each method receives the arguments, the run's state and the control object, and as keywords `model`,
-    `processing_class` (also as `tokenizer`), `optimizer`, `lr_scheduler`, `train_dataloader`, `eval_dataloader`, plus
-    `logs` or `metrics` where the event has them. It asks for something by setting the control's flags, or by returning
-    them: a control object, a mapping such as ``{"should_training_stop": True}``, or None for no change.
-    The order of events is written down in `hftrain.core.events`.
+    Each method receives the arguments, the state and the control object, and the keyword arguments `model`,
+    `processing_class` (also as `tokenizer`), `optimizer`, `lr_scheduler`, `train_dataloader` and `eval_dataloader`.
+    Some events also pass `logs` or `metrics`. To request an action, set flags of the control or return them: a control
+    object, a mapping such as ``{"should_training_stop": True}``, or None for no change. `hftrain.core.events` documents
+    the order of events.
 
     Source: the documented `TrainerCallback`.
 
@@ -34,68 +34,68 @@ class TrainerCallback:
     """
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Hear that the Trainer is ready."""
+        """Called at the end of the Trainer's constructor."""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Hear that training begins; after a resume, `state` is the restored one."""
+        """Called when training begins; after a resume, `state` is the restored one."""
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Hear that training ended without an error."""
+        """Called when training ends without an error."""
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Hear that a pass over the data begins."""
+        """Called at the beginning of an epoch."""
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Hear that a pass over the data ended."""
+        """Called at the end of an epoch."""
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Hear that an optimizer step begins, before its first micro-batch."""
+        """Called at the beginning of an optimizer step, before its first micro-batch."""
 
     def on_pre_optimizer_step(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> CallbackResult:
-        """Hear that the gradients are clipped and the optimizer is about to use them."""
+        """Called after gradient clipping, before the optimizer step."""
 
     def on_optimizer_step(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> CallbackResult:
-        """Hear that the optimizer has stepped; the gradients are still there."""
+        """Called after the optimizer step, before the gradients are zeroed."""
 
     def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Hear that a micro-batch which is not the step's last one is done."""
+        """Called after each micro-batch except the last one of an optimizer step."""
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Hear that an optimizer step is done."""
+        """Called at the end of an optimizer step."""
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Hear an evaluation's `metrics`; `state.best_metric` does not know them yet."""
+        """Called after an evaluation with its `metrics`, before `state.best_metric` is updated."""
 
     def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Hear a prediction's `metrics`."""
+        """Called after a prediction with its `metrics`."""
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Hear that a checkpoint was saved."""
+        """Called after a checkpoint is saved."""
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Hear the `logs` just recorded."""
+        """Called after `logs` are recorded."""
 
     def on_prediction_step(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> CallbackResult:
-        """Hear that a batch of an evaluation or prediction is done."""
+        """Called after each batch of an evaluation or prediction."""
 
     def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Hear that a push to the Hub begins, before the model card is written."""
+        """Called when a push to the Hub begins, before the model card is written."""
 
 
 class ExportableState:
-    """Mix into a callback whose state belongs in checkpoints.
+    """Mixin for callbacks whose state is saved in checkpoints.
 
     Source: the documented `ExportableState`.
     """
 
     def state(self) -> dict[str, Any]:
-        """Return ``{"args": constructor arguments, "attributes": what else to set}``, all of it plain JSON data."""
+        """Return ``{"args": constructor arguments, "attributes": other attributes}`` as plain JSON data."""
         raise NotImplementedError(f"{type(self).__name__} must define `state()` to be kept in checkpoints.")
 
     @classmethod

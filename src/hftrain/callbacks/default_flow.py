@@ -14,11 +14,11 @@ _cadence = functools.lru_cache(maxsize=64)(Cadence)
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Turn the logging, evaluation and save strategies and `max_steps` into control flags.
+    """Set control flags according to the logging, evaluation and save strategies and `max_steps`.
 
-    The intervals are read from the state at each step, so a callback may change them while training. A run that
-    reaches `max_steps`, or that any callback stops before an epoch's end, ends with a save unless the save strategy is
-    ``"no"`` or ``"best"``; it ends without an evaluation that was not due.
+    The intervals are read from the state at each step, so a callback may change them while training. A run that reaches
+    `max_steps` or is stopped within an epoch saves at its end, unless the save strategy is ``"no"`` or ``"best"``. It
+    does not add an evaluation that was not due.
 
     Source: the documented `DefaultFlowCallback`.
     """
@@ -26,11 +26,11 @@ class DefaultFlowCallback(TrainerCallback):
     _saved_step: int | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Forget the saves of an earlier run."""
+        """Reset the record of saves."""
         self._saved_step = None
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Set the flags of what is due after this step, and stop at `max_steps`."""
+        """Set the flags due after this step, and stop at `max_steps`."""
         step = state.global_step
         is_last = step >= state.max_steps
         log = _cadence(unit=args.logging_strategy, every=state.logging_steps)
@@ -49,7 +49,7 @@ class DefaultFlowCallback(TrainerCallback):
         return control
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> CallbackResult:
-        """Set the flags of what is due after this pass."""
+        """Set the flags due after this epoch."""
         epoch = state.epoch or 0.0
         if _cadence(unit=args.logging_strategy).is_due_at_epoch(epoch):
             control.should_log = True
@@ -63,5 +63,5 @@ class DefaultFlowCallback(TrainerCallback):
         return control
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Remember the step, so that the end of the run is not saved twice."""
+        """Record the step so that the final state is not saved twice."""
         self._saved_step = max(self._saved_step or 0, state.global_step)

@@ -14,14 +14,14 @@ from hftrain.core.state import TrainerState
 
 
 class EarlyStoppingCallback(TrainerCallback, ExportableState):
-    """Stop training once `metric_for_best_model` has failed to improve for a number of evaluations.
+    """Stop training when `metric_for_best_model` has not improved for a number of evaluations.
 
-    Needs `metric_for_best_model` and an evaluation strategy. The count is part of checkpoints; a run that starts at
-    step 0 starts counting again. A metric that is not a number never counts as better.
+    Requires `metric_for_best_model` and an evaluation strategy. The count is saved in checkpoints; a run that starts at
+    step 0 resets it. NaN never counts as an improvement.
 
     Args:
-        early_stopping_patience: Evaluations in a row without an improvement after which training stops.
-        early_stopping_threshold: By how much a value must beat the best one so far to count as an improvement.
+        early_stopping_patience: Consecutive evaluations without an improvement before training stops.
+        early_stopping_threshold: Minimum difference to the best value that counts as an improvement.
 
     Raises:
         ConfigError: The patience is below 1 or the threshold negative.
@@ -43,10 +43,10 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             )
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Check the settings, and forget the count of an earlier run.
+        """Check the settings and reset the count.
 
         Raises:
-            ConfigError: There is no metric, no direction or no evaluation.
+            ConfigError: The metric, its direction or the evaluation strategy is not set.
         """
         self.check_settings(args)
         if not args.load_best_model_at_end:
@@ -55,7 +55,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             self.early_stopping_patience_counter = 0
 
     def check_settings(self, args: Any) -> None:
-        """Raise `ConfigError` unless there are a metric, a direction and evaluations."""
+        """Raise `ConfigError` unless a metric, a direction and an evaluation strategy are set."""
         if args.metric_for_best_model is None or args.greater_is_better is None or args.eval_strategy == "no":
             raise ConfigError(
                 "EarlyStoppingCallback was added.",
@@ -69,10 +69,10 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Metrics = None, **kwargs: Any
     ) -> CallbackResult:
-        """Compare with the best metric before this evaluation, and stop when patience runs out.
+        """Compare with the best metric so far, and stop when patience runs out.
 
         Raises:
-            ConfigError: The metric is not among those of the evaluation.
+            ConfigError: The evaluation did not return the metric.
         """
         value = self._read_metric(args, metrics or {})
         if value is None:
@@ -83,7 +83,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         return control
 
     def check_metric_value(self, args: Any, state: TrainerState, control: TrainerControl, metric_value: float) -> None:
-        """Compare a value with the best one so far, and count it; an override decides what an improvement is.
+        """Compare a value with the best one so far and update the count; override to define an improvement.
 
         Source: the documented `EarlyStoppingCallback.check_metric_value`.
         """

@@ -28,10 +28,10 @@ _OURS = re.compile(r"rank[0-9]+(-[0-9]{5}\.safetensors|\.json)")
 
 
 class PredictionWriter(TrainerCallback):
-    """Write what `Trainer.predict` predicts (and the labels it finds) to files, batch by batch, one set per process.
+    """Write the predictions and labels of `Trainer.predict` to files batch by batch; each process writes its own.
 
-    `predict()` then returns None for predictions and labels, and gathers nothing, unless `returns_predictions` is set.
-    Each `predict()` replaces the files of the one before. The files of process ``<rank>``:
+    `predict()` then gathers nothing and returns None for predictions and labels, unless `returns_predictions` is set.
+    Each `predict()` replaces the files of the previous one. The files of process ``<rank>``:
 
     - ``rank<rank>-<number>.safetensors``: up to `batches_per_file` batches. A tensor is named ``<batch>/outputs`` or
       ``<batch>/labels``, and in nested outputs ``<batch>/outputs/<key or index>``; batches count from 0 in each
@@ -46,7 +46,7 @@ class PredictionWriter(TrainerCallback):
         returns_predictions: Let `predict()` return the predictions as well.
 
     Raises:
-        ConfigError: `batches_per_file` is below 1, or the folder is of a store that nobody knows.
+        ConfigError: `batches_per_file` is below 1, or the folder's URL scheme is unknown.
         MissingDependencyError: The package of the folder's store is not installed.
     """
 
@@ -68,10 +68,10 @@ class PredictionWriter(TrainerCallback):
     def on_prediction_step(
         self, args: Any, state: TrainerState, control: TrainerControl, outputs: Any = None, **kwargs: Any
     ) -> None:
-        """Take a batch's predictions; evaluations have none to write.
+        """Write a batch's predictions; evaluations are ignored.
 
         Raises:
-            TaskError: They hold something else than tensors.
+            TaskError: The predictions contain something other than tensors.
         """
         if outputs is None:
             return
@@ -86,7 +86,7 @@ class PredictionWriter(TrainerCallback):
     def on_predict(
         self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Write what is left, and the list of this process's files."""
+        """Write the remaining batches and the list of this process's files."""
         rank = args.process_index
         if reading_order(eval_dataloader) is not None:
             warn_once("PredictionWriter writes batches as they are read: sortish_sampler=True sorts them by length.")
@@ -112,7 +112,7 @@ class PredictionWriter(TrainerCallback):
         """Yield every process's batches in the data's order, as ``{"outputs": ..., "labels": ...}`` by flat name.
 
         Raises:
-            TaskError: The files of a process are missing: its `predict()` has not ended well.
+            TaskError: The files of a process are missing because its `predict()` did not finish.
         """
         if is_url(folder):
             with tempfile.TemporaryDirectory() as local:

@@ -36,23 +36,23 @@ _REPLACEABLE = ("call_event", *EVENTS)
 
 
 class CallbackHandler:
-    """Hold a run's callbacks and call the methods they override.
+    """Hold the callbacks of a run and call the methods they override.
 
-    Which methods those are is looked up when callbacks are added or removed and by `refresh`, never while training.
-    Overrides of `log` or `evaluate` may fire events by the names they know: ``handler.on_log(args, state, control,
-    logs)`` is `fire`, and ``handler.eval_dataloader`` reads and sets what callbacks receive.
+    Overridden methods are looked up when callbacks are added or removed and by `refresh`, never during training.
+    Overrides of `log` or `evaluate` may use the documented names: ``handler.on_log(args, state, control, logs)`` fires
+    the event, and ``handler.eval_dataloader`` gets or sets the loader that callbacks receive.
 
     Args:
-        callbacks: Classes (instantiated without arguments) or instances, in the order of their calls. Any object with
-            a method named after an event will do.
-        model: A keyword for every callback, as are the next three.
-        processing_class: Likewise; also as `tokenizer`.
+        callbacks: Classes (instantiated without arguments) or instances, in call order. Any object with a method named
+            after an event is accepted.
+        model: Keyword argument passed to every callback.
+        processing_class: Passed likewise, also as `tokenizer`.
         optimizer: Likewise.
         lr_scheduler: Likewise.
-        args: The arguments handed to every callback. A Trainer gives its own to a handler that is assigned to it.
-        state: The state handed to every callback; assign `handler.state` when another one takes over.
+        args: The arguments passed to every callback. A Trainer sets its own when the handler is assigned.
+        state: The state passed to every callback; assign `handler.state` to replace it.
         control: The one control object; it is changed but never replaced.
-        **context: Further keywords for every callback; see `refresh`.
+        **context: Further keyword arguments for every callback; see `refresh`.
 
     Raises:
         TaskError: A callback has no method named after an event.
@@ -98,7 +98,7 @@ class CallbackHandler:
         self.refresh(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, **{**parts, **context})
 
     def add(self, callback: Any) -> None:
-        """Append a callback, a class or an instance; a second one of the same class warns.
+        """Append a callback (class or instance); warn if one of the same class is already present.
 
         Raises:
             TaskError: It has no method named after an event.
@@ -107,7 +107,7 @@ class CallbackHandler:
         self._resolve()
 
     def pop(self, callback: Any) -> Any:
-        """Remove and return the first callback of a class, or this very instance; None if there is none."""
+        """Remove and return the first callback of a class, or the given instance; return None if absent."""
         for index, present in enumerate(self.callbacks):
             if isinstance(present, callback) if isinstance(callback, type) else present is callback:
                 del self.callbacks[index]
@@ -116,14 +116,14 @@ class CallbackHandler:
         return None
 
     def remove(self, callback: Any) -> None:
-        """Remove what `pop` would return."""
+        """Remove a callback, found as by `pop`."""
         self.pop(callback)
 
     add_callback, pop_callback, remove_callback = add, pop, remove
 
     @property
     def callback_list(self) -> str:
-        """The names of the callbacks' classes, a line each."""
+        """The class names of the callbacks, one per line."""
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def __getattr__(self, name: str) -> Any:
@@ -145,11 +145,11 @@ class CallbackHandler:
             self.refresh()
 
     def refresh(self, **context: Any) -> None:
-        """Replace keywords that callbacks receive, and look again at what each callback overrides.
+        """Replace keyword arguments of the callbacks and look up their overridden methods again.
 
         Args:
             **context: `model`, `processing_class`, `optimizer`, `lr_scheduler`, `train_dataloader`, `eval_dataloader`;
-                `tokenizer` is another name for `processing_class`. Those left out stay as they are.
+                `tokenizer` is another name for `processing_class`. Omitted ones are unchanged.
         """
         for name, alias in (("processing_class", "tokenizer"), ("tokenizer", "processing_class")):
             if name in context:
@@ -158,14 +158,14 @@ class CallbackHandler:
         self._resolve()
 
     def fire(self, event: str, **extra: Any) -> TrainerControl:
-        """Call every callback that overrides `event`; mutates and returns the control object.
+        """Call every callback that overrides `event`; update and return the control object.
 
         Args:
             event: One of `hftrain.core.events.EVENTS`.
-            **extra: Keywords for this call only; they win over the context.
+            **extra: Keyword arguments for this call only; they override the context.
 
         Raises:
-            TaskError: A callback returned something that is not a set of control flags.
+            TaskError: A callback returned something other than control flags.
         """
         control = self.control
         self.num_fired[0] += 1
@@ -185,10 +185,10 @@ class CallbackHandler:
         return control
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **extra: Any) -> TrainerControl:
-        """Call every callback that overrides `event`, with these in place of the runner's own; return the control.
+        """Call every callback that overrides `event` with the given objects; return the control.
 
         Args:
-            **extra: Keywords for this call only: the `logs` of ``on_log``, the `metrics` of ``on_evaluate``.
+            **extra: Keyword arguments for this call only, such as the `logs` of ``on_log``.
         """
         own = self.args, self.state, self.control
         self.args, self.state, self.control = args, state, control
@@ -199,9 +199,9 @@ class CallbackHandler:
             self.args, self.state, self.control = own
 
     def stateful_states(self) -> dict[str, Any]:
-        """Return the state of every callback that exports one, and of the control, by class name.
+        """Return the states of all exportable callbacks and of the control, by class name.
 
-        Several callbacks of one class give a list, in their order.
+        The states of several callbacks of one class are a list in callback order.
         """
         grouped: dict[str, list[Any]] = {}
         for source in (*filter(_is_exportable, self.callbacks), self.control):
@@ -209,15 +209,14 @@ class CallbackHandler:
         return {name: found if len(found) > 1 else found[0] for name, found in grouped.items()}
 
     def restore(self, states: Mapping[str, Any], *, is_full: bool = True) -> None:
-        """Put saved states back into the callbacks of the same class.
+        """Restore saved states into the callbacks of the same class.
 
-        Saved states without a callback of their class warn; callbacks without a saved state stay as they are.
+        A saved state without a matching callback causes a warning; callbacks without a saved state are unchanged.
 
         Args:
             states: What `stateful_states` returned.
-            is_full: Replace the callbacks by ones built from the saved states, constructor arguments included, and
-                set the control's flags; else only what the callbacks had counted is restored, so that a resumed run
-                goes on as it would have.
+            is_full: Rebuild the callbacks from their saved states, including constructor arguments, and restore the
+                control flags. Otherwise only the callbacks' attributes are restored.
 
         Raises:
             CheckpointError: A saved state does not fit its class.

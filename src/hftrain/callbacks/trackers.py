@@ -22,14 +22,14 @@ logger = get_logger(__name__)
 class TrackerCallback(TrainerCallback, ExportableState):
     """Report a run to one tracker, on the main process only.
 
-    The tracker is started when training begins, or by the first log before that. It stays open after training, so that
-    a later evaluation goes to the same run, and is closed by `close`, by the next training, or when the callback goes
-    away. A resumed run continues the run that the checkpoint names. What the tracker raises is warned of.
+    The tracker starts when training begins or at the first log, whichever comes first. It stays open after training, so
+    later evaluations are reported to the same run. `close`, the next training or deleting the callback closes it. A
+    resumed run continues the tracker run named in the checkpoint. Errors of the tracker become warnings.
 
     Args:
-        *args: For the logger of the class's tracker.
-        logger: The logger to feed, instead of a new one.
-        **kwargs: For the logger of the class's tracker.
+        *args: Passed to the tracker's logger.
+        logger: The logger to use instead of creating one.
+        **kwargs: Passed to the tracker's logger.
 
     Raises:
         MissingDependencyError: The tracker's package is not installed.
@@ -58,11 +58,11 @@ class TrackerCallback(TrainerCallback, ExportableState):
 
     @staticmethod
     def rename(metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return metrics by the names that the tracker is told."""
+        """Return the metrics under the names reported to the tracker."""
         return regroup(metrics)
 
     def state(self) -> dict[str, Any]:
-        """Return by which name the run can be continued."""
+        """Return the ID needed to continue the tracker run."""
         return {"args": {}, "attributes": {"run_id": self.run_id}}
 
     def setup(self, args: Any, state: TrainerState, model: Any = None, **kwargs: Any) -> None:
@@ -102,7 +102,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
             logger.warning("Tracker %s starts a new run for the resumed training.", self._name)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Start a run, or continue the one that the checkpoint names."""
+        """Start a tracker run, or continue the one named in the checkpoint."""
         if not state.is_world_process_zero:
             return
         is_resumed = state.global_step > 0
@@ -117,7 +117,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
     ) -> None:
-        """Report the numbers."""
+        """Report the logged values."""
         if state.is_world_process_zero and logs and self._open(args, state, kwargs.get("model")):
             self._try(self.logger.log, self.rename(numbers_of(logs)), state.global_step)
 
@@ -128,7 +128,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
         self.on_log(args, state, control, logs=metrics, **kwargs)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Upload the checkpoint if each is asked for."""
+        """Upload the checkpoint if every checkpoint is to be uploaded."""
         if not state.is_world_process_zero or self.logger.artifacts == "no":
             return
         folder = local_folder(args.output_dir, start=self._folder)
@@ -137,7 +137,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
             self._try(self.logger.log_artifact, *self._saved)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Upload the best or last checkpoint if that is asked for, and write out what is buffered."""
+        """Upload the best or last checkpoint if requested, and flush the tracker."""
         if not self._is_open:
             return
         if self.logger.artifacts == "end":
@@ -252,16 +252,16 @@ class KubeflowCallback(TrackerCallback, tracker="kubeflow"):
 
     @staticmethod
     def rename(metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep the names that the log has."""
+        """Return the metrics unchanged."""
         return dict(metrics)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Start to report."""
+        """Start reporting."""
         super().on_train_begin(args, state, control, **kwargs)
         self._report(state, True)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Report how far training is."""
+        """Report the training progress."""
         self._report(state)
 
     def _report(self, state: TrainerState, is_first: bool = False) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 
 class HFTrainError(Exception):
-    """Base of every error hftrain raises on purpose; takes a whole text, or the parts that `explain` takes."""
+    """Base class of all hftrain errors; takes a message or the parts that `explain` takes."""
 
     def __init__(self, asked: str = "", reason: str = "", remedy: str = "", /, **received: Any) -> None:
         super().__init__(explain(asked, reason, remedy, **received))
 
 
 class ConfigError(HFTrainError, ValueError):
-    """A setting that cannot work; raised before a device or process group is touched."""
+    """A setting is invalid; raised before a device or process group is used."""
 
 
 class UnknownArgumentError(ConfigError, TypeError):
@@ -23,15 +23,15 @@ class UnknownArgumentError(ConfigError, TypeError):
 
 
 class MissingDependencyError(HFTrainError, ImportError):
-    """An optional package is absent or too old."""
+    """An optional package is not installed or too old."""
 
 
 class StrategyError(HFTrainError, RuntimeError):
-    """Processes, placement or communication failed."""
+    """Starting processes, placing a model or communicating failed."""
 
 
 class CheckpointError(HFTrainError, RuntimeError):
-    """A checkpoint cannot be written, found or trusted."""
+    """A checkpoint cannot be written or found, or is not valid."""
 
 
 class NonFiniteError(CheckpointError):
@@ -39,7 +39,7 @@ class NonFiniteError(CheckpointError):
 
 
 class TaskError(HFTrainError, TypeError):
-    """A task, model or dataset does not keep its side of the contract."""
+    """A task, model or dataset does not work as the Trainer requires."""
 
 
 def explain(asked: str, reason: str, remedy: str, /, **received: Any) -> str:

@@ -67,7 +67,7 @@ class Launch:
 
     Args:
         launcher: Its name; None for a process that nobody launched, or that was launched alone (except by torchrun).
-        rank: This process among all.
+        rank: The global rank of this process.
         world_size: How many there are.
         local_rank: This process among those of its machine; None if the launcher does not say.
         local_world_size: How many there are on this machine; likewise.

@@ -46,7 +46,7 @@ class Progress:
 
 @dataclass
 class TrainerControl:
-    """What callbacks ask of the loop; the loop acts on it right after the event, in one place.
+    """Flags that callbacks set to request actions; the loop acts on them right after the event.
 
     Source: the documented `TrainerControl`.
     """

@@ -20,7 +20,7 @@ _NO_HISTORY = '\n  "log_history": []'
 
 @dataclass
 class TrainerState:
-    """What a run has reached and logged, saved as plain JSON with each checkpoint.
+    """Progress and log history of a run, saved as JSON with each checkpoint.
 
     Units:
         epoch: passes over the data, fractional. logging_steps, eval_steps, save_steps: optimizer updates.

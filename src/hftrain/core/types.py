@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class StepOutput:
-    """What a task's step has to say; nothing is pushed anywhere else.
+    """Results of a task's step: loss, outputs, labels and values to log.
 
     Args:
-        loss: The mean loss over the batch's items, a 0-d tensor with its graph (None where there is no loss).
-        outputs: What the model produced; kept only where somebody asked for predictions.
-        labels: The targets that belong to `outputs`, likewise.
-        logs: Numbers to average over the logging window's steps (training) or the set's samples (evaluation).
+        loss: The mean loss over the batch's items: a 0-d tensor with its graph, or None.
+        outputs: The model outputs; kept only if predictions are requested.
+        labels: The targets of `outputs`, kept likewise.
+        logs: Values to average over the steps of the logging window (training) or the samples (evaluation).
     """
 
     loss: torch.Tensor | None = None
@@ -101,7 +101,7 @@ class EvalPrediction:
 
 
 class EvalLoopOutput(NamedTuple):
-    """What one pass over an evaluation set gives. Source: the documented `EvalLoopOutput`."""
+    """Results of one pass over an evaluation set. Source: the documented `EvalLoopOutput`."""
 
     predictions: Any
     label_ids: Any
@@ -110,7 +110,7 @@ class EvalLoopOutput(NamedTuple):
 
 
 class PredictionOutput(NamedTuple):
-    """What `Trainer.predict` gives. Source: the documented `PredictionOutput`."""
+    """Return value of `Trainer.predict`. Source: the documented `PredictionOutput`."""
 
     predictions: Any
     label_ids: Any
@@ -118,7 +118,7 @@ class PredictionOutput(NamedTuple):
 
 
 class TrainOutput(NamedTuple):
-    """What `Trainer.train` gives. Source: the documented `TrainOutput`."""
+    """Return value of `Trainer.train`. Source: the documented `TrainOutput`."""
 
     global_step: int
     training_loss: float

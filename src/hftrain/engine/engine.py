@@ -58,31 +58,31 @@ class _NoModel:
 
 
 class Engine:
-    """Train in a loop of your own with hftrain's strategies, precisions and checkpoints.
+    """Use hftrain's strategies, precisions and checkpoints in your own training loop.
 
     Use it as a context manager, or call `close`. Every process runs the same code.
 
     Attributes:
         strategy: The strategy, launched.
         precision: The precision, open.
-        rank: This process among all.
+        rank: The global rank of this process.
         world_size: The number of processes.
-        is_main: Whether this is the first of all processes.
+        is_main: Whether this is global rank 0.
         device: The device of this process.
-        reduce: See `Strategy.reduce`: the ``"sum"``, ``"mean"`` or ``"max"`` of a tensor over all processes.
-        gather: See `Strategy.gather`: all processes' rows, whose number may differ by process.
-        barrier: Waits until every process is there.
+        reduce: Reduce a tensor over all processes by ``"sum"``, ``"mean"`` or ``"max"``; see `Strategy.reduce`.
+        gather: Gather the rows of all processes, which may differ in number; see `Strategy.gather`.
+        barrier: Wait until every process has reached this call.
 
     Args:
         strategy: A name, such as ``"fsdp"``, or a `Strategy`; ``"auto"``: ``"ddp"`` under a launcher.
         precision: A name, such as ``"bf16"``, or a `Precision`.
         seed: Seeds all random numbers and the order of the data.
-        output_dir: Where checkpoints are saved; None for a run without any.
+        output_dir: Checkpoint folder; None disables checkpoints.
         save_total_limit: How many checkpoints are kept; None keeps all.
-        max_grad_norm: The largest norm of the gradients, for `clip`; DeepSpeed has to know it from the start.
+        max_grad_norm: Default gradient norm limit of `clip`; DeepSpeed requires it here.
 
     Raises:
-        ConfigError: Strategy and precision do not work together here, or one has no such name.
+        ConfigError: The strategy and precision cannot be combined here, or a name is unknown.
 
     Example:
         >>> with Engine(strategy="single") as engine:
@@ -129,7 +129,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Leave the process group and let go of the output folder; safe to call twice."""
+        """Leave the process group and release the output folder; safe to call twice."""
         for batches in self._batches:
             batches.close()
         if self._manager is not None:
@@ -140,14 +140,14 @@ class Engine:
     # -- setup -----------------------------------------------------------------------------------------------------
 
     def setup(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
-        """Place and wrap the model, then make its optimizer. Collective; mutates the model.
+        """Place and wrap the model, then create its optimizer. Collective; mutates the model.
 
         Args:
             model: The model, not wrapped.
             make_optimizer: Called with the model once its parameters are final.
 
         Returns:
-            The wrapped model, to be called in the loop, and the optimizer, for a learning rate schedule.
+            The wrapped model to call in the loop, and the optimizer.
 
         Raises:
             ConfigError: The strategy cannot train the model, or the optimizer does not belong to it.
@@ -184,7 +184,7 @@ class Engine:
         return wrapped, optimizer
 
     def register(self, name: str, stateful: T) -> T:
-        """Save and load one more object: a schedule, averaged weights, a counter. Each rank saves its own.
+        """Add an object to checkpoints, such as a schedule or a counter. Each rank saves its own state.
 
         Args:
             name: Its name in checkpoints.
@@ -198,11 +198,11 @@ class Engine:
         return stateful
 
     def shard(self, loader: Any, *, training: bool = True) -> ShardedBatches:
-        """Return this rank's share of a loader, with its batches on the device. Collective.
+        """Return a loader of this rank's part of the data, with batches on the device. Collective.
 
         Args:
             loader: The same on all ranks.
-            training: Whether checkpoints keep the position. Otherwise each iteration reads the whole share.
+            training: Whether checkpoints save the position. Otherwise each iteration reads this rank's whole part.
         """
         batches = ShardedBatches(loader, strategy=self.strategy, seed=self._seed, is_training=training)
         self._batches += [batches] if training else []
@@ -211,7 +211,7 @@ class Engine:
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context to run a forward pass in."""
+        """Return the autocast context for a forward pass."""
         return self._run.stepper.autocast()
 
     def accumulate(self, is_last: bool) -> AbstractContextManager[Any]:
@@ -224,13 +224,13 @@ class Engine:
         self._run.stepper.backward(loss)
 
     def clip(self, max_norm: float | None = None) -> Any:
-        """Clip the gradients over all parameters and processes, and return their norm before that. Collective.
+        """Clip the gradients by their global norm and return the norm before clipping. Collective.
 
         Args:
             max_norm: The largest norm; None for the engine's `max_grad_norm`.
 
         Returns:
-            A 0-d tensor; None without a norm. DeepSpeed clips in `step`: what is returned is read after it.
+            A 0-d tensor, or None without a limit. DeepSpeed clips in `step`: read the value after it.
 
         Raises:
             ConfigError: DeepSpeed was set up with another norm.
@@ -243,7 +243,7 @@ class Engine:
         return self._run.stepper.clip()
 
     def step(self) -> bool:
-        """Update the parameters and drop the gradients; False if an fp16 overflow made it skip. Collective."""
+        """Update the parameters and zero the gradients; return False if skipped by an fp16 overflow. Collective."""
         is_done = self._run.stepper.step()
         self._run.stepper.zero_grad()
         self._is_accumulating = False
@@ -253,7 +253,7 @@ class Engine:
     def evaluating(self) -> Iterator[nn.Module]:
         """Yield the model to evaluate, in evaluation mode and without gradients. Collective.
 
-        Its ranks may read different numbers of batches.
+        Ranks may read different numbers of batches.
         """
         wrapped = self._run.model
         was_training = wrapped.training
@@ -269,14 +269,14 @@ class Engine:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, step: int) -> Path:
-        """Commit a checkpoint of all that was set up, sharded and registered, then delete surplus ones. Collective.
+        """Save a checkpoint of the model, optimizer, loaders and registered objects, and delete old ones. Collective.
 
         Args:
             step: The optimizer updates done; it names the folder.
 
         Raises:
-            CheckpointError: It could not be written; earlier ones are as they were.
-            ConfigError: Another run saves to the folder, or gradients are waiting for a step.
+            CheckpointError: The checkpoint could not be written; earlier ones are unchanged.
+            ConfigError: Another run saves to the folder, or gradients have not been applied by `step`.
         """
         model, optimizer, _ = self._run
         manager, strategy, scaler = self._claimed("save()"), self.strategy, self.precision.state_dict()
@@ -307,7 +307,7 @@ class Engine:
         return path
 
     def load(self, path: str | Path = "auto") -> int:
-        """Go on exactly where a checkpoint was saved; call it last before the loop. Collective.
+        """Restore a checkpoint; call it right before the loop. Collective.
 
         Args:
             path: A checkpoint's folder, or ``"auto"`` for the newest valid one in `output_dir`, if there is one.
@@ -316,7 +316,7 @@ class Engine:
             The checkpoint's step, 0 without one.
 
         Raises:
-            CheckpointError: It is damaged, or not of such a run.
+            CheckpointError: The checkpoint is damaged or belongs to a different kind of run.
         """
         model, optimizer, stepper = self._run
         folder = self._find(path)

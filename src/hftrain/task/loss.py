@@ -92,10 +92,10 @@ def _kind(value: Any) -> str:
 
 @dataclass(frozen=True)
 class LabelSmoother:
-    """Smooth labels as the training does, for subclasses that compute the loss themselves.
+    """Compute the label-smoothed loss, for subclasses that compute the loss themselves.
 
     Args:
-        epsilon: The share of the target spread over all classes.
+        epsilon: The smoothing factor: the probability mass spread over all classes.
 
     Source: the documented `label_smoothing_factor`.
     """

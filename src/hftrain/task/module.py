@@ -16,12 +16,11 @@ from hftrain.core.types import StepOutput
 
 
 class TaskModule(nn.Module):
-    """Own a model, its loss and its metrics; everything else belongs to other parts.
+    """Base class of tasks: holds the model, the loss and the metrics.
 
-    `model` is the only child a strategy wraps: put every trainable parameter inside it. Steps return what they have to
-    say and never push it anywhere. torchmetrics metrics that are children of the task need no further wiring: update
-    them in `evaluation_step`; the evaluation loop computes them once per evaluation (synchronised over ranks by
-    torchmetrics) and resets them.
+    The strategy wraps only `model`: put every trainable parameter inside it. Steps return their results. To use
+    torchmetrics metrics, make them children of the task and update them in `evaluation_step`. The evaluation loop
+    computes them once per evaluation (synchronised across ranks by torchmetrics) and resets them.
 
     Args:
         model: The network; may also be assigned to `self.model` after ``super().__init__()``.
@@ -59,10 +58,10 @@ class TaskModule(nn.Module):
         """Return the mean loss over the batch's items, alone or inside a `StepOutput`.
 
         Args:
-            batch: What the collator made, already on the device.
+            batch: The collated batch, already on the device.
 
         Raises:
-            TaskError: The subclass does not define it.
+            TaskError: The subclass does not implement this method.
         """
         raise TaskError(
             f"Cannot run a training step of {type(self).__name__}.",
@@ -73,7 +72,7 @@ class TaskModule(nn.Module):
     def evaluation_step(self, batch: Any) -> StepOutput | torch.Tensor:
         """Return the loss (and outputs, labels) of one evaluation batch; called without gradients.
 
-        The default runs `training_step`, which gives the loss alone.
+        By default, run `training_step`.
         """
         return self.training_step(batch)
 
@@ -95,14 +94,14 @@ class TaskModule(nn.Module):
         return outputs
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer, or an (optimizer, schedule) pair; None (the default) takes them from the arguments.
+        """Return an optimizer or an (optimizer, schedule) pair; None (the default) uses those of the arguments.
 
         The schedule is stepped once per optimizer update.
         """
         return None
 
     def count_items(self, batch: Any) -> int | torch.Tensor:
-        """Return how many items the batch's mean loss is a mean over: what its gradient weighs within a step.
+        """Return the number of items the batch's loss averages over: the weight of the batch within a step.
 
         The default counts integer `labels` other than -100 of a mapping, else the samples. Override it where the loss
         averages over something else. Must not synchronise with a device: return a 0-d tensor if the count is one.

@@ -19,17 +19,17 @@ _HEAD = " abs min   abs max  what"
 
 
 class DebugUnderflowOverflow:
-    """Watch every module of a model, and stop at the first infinity or NaN with a report of what led to it.
+    """Check every module of a model and stop at the first infinity or NaN with a report of the preceding calls.
 
-    Hooks the model's modules until `remove` is called. A frame is what one module's forward call took and gave: the
-    smallest and largest absolute value of its parameters, inputs and outputs. Each forward pass of the model counts as
-    a batch. Synchronises with the device at every call of a module: for looking for a fault, not for training.
+    Hooks the model's modules until `remove` is called. A frame describes one module's forward call: the smallest and
+    largest absolute values of its parameters, inputs and outputs. Each forward pass of the model counts as a batch.
+    Every module call synchronises with the device: use this for debugging only.
 
     Args:
         model: The model to watch.
-        max_frames_to_save: Frames that the report shows, the newest last.
-        trace_batch_nums: Batches, counted from 0, whose frames are all logged as they come; these never stop.
-        abort_after_batch_num: A batch after which to stop although nothing went wrong.
+        max_frames_to_save: Number of frames in the report, the newest last.
+        trace_batch_nums: Batches, counted from 0, whose frames are all logged; these batches never stop the run.
+        abort_after_batch_num: Batch after which to stop even without an error.
 
     Raises:
         ConfigError: `max_frames_to_save` is below 1.
@@ -58,7 +58,7 @@ class DebugUnderflowOverflow:
         self._handles = [module.register_forward_hook(hook, with_kwargs=True) for module in model.modules()]
 
     def remove(self) -> None:
-        """Take the hooks off again; may be repeated."""
+        """Remove the hooks; safe to call repeatedly."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -109,7 +109,7 @@ class Trainer(SetUpMethods):
 
     Raises:
         ConfigError: A setting is unknown, or contradicts another, or cannot act here.
-        TaskError: The task does not keep its side of the contract.
+        TaskError: The task or model does not work as the Trainer requires.
 
     Source: the documented `Trainer`.
     """
