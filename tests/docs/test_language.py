@@ -17,6 +17,9 @@ PHRASES = {
     r"\banew\b": "again",
     r"\bits own business\b": "up to it",
     r"\b(is|are) to be told from\b": "differs from",
+    r"\bundisturbed\b": "uninterrupted",
+    r"\bto the last (bit|digit)\b": "bit-identical",
+    r"\bwithout a word\b": "silently",
     r"\bfor ever\b(?! )": "forever",
     r"(?<!here )\b(is|are) no (mapping|tensor|module|dataset|checkpoint|number|metric)s?\b": "is not a ...",
 }

@@ -21,8 +21,8 @@ from hftrain.task.module import TaskModule
 def cast_weights(model: nn.Module, dtype: torch.dtype | None, *, keep_on: torch.device | None = None) -> Iterator[None]:
     """Let a model run on copies of its floating-point weights in another dtype, then on the weights themselves again.
 
-    Copies take the places of parameters and buffers in the modules. The tensors themselves are not touched: to change
-    their dtype would detach what depends on their gradients, such as DDP's exchange, without a word.
+    Copies replace parameters and buffers in the modules. The original tensors are not changed: changing their dtype
+    would silently detach what depends on their gradients, such as DDP's exchange.
 
     Args:
         dtype: None changes nothing.

@@ -12,7 +12,7 @@ from hftrain.core.errors import TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 
-# How many losses wait before they are summed. Always after as many, so that a resumed sum is the same to the last bit.
+# How many losses wait before they are summed. The number is constant, so that a resumed sum is bit-identical.
 _FOLD_EVERY = 64
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
