@@ -59,7 +59,7 @@ class SaveStrategy(_Choice):
 
 
 class HubStrategy(_Choice):
-    """What to push to the Hub, and when. Source: the documented `HubStrategy`."""
+    """What and when to push to the Hub. Source: the documented `HubStrategy`."""
 
     END = "end"
     EVERY_SAVE = "every_save"
@@ -136,7 +136,7 @@ class OptimizerNames(_Choice):
 
 
 class DebugOption(_Choice):
-    """What to watch while training. Source: the documented `DebugOption`."""
+    """Debugging aids during training. Source: the documented `DebugOption`."""
 
     UNDERFLOW_OVERFLOW = "underflow_overflow"
     TPU_METRICS_DEBUG = "tpu_metrics_debug"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ArgumentProcesses(ArgumentFields):
-    """What the documented arguments say about the process that asks."""
+    """Properties of the arguments that describe the current process."""
 
     @property
     def world_size(self) -> int:
@@ -40,7 +40,7 @@ class ArgumentProcesses(ArgumentFields):
 
     @property
     def device(self) -> torch.device:
-        """The device of this process, where each has one; imports torch, puts nothing on the device."""
+        """The device of this process, if each has one; imports torch but allocates nothing on the device."""
         return self._setup_devices
 
     @property
@@ -107,12 +107,12 @@ class ArgumentProcesses(ArgumentFields):
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether the Trainer moves the model to its device; subclasses may say no."""
+        """Whether the Trainer moves the model to its device; subclasses may return False."""
         return True
 
     @property
     def ddp_timeout_delta(self) -> timedelta:
-        """The time until a collective operation is given up."""
+        """The timeout of collective operations."""
         return timedelta(seconds=self.ddp_timeout)
 
     @property
@@ -144,10 +144,10 @@ class ArgumentProcesses(ArgumentFields):
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Let one process do the work while the others wait, then the others: they find it in the cache.
+        """Run the work on one process first; the others wait and then run it, reading its cached result.
 
-        Collective where there are several processes: every one must enter, and the process group is opened if it is
-        not yet. Does nothing in a run of one process.
+        Collective with several processes: all must enter, and the process group is created if needed. Does nothing in a
+            run of one process.
 
         Args:
             local: The first process of each node goes first; otherwise the first of the run.

@@ -12,7 +12,7 @@ from hftrain.arguments.training import TrainingArguments
 
 @dataclass(kw_only=True, repr=False)
 class Seq2SeqTrainingArguments(TrainingArguments):
-    """Hold every setting of a sequence-to-sequence run.
+    """All settings of a sequence-to-sequence run.
 
     Source: the documented `Seq2SeqTrainingArguments`.
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class ArgumentSetters(ArgumentFields):
     """The documented `set_*` methods: each mutates the arguments and returns them, so that calls chain.
 
-    Values are checked at once; how settings fit together is checked when a Trainer takes the arguments, because a
-    chain may pass through states that do not fit.
+    Values are checked immediately. Combinations of settings are checked when a Trainer is constructed, because a chain
+    may pass through invalid combinations.
     """
 
     def set_training(
@@ -32,7 +32,7 @@ class ArgumentSetters(ArgumentFields):
         seed: int = 42,
         gradient_checkpointing: bool = False,
     ) -> Self:
-        """Set what training mainly depends on; also sets `do_train`.
+        """Set the main training settings; also sets `do_train`.
 
         Args:
             learning_rate: Base learning rate.
@@ -79,7 +79,7 @@ class ArgumentSetters(ArgumentFields):
             batch_size: Samples per device and batch.
             accumulation_steps: Batches gathered on the device before they move to the CPU.
             delay: Epochs or steps before the first evaluation; None is 0.
-            loss_only: Keep nothing but the loss.
+            loss_only: Keep only the loss.
             jit_mode: Trace the model before evaluating.
 
         Raises:
@@ -104,7 +104,7 @@ class ArgumentSetters(ArgumentFields):
 
         Args:
             batch_size: Samples per device and batch; evaluation shares it.
-            loss_only: Keep nothing but the loss.
+            loss_only: Keep only the loss.
             jit_mode: Trace the model before predicting.
 
         Raises:

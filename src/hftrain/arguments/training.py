@@ -58,11 +58,11 @@ class _InitSignature:
 
 @dataclass(repr=False)
 class TrainingArguments(ArgumentSetters, ArgumentSerialization):
-    """Hold every setting of a run: plain data, checked when built.
+    """All settings of a run: a dataclass that checks its values on construction.
 
-    Building reads no file, no environment variable and no device, with one exception: an `output_dir` or `logging_dir`
-    that begins with "~" has the home folder looked up. Settings that are left open and follow from others are filled
-    in; `dataclasses.replace` copies them, so give them again when what they follow from changes.
+    Construction reads no file, environment variable or device, except to expand "~" in `output_dir` or `logging_dir`.
+    Omitted settings that follow from others are filled in. `dataclasses.replace` copies the filled-in values, so pass
+    them again if the settings they follow from change.
 
     Each setting is described where it is declared: the classes in `hftrain.arguments.fields` hold one concern each.
 
@@ -70,7 +70,7 @@ class TrainingArguments(ArgumentSetters, ArgumentSerialization):
         output_dir: Folder for checkpoints and predictions. Every other setting is given by name.
 
     Raises:
-        ConfigError: A name is unknown, a value cannot work, or two settings contradict one another.
+        ConfigError: A name is unknown, a value is invalid, or two settings contradict each other.
 
     Source: the documented `TrainingArguments`.
 

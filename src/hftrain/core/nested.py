@@ -23,10 +23,10 @@ def nested_concat(tensors: Any, new_tensors: Any, padding_index: int = -100) -> 
     Args:
         tensors: Tensors or arrays, or lists, tuples and mappings of them.
         new_tensors: The same structure.
-        padding_index: What shorter rows are filled up with.
+        padding_index: The padding value of shorter rows.
 
     Raises:
-        TaskError: The structures differ, or hold something else.
+        TaskError: The structures differ or contain other types.
 
     Source: the documented `nested_concat`.
 
@@ -53,7 +53,7 @@ def nested_numpify(tensors: Any) -> Any:
 
 
 def nested_detach(tensors: Any) -> Any:
-    """Return nested tensors cut from their graph. Source: the documented `nested_detach`."""
+    """Detach nested tensors. Source: the documented `nested_detach`."""
     return _mapped(tensors, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
 
 
@@ -76,11 +76,11 @@ def find_batch_size(tensors: Any) -> int | None:
 
 
 def distributed_concat(tensor: Any, num_total_examples: int | None = None) -> Any:
-    """Return every process's rows, one after another; all processes give as many. Collective.
+    """Concatenate the rows of all processes, which must be equal in number. Collective.
 
     Args:
         tensor: A tensor, or a nested structure of them; 0-d ones become rows.
-        num_total_examples: Leave out what comes after so many rows.
+        num_total_examples: Truncate the result to this many rows.
 
     Source: the documented `distributed_concat`.
     """
@@ -95,7 +95,7 @@ def distributed_concat(tensor: Any, num_total_examples: int | None = None) -> An
 
 
 def nested_gather(tensors: Any, parallel_mode: Any, name: str | None = None) -> Any:
-    """Return every process's rows where there are several, else the tensors as they are. Collective.
+    """Gather the rows of all processes; with one process, return the tensors unchanged. Collective.
 
     Source: the documented `nested_gather`.
     """

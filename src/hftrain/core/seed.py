@@ -42,7 +42,7 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
 
 
 def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
-    """Seed everything and make every known source of nondeterminism refuse or comply; slow, for debugging.
+    """Seed all generators and use deterministic algorithms only; slow, for debugging.
 
     Mutates environment variables and torch's global flags. Source: the documented `full_determinism`.
     """

@@ -29,13 +29,13 @@ FEATURES = {
 
 
 class Loop(Generic[Parts]):
-    """Run one stage of a Trainer. The constructor is free for options; `attach` brings what a run consists of.
+    """Base class of loops: run one stage of a Trainer. Constructors take options; `attach` sets the run's parts.
 
     Attributes:
-        stage: What it runs: ``"fit"``, ``"evaluate"`` or ``"predict"``.
-        unsupported: Feature (a name in `FEATURES`) -> why this loop does not support it. The Trainer refuses a run that
-            uses one, before its first step.
-        parts: What the run consists of; there from `attach` to `detach`.
+        stage: ``"fit"``, ``"evaluate"`` or ``"predict"``.
+        unsupported: Feature (a name in `FEATURES`) -> why this loop does not support it. The Trainer raises before the
+            first step of a run that uses one.
+        parts: The parts of the run, set from `attach` to `detach`.
     """
 
     stage: ClassVar[Stage]
@@ -43,7 +43,7 @@ class Loop(Generic[Parts]):
     parts: Parts
 
     def attach(self, parts: Parts) -> None:
-        """Take the parts of a run that is about to begin, and forget the run before.
+        """Set the parts of a run before it begins, and reset the state of the previous run.
 
         Raises:
             ConfigError: The loop is running already.
@@ -57,25 +57,25 @@ class Loop(Generic[Parts]):
         self.parts = parts
 
     def detach(self) -> None:
-        """Let go of the run's parts; safe to call twice."""
+        """Release the run's parts; safe to call twice."""
         vars(self).pop("parts", None)
 
     @property
     def is_attached(self) -> bool:
-        """Whether a run goes on."""
+        """Whether a run is in progress."""
         return "parts" in vars(self)
 
     @property
     def keeps_state(self) -> bool:
-        """Whether a subclass has a state for checkpoints."""
+        """Whether a subclass saves a state in checkpoints."""
         return type(self).load_state_dict is not Loop.load_state_dict
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint is to keep: tensors and plain values, of this process."""
+        """Return this process's state for checkpoints: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; a fit loop is attached by then."""
+        """Restore a state returned by `state_dict`; a fit loop is already attached."""
 
 
 def check_features(loop: Loop[Any], used: Mapping[str, str]) -> None:

@@ -87,7 +87,7 @@ class EvaluateHooks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateParts:
-    """What an evaluation's loop works with; made by the Trainer, once per evaluation.
+    """Parts of an evaluation, created by the Trainer for each evaluation.
 
     Args:
         config: What is kept.
@@ -103,16 +103,16 @@ class EvaluateParts:
 
 
 class EvaluateLoop(Loop[EvaluateParts]):
-    """Run every batch of a loader once and reduce what the steps returned.
+    """Run every batch of a loader once and reduce the results of the steps.
 
-    The loss is the mean over items, not over batches: it depends neither on the batch size nor on the number of ranks.
-    The methods without an underscore are the points that a subclass may change.
+    The loss is the mean over items, not batches, so it is independent of the batch size and the number of ranks.
+    Subclasses may override the methods without an underscore.
     """
 
     stage: ClassVar[Stage] = "evaluate"
 
     def attach(self, parts: EvaluateParts) -> None:
-        """Take the parts of an evaluation that is about to begin."""
+        """Set the parts of an evaluation before it begins."""
         super().attach(parts)
         config, hooks, group = parts.config, parts.hooks, parts.group
         self._kept: dict[str, Kept | KeptBatches] = {}
@@ -134,19 +134,19 @@ class EvaluateLoop(Loop[EvaluateParts]):
 
     @property
     def stops_early(self) -> bool:
-        """Whether a subclass decides after each batch whether that was enough."""
+        """Whether a subclass overrides `should_stop`."""
         return type(self).should_stop is not EvaluateLoop.should_stop
 
     def run(
         self, loader: Any, *, is_interleaved: bool = False, order: Any = None, num_expected: int | None = None
     ) -> EvalLoopOutput:
-        """Evaluate the batches; collective at the end only, unless the ranks take turns.
+        """Evaluate the batches; collective at the end only, unless ranks take batches in turn.
 
         Args:
             loader: Gives this rank's batches.
             is_interleaved: Ranks take batches in turn (streams); else each holds a contiguous run.
-            order: The places in the dataset of the samples as they are read, if they are not read in its order.
-            num_expected: How many samples this rank will see, as far as is known.
+            order: Dataset indices of the samples in reading order, if that differs from the dataset's order.
+            num_expected: The number of samples of this rank, if known.
 
         Returns:
             Predictions and labels in the data's order (None where not kept), metrics without prefix, sample count.
@@ -214,12 +214,12 @@ class EvaluateLoop(Loop[EvaluateParts]):
             self._order = None
 
     def should_stop(self, output: StepOutput | None) -> bool:
-        """Tell after each batch whether the evaluation may end; it ends once every process says so.
+        """Return after each batch whether to stop; the evaluation stops once every process returns True.
 
-        A process whose batches are used up is asked too, so an override may exchange numbers with the others.
+        It is also called on processes that have no batches left, so an override may communicate.
 
         Args:
-            output: What `run_batch` returned; None where this process had no batch left.
+            output: The result of `run_batch`; None if this process had no batch left.
         """
         return False
 
@@ -237,7 +237,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         self.parts.events.fire("on_prediction_step")
 
     def run_batch(self, batch: Any) -> StepOutput:
-        """Evaluate one batch; add up its loss and keep what is to be kept."""
+        """Evaluate one batch: accumulate its loss and store its predictions if needed."""
         output = self.parts.hooks.evaluate_batch(batch)
         size = batch_size_of(batch) or 0
         self._num_samples += size

@@ -93,7 +93,7 @@ class Events(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitParts:
-    """What a training loop works with; made by the Trainer, once per run.
+    """Parts of a training run, created by the Trainer for each run.
 
     Args:
         config: How long, and how a step is cut.
@@ -132,9 +132,9 @@ class FitParts:
 
 
 class FitLoop(Loop[FitParts]):
-    """Run training steps until `max_steps`, acting between steps on what callbacks asked for.
+    """Run training steps until `max_steps`; between steps, log, evaluate and save as callbacks request.
 
-    The methods without an underscore are the points that a subclass may change.
+    Subclasses may override the methods without an underscore.
     """
 
     stage = "fit"
@@ -144,7 +144,7 @@ class FitLoop(Loop[FitParts]):
     end_step: Callable[[], None]
 
     def attach(self, parts: FitParts) -> None:
-        """Take the parts of a run that is about to begin."""
+        """Set the parts of a run before it begins."""
         super().attach(parts)
         self.is_within_epoch = False
         self._batches_per_epoch = 1
@@ -251,7 +251,7 @@ class FitLoop(Loop[FitParts]):
         self.update()
 
     def update(self) -> None:
-        """Clip the gradients, update the parameters, step the schedule and drop the gradients."""
+        """Clip the gradients, update the parameters, step the schedule and zero the gradients."""
         parts, heard = self.parts, self.parts.events.heard
         parts.losses.grad_norm = parts.stepper.clip()
         if "on_pre_optimizer_step" in heard:
@@ -288,7 +288,7 @@ class FitLoop(Loop[FitParts]):
         self.parts.hooks.act(self.act, self.parts.losses.grad_norm, self.parts.losses.learning_rate)
 
     def act(self) -> None:
-        """Do what callbacks asked for; the one place where a step may synchronise, log, evaluate or save."""
+        """Log, evaluate and save as callbacks requested; the only place where a step may synchronise."""
         control, hooks = self.parts.control, self.parts.hooks
         if not (control.should_log or control.should_evaluate or control.should_save):
             return

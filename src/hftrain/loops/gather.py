@@ -114,7 +114,7 @@ class Kept(_Keeper):
     """Keep a stream as a whole: nothing is held twice where the number of samples is known.
 
     Args:
-        num_samples: How many samples this rank will see, as far as is known.
+        num_samples: The number of samples of this rank, if known.
         folder: Hold arrays in files there, mapped into memory; None holds them in memory.
     """
 

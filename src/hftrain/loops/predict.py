@@ -9,12 +9,12 @@ from hftrain.loops.evaluate import EvaluateLoop, EvaluateParts
 
 
 class PredictLoop(EvaluateLoop):
-    """Run every batch once and return the predictions in the data's order; the loss and metrics need labels."""
+    """Run every batch once and return the predictions in dataset order; loss and metrics require labels."""
 
     stage = "predict"
 
     def attach(self, parts: EvaluateParts) -> None:
-        """Take the parts of a prediction that is about to begin."""
+        """Set the parts of a prediction before it begins."""
         config = dataclasses.replace(parts.config, keeps_predictions=True)
         super().attach(dataclasses.replace(parts, config=config))
 

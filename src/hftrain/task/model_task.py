@@ -31,20 +31,20 @@ CountItems = Callable[[Any], int | torch.Tensor]
 
 
 class ModelTask(TaskModule):
-    """Give a plain `nn.Module` the documented behaviour: loss first in a tuple, or under ``"loss"`` in a mapping.
+    """Task of a plain `nn.Module` that returns its loss first in a tuple or under ``"loss"`` in a mapping.
 
     Args:
         model: Takes the batch's columns as keyword arguments.
-        label_names: Keys of the batch that are labels; None finds them in the signature of `forward`.
+        label_names: Keys of the labels in a batch; None reads them from the signature of `forward`.
         label_smoothing: Share of the target spread over all classes; 0 leaves the loss to the model.
-        compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` in place of the model's own loss. One that
-            does not take the count returns a mean.
-        count_items: What the loss is a mean over: ``"labels"``, ``"shifted_labels"``, ``"samples"``, ``"sum"``, or a
-            function that counts a batch's items. None leaves it to be found, see `mean_over`.
+        compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` in place of the model's own loss. If it does
+            not take the count, it must return a mean.
+        count_items: The items the loss averages over: ``"labels"``, ``"shifted_labels"``, ``"samples"``, ``"sum"``, or
+            a function that counts a batch's items. None detects it, see `mean_over`.
 
     Attributes:
-        mean_over: What the model's own loss was found to be a mean over; None before.
-        level_told: At which logging level it was said that this could not be found.
+        mean_over: The items that the model's loss was detected to average over; None before.
+        level_told: The logging level of the message that this could not be detected.
         keeps_count: Whether the model is given the count although its own mean is known.
 
     Source: the documented `Trainer` (`model`, `compute_loss_func`, `label_names`, `label_smoothing_factor`).
@@ -83,14 +83,14 @@ class ModelTask(TaskModule):
         self.keys_to_ignore = keys_to_ignore(model)
 
     def use_loss(self, function: LossFunction | None) -> None:
-        """Take a function in place of the model's own loss, None for the model's; mutates the task."""
+        """Use a function in place of the model's own loss, None for the model's; mutates the task."""
         self.compute_loss_func = function if callable(function) else None
         self.function_takes_count = self.compute_loss_func is not None and takes_item_count(self.compute_loss_func)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, num_items_in_batch: int | torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Any]:
-        """Run the model and find its loss.
+        """Run the model and return its loss and outputs.
 
         Args:
             model: The model to call; the wrapped one while training.
@@ -150,10 +150,10 @@ class ModelTask(TaskModule):
         ignore: Sequence[str],
         note_outputs: Callable[[Any], None] | None = None,
     ) -> StepOutput:
-        """Return loss, logits and labels of one batch by the documented rules; gradients are the caller's business.
+        """Return loss, logits and labels of one batch; the caller disables gradients.
 
         Args:
-            compute: Gives (loss, outputs) for the batch: the Trainer's `compute_loss`.
+            compute: Returns (loss, outputs) of the batch: the Trainer's `compute_loss`.
             inputs: The batch, on the device.
             loss_only: Leave logits and labels out.
             ignore: Keys of the outputs that are not predictions.
@@ -194,11 +194,11 @@ class ModelTask(TaskModule):
 
     @property
     def returns_loss(self) -> bool:
-        """Whether the model, given labels, computes the loss itself."""
+        """Whether the model computes the loss itself when given labels."""
         return not (self.label_smoothing or self.compute_loss_func)
 
     def labels_of(self, inputs: Any) -> Any:
-        """Return the batch's labels (a tuple where there are several names), or None unless all are there."""
+        """Return the batch's labels (a tuple for several names), or None if any is missing."""
         if not isinstance(inputs, Mapping) or not self.label_names:
             return None
         labels = tuple(inputs.get(name) for name in self.label_names)
@@ -244,7 +244,7 @@ class ModelTask(TaskModule):
         return SHIFTED if self.is_causal else LABELS
 
     def count_items(self, batch: Any) -> int | torch.Tensor:
-        """Return what a batch's loss weighs: how many items it is a mean over, 1 for a sum.
+        """Return the weight of a batch's loss: the number of items it averages over, 1 for a sum.
 
         Labels are those other than -100, without the first of each sample if they are shifted, unless the collator
         shifted them (`shift_labels`). Without integer labels the samples are counted.

@@ -245,15 +245,15 @@ class DataMethods(FileMethods):
         return share if is_training else cut_short(share, self._num_rehearsed)
 
     def num_examples(self, dataloader: Any) -> int:
-        """Return how many samples a loader's data holds, the best estimate where it has no length."""
+        """Return the number of samples in a loader's dataset, estimated if it has no length."""
         return num_examples(dataloader, batch_size=self.args.train_batch_size)
 
     def num_tokens(self, train_dl: Any, max_steps: int | None = None) -> int:
-        """Return the input tokens that a loader gives, by walking over it once.
+        """Return the number of input tokens in a loader by iterating over it.
 
         Args:
             train_dl: A loader whose batches hold the model's main input.
-            max_steps: Batches to count, going round again where there are fewer; None counts each batch once.
+            max_steps: Number of batches to count, restarting the loader if needed; None counts each batch once.
 
         Source: the documented `Trainer.num_tokens`.
         """

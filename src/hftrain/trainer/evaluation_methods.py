@@ -49,7 +49,7 @@ class EvaluationMethods(StepMethods):
         Args:
             eval_dataset: A dataset, a dict of them, or the name of one of `self.eval_dataset`; None takes them all.
             ignore_keys: Outputs to leave out of the predictions.
-            metric_key_prefix: What metric names start with.
+            metric_key_prefix: Prefix of the metric names.
 
         Returns:
             Loss (the mean over items), metrics, runtime in seconds and rates, and the epoch.
@@ -106,16 +106,16 @@ class EvaluationMethods(StepMethods):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Return predictions in the data's order, with labels and metrics where the data has labels; collective.
+        """Return predictions in dataset order, with labels and metrics if the data has labels; collective.
 
         Args:
-            test_dataset: What to predict on.
+            test_dataset: The data to predict on.
             ignore_keys: Outputs to leave out of the predictions.
-            metric_key_prefix: What metric names start with.
+            metric_key_prefix: Prefix of the metric names.
 
         Returns:
-            (predictions, label_ids, metrics); NumPy arrays or tuples of them, padded with -100 where lengths differ.
-            A TaskModule's `prediction_step` gives predictions alone.
+            (predictions, label_ids, metrics); NumPy arrays or tuples of them, padded with -100 if lengths differ. A
+            TaskModule's `prediction_step` returns predictions only.
 
         Source: the documented `Trainer.predict`.
         """
@@ -159,10 +159,10 @@ class EvaluationMethods(StepMethods):
 
         Args:
             dataloader: Gives this rank's batches.
-            description: What the progress bar says.
+            description: Text of the progress bar.
             prediction_loss_only: Keep no predictions; None follows the arguments.
             ignore_keys: Outputs to leave out of the predictions.
-            metric_key_prefix: What metric names start with.
+            metric_key_prefix: Prefix of the metric names.
 
         Source: the documented `Trainer.evaluation_loop`.
         """
@@ -239,9 +239,9 @@ class EvaluationMethods(StepMethods):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run the model over a loader: what `evaluate` and `predict` call with `use_legacy_prediction_loop`.
+        """Run the model over a loader; called by `evaluate` and `predict` with `use_legacy_prediction_loop`.
 
-        It is `evaluation_loop` under its older name, for subclasses that override it, and gives the same numbers.
+        This is the older name of `evaluation_loop`, for subclasses that override it; results are identical.
 
         Source: the documented `Trainer.prediction_loop`.
         """
@@ -250,7 +250,7 @@ class EvaluationMethods(StepMethods):
         )
 
     def torch_jit_model_eval(self, model: nn.Module, dataloader: Any, training: bool = False) -> nn.Module:
-        """Return a model traced with the first batch of a loader; as it is, with a warning, where that fails.
+        """Return the model traced with the first batch of a loader; if tracing fails, warn and return it unchanged.
 
         Args:
             model: In evaluation mode.

@@ -214,7 +214,7 @@ class TrainerFields:
 
     @property
     def output_dir(self) -> Path:
-        """The folder that checkpoints and results go to; it stays where it is when the working directory changes.
+        """The folder of checkpoints and results; it does not depend on later changes of the working directory.
 
         For a remote `args.output_dir` it is the local mirror, from which they are uploaded.
         """
@@ -222,7 +222,7 @@ class TrainerFields:
 
     @property
     def callback_handler(self) -> CallbackHandler:
-        """What calls the callbacks; one that is assigned gets this Trainer's arguments, state and control."""
+        """The callback handler; an assigned handler gets this Trainer's arguments, state and control."""
         return self._callback_handler
 
     @callback_handler.setter
@@ -238,7 +238,7 @@ class TrainerFields:
 
     @property
     def deepspeed(self) -> Any:
-        """DeepSpeed's engine while a run has one, else None."""
+        """The DeepSpeed engine during a run that uses one, otherwise None."""
         return self.model_wrapped if self.is_deepspeed_enabled and self.model_wrapped is not self.model else None
 
     @deepspeed.setter
@@ -262,7 +262,7 @@ class TrainerFields:
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether the Trainer moves the model to the device: not a model that is spread, nor with DeepSpeed."""
+        """Whether the Trainer moves the model to the device; False for a split model and with DeepSpeed."""
         is_left_alone = self.is_model_parallel or self.is_deepspeed_enabled
         return bool(self.strategy.place_model and self.args.place_model_on_device and not is_left_alone)
 
@@ -283,7 +283,7 @@ class TrainerFields:
 
     @property
     def label_smoother(self) -> LabelSmoother | None:
-        """What smooths labels as the training does; None without `label_smoothing_factor`."""
+        """The label smoother of the training; None without `label_smoothing_factor`."""
         return LabelSmoother(self.args.label_smoothing_factor) if self.args.label_smoothing_factor else None
 
     @property
@@ -353,15 +353,15 @@ class TrainerFields:
         return self._session
 
     def get_num_trainable_parameters(self) -> int:
-        """Return how many numbers training may change."""
+        """Return the number of trainable parameters."""
         return self.strategy.count_trainable(self.model)
 
     def is_world_process_zero(self) -> bool:
-        """Tell whether this is the one main process of all."""
+        """Return whether this is the main process of the run."""
         return self.strategy.rank == 0
 
     def is_local_process_zero(self) -> bool:
-        """Tell whether this is the main process of its machine."""
+        """Return whether this is the main process of its machine."""
         return self.strategy.local_rank == 0
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -369,7 +369,7 @@ class TrainerFields:
         return total_batch_size(args, world_size=self.strategy.world_size // self.get_tp_size())
 
     def get_tp_size(self) -> int:
-        """Return over how many processes each layer is split, 1 if none is.
+        """Return the number of processes that each layer is split across, 1 if none.
 
         Source: the documented `Trainer.get_tp_size`.
         """
@@ -407,7 +407,7 @@ class TrainerFields:
         return None if self._trial_run is None else self._trial_run.trial
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Build the model with `model_init`, the random number generators freshly seeded."""
+        """Seed the random number generators and build the model with `model_init`."""
         assert self.model_init is not None
         set_seed(self.args.seed)
         parameters = inspect.signature(self.model_init).parameters.values()

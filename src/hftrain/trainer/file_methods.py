@@ -27,10 +27,10 @@ class FileMethods(TrainerFields):
     """Write files, logs and the repository on the Hub."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model (and what belongs to it) so that it can be loaded again; the main process writes.
+        """Save the model with the files needed to reload it; the main process writes.
 
-        A transformers model can be reloaded with `from_pretrained`. Collective where the strategy shards the model.
-        With `push_to_hub=True` the model is pushed as well, from `args.output_dir`, and waited for.
+        A transformers model can be reloaded with `from_pretrained`. Collective if the strategy shards the model. With
+        `push_to_hub=True` the model is also pushed from `args.output_dir`, and the call waits for the push.
 
         Args:
             output_dir: The folder, local or remote; None takes `args.output_dir`.
@@ -75,11 +75,11 @@ class FileMethods(TrainerFields):
             self._output.publish()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add `logs` to the history and tell the callbacks.
+        """Add `logs` to the history and call the callbacks.
 
         Args:
             logs: Numbers by name.
-            start_time: A `time.time()` reading; adds the speed since then, where tokens are counted
+            start_time: A `time.time()` value; adds the speed since then if tokens are counted
                 (`include_num_input_tokens_seen`).
 
         Source: the documented `Trainer.log`.
@@ -119,11 +119,11 @@ class FileMethods(TrainerFields):
 
     @property
     def push_in_progress(self) -> Any:
-        """The future of the newest push in the background, None before the first; it may be done."""
+        """The future of the newest background push, possibly done; None before the first push."""
         return None if self._hub.uploads is None else self._hub.uploads.newest
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository on the Hub, or find it; the main process does.
+        """Create or find the repository on the Hub, on the main process.
 
         Args:
             token: Access token for this call; None takes `args.hub_token` or the stored login.
@@ -159,7 +159,7 @@ class FileMethods(TrainerFields):
     ) -> None:
         """Write a draft of a model card, `README.md` in `output_dir`; the main process writes.
 
-        A card that is there keeps its tags and all text that others wrote.
+        An existing card keeps its tags and manually written text.
 
         Args:
             language: Of the model.
@@ -205,7 +205,7 @@ class FileMethods(TrainerFields):
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save the model into `output_dir` with a model card, and push the folder; collective, the main process pushes.
+        """Save the model and a model card into `output_dir` and push the folder; collective, the main process pushes.
 
         Works without `args.push_to_hub` too. Checkpoints, optimizer states and hidden files are left out.
 
@@ -224,7 +224,7 @@ class FileMethods(TrainerFields):
         Raises:
             ConfigError: The Hub refuses the name or the token.
             MissingDependencyError: huggingface_hub is not installed.
-            Exception: What huggingface_hub raises when a push fails; with ``blocking=False`` the future holds it.
+            Exception: A push failed in huggingface_hub; with ``blocking=False`` the future holds the exception.
 
         Source: the documented `Trainer.push_to_hub`.
         """

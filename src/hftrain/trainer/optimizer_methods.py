@@ -52,12 +52,12 @@ class OptimizerMethods(DataMethods):
         check_in_backward(optimizer, strategy=self.strategy, precision=self.precision, accumulation=accumulation)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make the optimizer and the schedule; override this or either of the two it calls."""
+        """Create the optimizer and the schedule; override this method or either of the two it calls."""
         self.create_optimizer()
         self.create_scheduler(num_training_steps, optimizer=self.optimizer)
 
     def create_optimizer(self) -> torch.optim.Optimizer:
-        """Make the optimizer unless there is one, and return it. Source: the documented `create_optimizer`."""
+        """Create the optimizer unless it exists, and return it. Source: the documented `create_optimizer`."""
         if self.optimizer is None:
             made = made_optimizers(self.task)
             self._optimizer_is_the_tasks = made[0] is not None
@@ -90,7 +90,7 @@ class OptimizerMethods(DataMethods):
             self.optimizer = self.lr_scheduler = None
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Make the schedule unless there is one, and return it. Source: the documented `create_scheduler`."""
+        """Create the schedule unless it exists, and return it. Source: the documented `create_scheduler`."""
         if self.lr_scheduler is None:
             self._schedule_is_own = True
             chosen = self._require_optimizer("create_scheduler") if optimizer is None else optimizer
@@ -107,11 +107,11 @@ class OptimizerMethods(DataMethods):
     def get_optimizer_cls_and_kwargs(
         args: TrainingArguments, model: nn.Module | None = None
     ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """Return the optimizer class and its arguments that the training arguments ask for."""
+        """Return the optimizer class and keyword arguments selected by the training arguments."""
         return optimizer_class(optimizer_config(args), model)
 
     def get_learning_rates(self) -> list[float]:
-        """Return the learning rate of every parameter group; needs an optimizer."""
+        """Return the learning rate of every parameter group; requires an optimizer."""
         return [float(group["lr"]) for group in self._require_optimizer("get_learning_rates").param_groups]
 
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:

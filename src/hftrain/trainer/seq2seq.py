@@ -30,9 +30,10 @@ from hftrain.trainer.trainer import Trainer
 
 
 class Seq2SeqTrainer(Trainer):
-    """Train sequence-to-sequence models, and evaluate them by what they generate.
+    """Train sequence-to-sequence models, and evaluate them on generated text.
 
-    It takes what `Trainer` takes, `optimizer_cls_and_kwargs` by name only. With ``predict_with_generate=True`` in
+    It takes the parameters of `Trainer`; `optimizer_cls_and_kwargs` is keyword-only. With
+    ``predict_with_generate=True`` in
     `Seq2SeqTrainingArguments`, evaluations that keep predictions call ``model.generate`` on every batch, and
     `compute_metrics` gets token ids; the loss comes from a forward pass, as ever. Any `nn.Module` that has
     ``generate(input_ids, ...)`` and returns token ids will do. It is given those columns of a batch that it takes,
@@ -42,8 +43,7 @@ class Seq2SeqTrainer(Trainer):
     over `generation_config`, which takes the place of the model's own.
 
     Raises:
-        ConfigError: The settings of generation mean nothing to the model, a `TaskModule` decides what is evaluated, or
-            FSDP splits the model.
+        ConfigError: The model does not accept the generation settings, the model is a `TaskModule`, or FSDP shards it.
         TaskError: The model has no `generate`.
         MissingDependencyError: `generation_config` must be loaded, and transformers is not installed.
 
@@ -93,12 +93,12 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "eval",
         **gen_kwargs: Any,
     ) -> dict[str, float]:
-        """Do what `Trainer.evaluate` does; generate where `compute_metrics` needs it. Collective.
+        """Evaluate like `Trainer.evaluate`, generating tokens if `compute_metrics` needs them. Collective.
 
         Args:
             eval_dataset: A dataset, a dict of them, or the name of one of `self.eval_dataset`; None takes them all.
             ignore_keys: Outputs to leave out of the predictions.
-            metric_key_prefix: What metric names start with.
+            metric_key_prefix: Prefix of the metric names.
             **gen_kwargs: For `generate`: `max_length`, `num_beams` (1 is greedy), and whatever else it takes.
 
         Source: the documented `Seq2SeqTrainer.evaluate`.
@@ -113,12 +113,12 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "test",
         **gen_kwargs: Any,
     ) -> PredictionOutput:
-        """Do what `Trainer.predict` does; the predictions are what the model generates. Collective.
+        """Predict like `Trainer.predict`; the predictions are generated tokens. Collective.
 
         Args:
-            test_dataset: What to predict on.
+            test_dataset: The data to predict on.
             ignore_keys: Outputs to leave out of the predictions.
-            metric_key_prefix: What metric names start with.
+            metric_key_prefix: Prefix of the metric names.
             **gen_kwargs: For `generate`: `max_length`, `num_beams` (1 is greedy), and whatever else it takes.
 
         Returns:

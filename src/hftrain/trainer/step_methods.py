@@ -60,7 +60,7 @@ class StepMethods(OptimizerMethods):
         Args:
             model: The wrapped model.
             inputs: The micro-batch.
-            num_items_in_batch: Items of the whole step; None where nobody needs them.
+            num_items_in_batch: Items of the whole step; None if not needed.
 
         Returns:
             The detached loss, scaled to its share of the step.
@@ -124,15 +124,15 @@ class StepMethods(OptimizerMethods):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device | None = None
     ) -> tuple[list[Any], int | torch.Tensor | None]:
-        """Take a step's micro-batches and count their items.
+        """Fetch a step's micro-batches and count their items.
 
         Args:
             epoch_iterator: The epoch's remaining batches.
-            num_batches: How many to take; fewer come at the end.
+            num_batches: How many to fetch; fewer may remain.
             device: Where a count over ranks is summed.
 
         Returns:
-            The batches (none left: an empty list) and the item count, None where nobody needs it.
+            The batches (an empty list if none are left) and the item count (None if not needed).
 
         Source: the documented `Trainer.get_batch_samples`.
         """
@@ -145,7 +145,7 @@ class StepMethods(OptimizerMethods):
         return self._shares.count(batch_samples, device)
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
-        """Return the context the loss is computed in: the precision's casting, unless the model casts itself."""
+        """Return the context for computing the loss: the precision's autocast unless the model casts itself."""
         if not self._makes_contexts:
             return nullcontext() if self._casting.is_on else self._computing.autocast()
         stack = ExitStack()
@@ -224,10 +224,10 @@ class StepMethods(OptimizerMethods):
         model.to(device)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the floating-point operations of one micro-batch: what the model's own method says.
+        """Return the floating-point operations of one micro-batch, as computed by the model's method of this name.
 
-        Of a transformers model without one: 6 for each parameter outside of the embeddings and each element of the main
-        input. Else 0. Override it to have them counted in `state.total_flos`.
+        For a transformers model without that method: 6 per non-embedding parameter and element of the main input.
+            Otherwise 0. Override it to count operations in `state.total_flos`.
 
         Source: the documented `Trainer.floating_point_ops`.
         """
@@ -247,7 +247,7 @@ class StepMethods(OptimizerMethods):
         self.current_flos += number
 
     def store_flos(self) -> None:
-        """Add this process's operations since the last call, over all processes, to `state.total_flos`; collective."""
+        """Add the operations of all processes since the last call to `state.total_flos`; collective."""
         self.state.total_flos += sum(self.strategy.gather_object(float(self.current_flos)))
         self.current_flos = 0
 
@@ -282,7 +282,7 @@ class StepMethods(OptimizerMethods):
 
     @property
     def current_gradient_accumulation_steps(self) -> int:
-        """How many micro-batches make the present step."""
+        """The number of micro-batches of the current step."""
         return self._shares.num_micro_batches
 
     @current_gradient_accumulation_steps.setter

@@ -70,17 +70,18 @@ logger = get_logger(__name__)
 
 
 class Trainer(SetUpMethods):
-    """Train, evaluate and predict with a `TaskModule` or any model, by the documented Hugging Face Trainer's surface.
+    """Train, evaluate and predict with a `TaskModule` or any model, with the Hugging Face Trainer's documented API.
 
     Nothing is launched and no device is touched before `train`, `evaluate` or `predict` is called.
 
     Args:
         model: A `TaskModule`, or an `nn.Module` that returns its loss (first in a tuple, or under ``"loss"``).
         args: The documented arguments; None writes to ``tmp_trainer``.
-        data_collator: Makes a batch of samples; by default pads with `processing_class` if it can, else stacks.
-        train_dataset: What to train on; may be an iterable without length (then set `max_steps`).
-        eval_dataset: What to evaluate on; a dict holds several sets, each with metrics of its own name. Its values are
-            datasets, or `EvalSet` objects where a set has metrics or a cadence of its own.
+        data_collator: Collates samples into a batch; by default pads with `processing_class` if possible, otherwise
+            stacks.
+        train_dataset: The training data; may be an iterable without length (then set `max_steps`).
+        eval_dataset: The evaluation data; a dict holds several sets, whose names prefix their metrics. Its values are
+            datasets, or `EvalSet` objects for sets with their own metrics or schedule.
         processing_class: Tokenizer or processor; pads batches and is saved with the model.
         model_init: Builds a new model at each `train()`.
         compute_loss_func: ``f(outputs, labels, num_items_in_batch=...)`` in place of the model's own loss.
@@ -89,26 +90,25 @@ class Trainer(SetUpMethods):
         optimizers: An optimizer and a schedule to use instead of the arguments' (either may be None).
         optimizer_cls_and_kwargs: A class and its arguments, in place of `args.optim`.
         preprocess_logits_for_metrics: ``f(logits, labels) -> logits``, run before predictions are kept.
-        strategy: A strategy's name or an instance; wins over the arguments, which must not contradict it.
-        precision: A precision's name or an instance; likewise.
-        loop: What trains, evaluates or predicts in place of hftrain's own loop: a name, a class derived from `FitLoop`,
-            `EvaluateLoop` or `PredictLoop`, or an instance; or a sequence of those, one per stage.
-        spill_dir: A folder for predictions larger than memory: what an evaluation or `predict` keeps is held in unnamed
-            files there, mapped into memory as NumPy arrays. A file's space is free again when its array is gone.
-        save_policy: When and how to save beyond what the arguments say.
-        fast_dev_run: Rehearse: `train` takes so many steps with a copy of the model, evaluates, saves and resumes in a
-            temporary folder, logs how long a step took, and leaves nothing behind; `evaluate` and `predict` take so
-            many batches. Callbacks are called as usual; trackers and the Hub are not. None for a real run, True for one
-            batch.
-        count_items: What a plain model's loss is a mean over, where it is not to be found out: ``"labels"``,
-            ``"shifted_labels"``, ``"samples"``, ``"sum"``, or a function that counts a batch's items. Batches of one
-            sample each, of unequal length, do not tell, and a loss of your own is not tried.
+        strategy: A strategy's name or instance; the arguments must not contradict it.
+        precision: A precision's name or instance; likewise.
+        loop: Replaces the default loop of a stage: a name, a subclass of `FitLoop`, `EvaluateLoop` or `PredictLoop`, or
+            an instance; or a sequence of those, one per stage.
+        spill_dir: A folder for predictions larger than memory: they are stored there in unnamed files that are mapped
+            into memory as NumPy arrays. Deleting an array frees its file.
+        save_policy: When and how to save, in addition to the arguments.
+        fast_dev_run: Number of steps or batches of a rehearsal; True means 1, None disables it. `train` runs the steps
+            on a copy of the model, evaluates, saves and resumes in a temporary folder, logs the step time and cleans
+            up. `evaluate` and `predict` run that many batches. Callbacks are called; trackers and the Hub are not.
+        count_items: The items that a plain model's loss averages over: ``"labels"``, ``"shifted_labels"``,
+            ``"samples"``, ``"sum"``, or a function that counts a batch's items. By default it is detected, which is not
+            possible with single-sample batches of unequal length or with a custom loss.
         loggers: Names of trackers, or `Logger` instances, in place of `args.report_to`.
         tokenizer: The older name of `processing_class`.
         callback: The older guide's name of `callbacks`.
 
     Raises:
-        ConfigError: A setting is unknown, or contradicts another, or cannot act here.
+        ConfigError: A setting is unknown, contradicts another or has no effect here.
         TaskError: The task or model does not work as the Trainer requires.
 
     Source: the documented `Trainer`.
@@ -314,10 +314,10 @@ class Trainer(SetUpMethods):
 
         Args:
             resume_from_checkpoint: A checkpoint's folder; True for the newest valid one in `output_dir`; ``"auto"`` for
-                that if there is one, else a new run. None does what the arguments say if they say ``"auto"``, else
-                starts a new run, as False does.
-            trial: An Optuna trial (what it has suggested, else the default space), or a dict of hyper-parameters. They
-                are written into the arguments for as long as the run lasts; needs `model_init`.
+                the same, or a new run if there is none. False starts a new run. None does too, unless the arguments say
+                ``"auto"``.
+            trial: An Optuna trial (its suggestions, otherwise the default space) or a dict of hyper-parameters. The
+                arguments hold them during the run; requires `model_init`.
             ignore_keys_for_eval: Outputs that evaluations during training leave out of the predictions.
             **kwargs: `model_path`, the older name of `resume_from_checkpoint`.
 
@@ -325,10 +325,10 @@ class Trainer(SetUpMethods):
             (global_step, training_loss, metrics); the loss is the mean over the run's updates.
 
         Raises:
-            ConfigError: The run cannot work as set up; raised before any device is touched.
-            CheckpointError: There is nothing valid to resume from.
-            SystemExit: SIGTERM has stopped the run, after a checkpoint; the exit status is 128 + 15.
-            KeyboardInterrupt: SIGINT has, likewise.
+            ConfigError: The settings cannot work; raised before any device is used.
+            CheckpointError: There is no valid checkpoint to resume from.
+            SystemExit: SIGTERM stopped the run after a checkpoint; the exit status is 128 + 15.
+            KeyboardInterrupt: SIGINT stopped the run likewise.
 
         Source: the documented `Trainer.train`.
         """
@@ -397,13 +397,13 @@ class Trainer(SetUpMethods):
             self._eval_dataloaders.clear()
 
     def estimate_memory(self) -> MemoryEstimate:
-        """Return the most memory that a training step of this process holds on its device; collective.
+        """Return the peak device memory of a training step in this process; collective.
 
-        Rehearses three steps, as `fast_dev_run=3` does, with the chosen strategy and precision, and leaves nothing
-        behind. What a caching allocator keeps in reserve is not in it.
+        Rehearses three steps like `fast_dev_run=3` with the chosen strategy and precision, and cleans up. Memory
+        reserved by a caching allocator is not included.
 
         Raises:
-            ConfigError: torch does not tell the peak of what the engine or the device holds (DeepSpeed, XLA, MPS).
+            ConfigError: torch does not report peak memory for the engine or device (DeepSpeed, XLA, MPS).
 
         Units:
             bytes.
@@ -432,29 +432,29 @@ class Trainer(SetUpMethods):
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> BestRun | list[BestRun]:
-        """Train again and again with other hyper-parameters, and return the best run; collective.
+        """Search hyper-parameters by repeated training, and return the best run; collective.
 
-        Each trial makes a new model with `model_init`, and writes to a folder of its own below `output_dir`. The
-        arguments hold a trial's values while it runs, and are as before afterwards. Evaluations while training are
-        reported to the backend, which may end the trial; the objective is that of the model the trial ends with.
+        Each trial builds a new model with `model_init` and writes to its own subfolder of `output_dir`. The arguments
+        hold the trial's values while it runs and are restored afterwards. Evaluations during training are reported to
+        the backend, which may prune the trial. The objective is that of the trial's final model.
 
         Args:
-            hp_space: Gets the trial and returns values by setting (Optuna); returns the space (Ray Tune, wandb). By
+            hp_space: Takes the trial and returns values by setting (Optuna) or the space (Ray Tune, wandb). By
                 default learning rate 1e-6 to 1e-4, 1 to 5 epochs, seed 1 to 40, batch size 4 to 64.
-            compute_objective: Gets an evaluation's metrics and returns a number, or one for each direction; by default
-                the loss if there are no other metrics, else the sum of those.
+            compute_objective: Takes an evaluation's metrics and returns a number, or one per direction; by default the
+                sum of the metrics other than the loss, or the loss if there are none.
             n_trials: How many trials to run.
             direction: "minimize" or "maximize"; a list for several objectives (Optuna).
             backend: "optuna", "ray" or "wandb"; by default the first of them that is installed.
-            hp_name: Gets the trial and names it and its folder; by default ``run-<id>``.
+            hp_name: Takes the trial and returns its name, also used for its folder; by default ``run-<id>``.
             **kwargs: For `optuna.create_study` and `Study.optimize`, for `ray.tune.run`, or for the sweep (`sweep_id`,
                 `project`, `entity`, `name`, `metric`).
 
         Returns:
-            The best run; with several directions those that no other run beats in all of them.
+            The best run; with several directions, the Pareto-optimal runs.
 
         Raises:
-            ConfigError: There is no `model_init` or nothing to evaluate on, a value does not fit, or no trial ended.
+            ConfigError: `model_init` or the evaluation data is missing, a value is invalid, or no trial finished.
             MissingDependencyError: The backend is not installed.
 
         Source: the documented `Trainer.hyperparameter_search`.

@@ -39,7 +39,7 @@ def speed_metrics(
 
 
 def is_main_process(local_rank: int) -> bool:
-    """Tell whether a process is the first of its node, by its local rank. Source: the documented `is_main_process`."""
+    """Return whether a local rank is the first of its node. Source: the documented `is_main_process`."""
     return local_rank in (-1, 0)
 
 
@@ -49,7 +49,7 @@ def total_processes_number(local_rank: int) -> int:
 
 
 def number_of_arguments(func: Callable[..., Any]) -> int:
-    """Count the arguments that a function still takes. Source: the documented `number_of_arguments`.
+    """Return the number of arguments a function takes. Source: the documented `number_of_arguments`.
 
     Example:
         >>> number_of_arguments(functools.partial(lambda a, b: None, 1))
@@ -63,14 +63,14 @@ def number_of_arguments(func: Callable[..., Any]) -> int:
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None, starting_batch_size: int = 128, auto_find_batch_size: bool = False
 ) -> Callable[..., Any]:
-    """Call a function with a smaller `batch_size` each time that memory runs out; a decorator, too.
+    """Call a function with a smaller `batch_size` whenever memory runs out; also a decorator.
 
     `TrainingArguments(auto_find_batch_size=True)` does not start again: it splits the batch and keeps the step.
 
     Args:
         function: What takes the batch size first.
         starting_batch_size: The first one to try.
-        auto_find_batch_size: Whether to try others at all.
+        auto_find_batch_size: Whether to try smaller ones.
 
     Source: the documented `find_executable_batch_size`.
     """
@@ -91,7 +91,7 @@ def find_executable_batch_size(
 def neftune_post_forward_hook(module: Any, input: Any, output: torch.Tensor) -> torch.Tensor:
     """Add NEFTune's noise to embeddings while training; for `register_forward_hook`.
 
-    The module's `neftune_noise_alpha` is how much. `TrainingArguments(neftune_noise_alpha=...)` does it for a run.
+    The module's `neftune_noise_alpha` scales the noise. `TrainingArguments(neftune_noise_alpha=...)` does it for a run.
 
     Source: the documented `neftune_post_forward_hook`; Jain et al., 2023, arXiv 2310.05914.
     """

@@ -61,7 +61,7 @@ class LossShares:
     ) -> None:
         self._strategy, self._task, self._hooks, self.search = strategy, task, hooks, search
         self._accumulates = args.gradient_accumulation_steps > 1
-        # How many micro-batches make the present step.
+        # The number of micro-batches of the current step.
         self.num_micro_batches = args.gradient_accumulation_steps
         self.plain = task if isinstance(task, ModelTask) else None
         self.num_ranks = strategy.world_size if args.average_tokens_across_devices else 1
