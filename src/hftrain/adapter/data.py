@@ -102,7 +102,7 @@ def data_seed(args: Any) -> int:
 
 
 def read_accelerator_config(args: Any) -> Mapping[str, Any]:
-    """Return what `accelerator_config` says other than the defaults.
+    """Return the settings of `accelerator_config` that differ from the defaults.
 
     Raises:
         ConfigError: The JSON file that it names cannot be read.

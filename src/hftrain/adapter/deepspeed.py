@@ -59,7 +59,7 @@ def _propagate(
 
 
 def run_values(args: Any, *, world_size: int, has_found_batch_size: bool = False) -> list[Fill]:
-    """Return what the arguments say for the config's keys.
+    """Return the values of the config's keys given by the arguments.
 
     Args:
         has_found_batch_size: Whether the batch size was searched for, and wins over the config's.
@@ -98,7 +98,7 @@ def _warn_of_what_the_config_makes(args: Any, strategy: DeepSpeedStrategy) -> No
 
 
 def _from_launcher() -> dict[str, Any] | str:
-    """Return the config that `accelerate launch` tells in the environment: a file, or single settings."""
+    """Return the config that `accelerate launch` set in the environment: a file or single settings."""
     said = {
         name.removeprefix("ACCELERATE_").removeprefix("DEEPSPEED_").lower(): value
         for name, value in os.environ.items()

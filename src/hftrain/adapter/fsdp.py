@@ -54,7 +54,7 @@ _BACKWARD_PREFETCH = {
 
 
 def asks_for_wrapper(args: Any) -> bool:
-    """Tell whether the arguments ask for torch's older wrapper: by its version, or by what only it does."""
+    """Return whether the arguments ask for torch's older wrapper: by its version, or by what only it does."""
     config = read_fsdp_config(_asked(args)[1])
     if "version" in config:
         return str(config["version"]) == "1"
@@ -62,7 +62,7 @@ def asks_for_wrapper(args: Any) -> bool:
 
 
 def check_engine(args: Any, name: str) -> None:
-    """Raise where the name of a strategy means another engine of FSDP than the version in `fsdp_config`."""
+    """Raise if the name of a strategy means another engine of FSDP than the version in `fsdp_config`."""
     version = read_fsdp_config(_asked(args)[1]).get("version")
     means = "1" if name == "fsdp1" else "2"
     if version is not None and str(version) in ("1", "2") and str(version) != means:

@@ -39,12 +39,12 @@ def settle_sharing(args: Any) -> None:
 
 
 def syncs_each_batch(args: Any) -> bool:
-    """Tell whether ranks exchange gradients after each micro-batch, which takes time but less memory."""
+    """Return whether ranks exchange gradients after each micro-batch, which takes time but less memory."""
     return bool(_accumulation(read_accelerator_config(args)).get("sync_each_batch", False))
 
 
 def non_blocking_copies(args: Any) -> bool | None:
-    """Tell whether batches are copied to the device without waiting; None leaves it to the strategy."""
+    """Return whether batches are copied to the device without waiting; None leaves it to the strategy."""
     value = read_accelerator_config(args).get("non_blocking")
     return None if value is None else bool(value)
 

@@ -86,7 +86,7 @@ def strategy_request(
 
 
 def _process_options(args: Any) -> dict[str, Any]:
-    """Return what the arguments say of processes and their exchange; None where they leave it open."""
+    """Return the arguments' settings of processes and communication; None if unset."""
     return {
         "backend": args.ddp_backend,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,
@@ -156,7 +156,7 @@ def _engine_meant_by(args: Any, field: str) -> str:
 
 
 def _check_fields(args: Any, strategy: str | Strategy | None) -> None:
-    """Raise where the arguments mean another strategy than the one that was chosen."""
+    """Raise if the arguments mean another strategy than the one that was chosen."""
     chosen = _name_of(strategy)
     for field in _STRATEGY_FIELDS:
         value = getattr(args, field, None)
@@ -232,7 +232,7 @@ def _refusal(sizes: dict[str, int], reason: str, remedy: str) -> ConfigError:
 
 
 def _automatic(args: Any) -> str:
-    """Return the strategy of a run for which nobody named one."""
+    """Return the default strategy of a run."""
     if asks_for_xla(args):
         return "xla"
     if args.deepspeed or is_set(deepspeed.LAUNCHED):
@@ -249,7 +249,7 @@ def _name_of(strategy: str | Strategy | None) -> str | None:
 
 
 def _check_preset(name: str, wanted: dict[str, Any]) -> None:
-    """Raise where an argument takes back what a strategy's name says."""
+    """Raise if an argument takes back what a strategy's name says."""
     for option, value in strategies.resolve(name)[1].items():
         if wanted.get(option, value) != value:
             shown = f"ddp_{option}" if option in ("find_unused_parameters", "static_graph") else option
@@ -269,7 +269,7 @@ def _accepted_options(name: str | None) -> Callable[[str], bool]:
 
 
 def _check_launcher(strategy: str | Strategy | None) -> None:
-    """Raise where `accelerate launch` was told to use what is not the chosen strategy: something else would train."""
+    """Raise if `accelerate launch` was told to use what is not the chosen strategy: something else would train."""
     if lacks_processes() and _name_of(strategy) != "single":
         raise ConfigError(
             "`accelerate launch` has several processes to start.",

@@ -26,12 +26,12 @@ _WRAPPING = ("min_num_params", "transformer_layer_cls_to_wrap")
 
 
 def has_xla_config(args: Any) -> bool:
-    """Tell whether `fsdp_config` is about FSDP on XLA devices."""
+    """Return whether `fsdp_config` is about FSDP on XLA devices."""
     return bool(read_fsdp_config(args.fsdp_config).get("xla")) if args.fsdp_config else False
 
 
 def asks_for_xla(args: Any) -> bool:
-    """Tell whether the arguments or the machine ask for XLA devices."""
+    """Return whether the arguments or the machine ask for XLA devices."""
     is_tpu = os.environ.get("PJRT_DEVICE", "").upper() == "TPU" and not args.use_cpu
     return bool(args.tpu_num_cores or (args.fsdp and has_xla_config(args)) or is_tpu)
 

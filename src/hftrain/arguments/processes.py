@@ -45,7 +45,7 @@ class ArgumentProcesses(ArgumentFields):
 
     @property
     def distributed_state(self) -> Any:
-        """accelerate's state of the processes, made when first asked for; with several it connects them. Collective."""
+        """accelerate's process state, created on first access; connects the processes if several. Collective."""
         from accelerate import PartialState
 
         announce_launch()
@@ -171,7 +171,7 @@ class ArgumentProcesses(ArgumentFields):
 
 
 def _asks_for_smddp() -> bool:
-    """Tell whether SageMaker's launcher was told to use its data-parallel runtime."""
+    """Return whether SageMaker's launcher was told to use its data-parallel runtime."""
     try:
         settings = json.loads(os.environ.get("SM_FRAMEWORK_PARAMS") or "{}")
     except ValueError:

@@ -108,7 +108,7 @@ def check_kinds(args: ArgumentFields) -> None:
 
 
 def check_values(args: ArgumentFields) -> None:
-    """Refuse values that are wrong by themselves, whatever the other settings say."""
+    """Reject values that are invalid regardless of the other settings."""
     for name, smallest in _COUNTS.items():
         _check_number(args, name, smallest, math.inf, kind=Integral)
     for name, (low, high) in _RANGES.items():

@@ -70,7 +70,7 @@ def made_callback(callback: Any) -> Any:
 
 
 def note_callback(error: Exception, handler: Any, event: str, context: Iterable[str]) -> None:
-    """Note in which callback of the user's an error was raised, and what it was called with."""
+    """Note on an error which user callback raised it and with which arguments."""
     kind = type(getattr(handler, "__self__", handler))
     if isinstance(error, HFTrainError) or kind.__module__.startswith("hftrain."):
         return

@@ -51,7 +51,7 @@ def number_text(value: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time as people say it, with about three digits.
+    """Return a time in readable units with about three digits.
 
     Example:
         >>> [seconds_text(each) for each in (2e-5, 0.0341, 12.345, 754, 98765)]

@@ -26,7 +26,7 @@ _UNSHOWN = ("total_flos", "epoch", "_runtime", "_per_second", "_compilation_time
 
 
 def in_notebook() -> bool:
-    """Tell whether this process is a notebook's kernel; never imports IPython."""
+    """Return whether this process is a notebook's kernel; never imports IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
@@ -151,7 +151,7 @@ class NotebookProgressCallback(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
     ) -> None:
-        """Remember the training loss; a row of its own if the run has no evaluations."""
+        """Store the training loss, or add a row if the run has no evaluations."""
         if not logs or "loss" not in logs:
             return
         self._loss = logs["loss"]
@@ -166,7 +166,7 @@ class NotebookProgressCallback(TrainerCallback):
         self._add_row(args, state, metric_columns(metrics or {}))
 
     def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Take the prediction's bar away."""
+        """Remove the prediction's bar."""
         self._prediction = self._loader = None
         self._draw(state, is_forced=True)
 

@@ -118,7 +118,7 @@ class ProgressCallback(TrainerCallback):
 
     @property
     def shows_summary(self) -> bool:
-        """Tell whether the end of a run is summed up here: on a terminal."""
+        """Return whether the end of a run is summed up here: on a terminal."""
         return columns_of(self._file or sys.stdout) is not None
 
     def show_summary(self, title: str, rows: Rows) -> None:
@@ -229,7 +229,7 @@ class Meter:
 
     @property
     def is_full(self) -> bool:
-        """Tell whether the total is reached."""
+        """Return whether the total is reached."""
         return self._total is not None and self.n >= self._total
 
     def advance_to(self, n: int) -> None:
@@ -263,19 +263,19 @@ class Meter:
         return f"{seconds_text((self._step_s - self._window_s) / count)}/{self._unit}"
 
     def note_line(self) -> None:
-        """Hear that a line has told how far the count is."""
+        """Called after a line has reported the count."""
         self._printed = self.n
         self._next_s = time.monotonic() + self._wait_s
         if self._bar is not None:
             self._bar.refresh()
 
     def clear(self) -> None:
-        """Take the bar from the screen until it is shown again."""
+        """Hide the bar until it is shown again."""
         if self._bar is not None:
             self._bar.clear()
 
     def close(self) -> None:
-        """Show the final count and let go of the output."""
+        """Show the final count and release the output."""
         if self._bar is not None:
             self._bar.close()
         elif self._printed != self.n:

@@ -274,7 +274,7 @@ class CallbackHandler:
             vars(self)["fire"] = partial(self._fire_replaced, replaced)
 
     def _is_replaced(self, name: str) -> bool:
-        """Tell whether a subclass, or somebody who assigned to the instance, has put another method in a place."""
+        """Return whether a subclass, or somebody who assigned to the instance, has put another method in a place."""
         return getattr(getattr(self, name), "__func__", None) is not getattr(CallbackHandler, name)
 
     def _fire_replaced(self, replaced: Set[str], event: str, **extra: Any) -> TrainerControl:

@@ -17,7 +17,7 @@ _PYTHON = os.path.dirname(os.__file__)
 
 
 def waits_for_others(thread: int) -> bool:
-    """Tell whether a thread is in an exchange with other processes; a backward pass may be one.
+    """Return whether a thread is in an exchange with other processes; a backward pass may be one.
 
     Frames of the user's own code within a backward pass are innermost then, and count as not waiting.
     """
@@ -60,5 +60,5 @@ def raising_line(trace: TracebackType | None) -> str | None:
 
 
 def _is_library(path: str) -> bool:
-    """Tell whether a file is torch's, ours or Python's own; packages that are installed count as the user's."""
+    """Return whether a file is torch's, ours or Python's own; packages that are installed count as the user's."""
     return path.startswith((*_OURS, "<frozen")) or (path.startswith(_PYTHON) and "site-packages" not in path)

@@ -14,7 +14,7 @@ from hftrain.core.errors import ConfigError
 
 
 class _Names(NamedTuple):
-    """The variables in which a launcher says which process this is."""
+    """Environment variables in which a launcher describes the current process."""
 
     launcher: str
     rank: str
@@ -63,7 +63,7 @@ _FIRST_PORT, _NUM_PORTS = 15000, 16381
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What a launcher says of this process.
+    """The launcher's description of this process.
 
     Args:
         launcher: Its name; None for a process that nobody launched, or that was launched alone (except by torchrun).
@@ -81,7 +81,7 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """Return what the environment says now.
+    """Return the description read from the current environment.
 
     torch's names decide if both RANK and WORLD_SIZE are set, as torchrun, `accelerate launch`, Kubeflow and Ray Train
     set them; then come the launchers of `_LAUNCHERS`, and what SageMaker says of its machines.
@@ -158,7 +158,7 @@ def _read(names: _Names) -> Launch:
 
 
 def _is_alone(names: _Names) -> bool:
-    """Tell whether a launcher started one process only, whatever else its variables say."""
+    """Return whether a launcher started one process only, whatever else its variables say."""
     if _number(names.world_size) == 1:
         return True
     if names is not _SLURM or _number(names.rank) != 0:
@@ -170,7 +170,7 @@ def _is_alone(names: _Names) -> bool:
 
 
 def _is_in_shell() -> bool:
-    """Tell whether somebody at a terminal started this: with `srun --ntasks=4 --pty bash` the other shells have ended.
+    """Return whether a user started this at a terminal: with `srun --ntasks=4 --pty bash` the other shells have ended.
 
     A shell puts each command into a process group of its own. Steps that are started in it inherit its variables, and
     their tasks lead no session; `srun --ntasks=4 --pty python train.py` leads one, and is the task itself.
@@ -204,7 +204,7 @@ def _read_sagemaker() -> Launch | None:
 
 
 def _first_machine(launch: Launch) -> str | None:
-    """Return the machine of rank 0, None where nothing tells it."""
+    """Return the machine of rank 0, or None if unknown."""
     if launch.local_world_size == launch.world_size:
         return "127.0.0.1"
     if launch.launcher == "SageMaker":

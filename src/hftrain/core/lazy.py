@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are first asked for."""
+"""Public names of a package that are imported on first access."""
 
 from __future__ import annotations
 

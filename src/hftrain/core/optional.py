@@ -11,7 +11,7 @@ from hftrain.core.errors import MissingDependencyError
 
 
 def is_available(requirement: str) -> bool:
-    """Tell whether an installed package satisfies `requirement` (``"deepspeed>=0.16"``), without importing it."""
+    """Return whether an installed package satisfies `requirement` (``"deepspeed>=0.16"``), without importing it."""
     return bool(_cache(requirement))
 
 

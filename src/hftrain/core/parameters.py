@@ -15,10 +15,10 @@ def whole_shape(parameter: torch.Tensor) -> torch.Size:
 
 
 def is_split_by_zero(parameter: Any) -> bool:
-    """Tell whether ZeRO-3 has split a parameter."""
+    """Return whether ZeRO-3 has split a parameter."""
     return hasattr(parameter, "ds_id")
 
 
 def is_partitioned(model: nn.Module) -> bool:
-    """Tell whether ZeRO-3 has split a model's parameters."""
+    """Return whether ZeRO-3 has split a model's parameters."""
     return any(map(is_split_by_zero, model.parameters()))

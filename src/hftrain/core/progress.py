@@ -1,4 +1,4 @@
-"""Where a run is, what callbacks ask of it, and when things are due."""
+"""Progress of a run, control flags of callbacks, and intervals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hftrain.core.log import warn_once
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """Where the run is: counters that a checkpoint saves and a resume restores.
+    """Progress of a run: counters saved in checkpoints and restored on resume.
 
     Units:
         step: optimizer updates done. epoch: passes begun before the current one.
@@ -102,9 +102,9 @@ class Cadence:
     delay: float = 0
 
     def is_due_at_step(self, step: int) -> bool:
-        """Tell whether it is due after `step` optimizer updates."""
+        """Return whether it is due after `step` optimizer updates."""
         return self.unit == "steps" and self.every > 0 and step % self.every == 0 and step >= self.delay
 
     def is_due_at_epoch(self, epoch: float) -> bool:
-        """Tell whether it is due at an epoch's end, `epoch` passes being done."""
+        """Return whether it is due at an epoch's end, `epoch` passes being done."""
         return self.unit == "epoch" and epoch >= self.delay

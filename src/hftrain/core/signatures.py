@@ -8,13 +8,13 @@ from typing import Any
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
-    """Tell whether a function takes an argument of that name (or any keyword)."""
+    """Return whether a function takes an argument of that name (or any keyword)."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 def takes_trial(model_init: Callable[..., Any]) -> bool:
-    """Tell whether a function that makes models wants the trial of a hyper-parameter search."""
+    """Return whether a function that makes models wants the trial of a hyper-parameter search."""
     parameters = inspect.signature(model_init).parameters.values()
     return any(p.name == "trial" or (p.default is p.empty and p.kind < p.VAR_POSITIONAL) for p in parameters)
 

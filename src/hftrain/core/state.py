@@ -124,7 +124,7 @@ def find_misfit(content: Any) -> str | None:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Tell whether a JSON value is of a field's kind; counts are not negative, and bool is not a number."""
+    """Return whether a JSON value is of a field's kind; counts are not negative, and bool is not a number."""
     if kind is float:
         return type(value) in (int, float)
     return type(value) is kind and (kind is not int or bool(value >= 0))

@@ -39,7 +39,7 @@ def _rebuild_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def is_samples(batch: Any) -> bool:
-    """Tell whether a batch is a list of samples that no collator has joined: mappings, one for each."""
+    """Return whether a batch is a list of samples that no collator has joined: mappings, one for each."""
     return isinstance(batch, list) and bool(batch) and isinstance(batch[0], (dict, Mapping))
 
 
@@ -77,7 +77,7 @@ def detach(tree: Any) -> Any:
 
 
 def is_alike(saved: Any, own: Any, *, is_deep: bool = True) -> bool:
-    """Tell whether a saved value can stand where an object has `own`: of the same kind, and as long.
+    """Return whether a saved value can stand where an object has `own`: of the same kind, and as long.
 
     None stands for a value still to come and is like everything; so is a list that is empty so far.
 

@@ -55,7 +55,7 @@ def check_uncalled(
 
 
 def is_meant(kind: type, name: str) -> bool:
-    """Tell whether a class or one of its bases lists a name in `not_hooks`."""
+    """Return whether a class or one of its bases lists a name in `not_hooks`."""
     return any(name in vars(owner).get("not_hooks", ()) for owner in kind.__mro__)
 
 
@@ -95,7 +95,7 @@ def _near(name: str, called: set[str]) -> str | None:
 
 
 def _is_used(name: str, function: FunctionType) -> bool:
-    """Tell whether the file of a method, or one on the call stack, uses an attribute of that name."""
+    """Return whether the file of a method, or one on the call stack, uses an attribute of that name."""
     files = {function.__code__.co_filename}
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -111,7 +111,7 @@ def _is_used(name: str, function: FunctionType) -> bool:
 
 
 def _uses(node: ast.AST, name: str) -> bool:
-    """Tell whether code reads an attribute, by a dot or getattr, outside the functions of that name."""
+    """Return whether code reads an attribute, by a dot or getattr, outside the functions of that name."""
     match node:
         case ast.FunctionDef(name=own) | ast.AsyncFunctionDef(name=own) if own == name:
             return False

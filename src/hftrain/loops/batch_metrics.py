@@ -1,4 +1,4 @@
-"""Metrics computed batch by batch: `compute_metrics` is called with each batch's tensors and adds up what it needs."""
+"""Metrics computed batch by batch: `compute_metrics` is called with each batch's tensors and keeps its own sums."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class BatchMetrics:
 
 
 def call_metrics(function: Callable[..., Any], prediction: EvalPrediction, **options: Any) -> Mapping[str, Any]:
-    """Return what `compute_metrics` gives for predictions; None counts as no metric.
+    """Return the result of `compute_metrics`; None means no metrics.
 
     Raises:
         TaskError: It is neither a mapping with text as keys nor None.

@@ -1,4 +1,4 @@
-"""What every loop is: the stage it runs, what it does not support, and the state that checkpoints keep."""
+"""Base class of loops: the stage it runs, unsupported features, and the state saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Loop(Generic[Parts]):
 
 
 def check_features(loop: Loop[Any], used: Mapping[str, str]) -> None:
-    """Raise where a run uses what its loop does not support.
+    """Raise if a run uses what its loop does not support.
 
     Args:
         loop: Any loop.

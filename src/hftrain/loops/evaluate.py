@@ -1,4 +1,4 @@
-"""Evaluation: one pass without gradients; metrics stream, predictions are kept only where somebody needs them."""
+"""Evaluation: one pass without gradients; metrics are streamed, and predictions kept only if needed."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
             self._kept[name] = kind(moves_every=config.moves_every, takes_objects=config.takes_objects)
 
     def _tell(self, output: StepOutput) -> None:
-        """Tell callbacks that a batch is done."""
+        """Call the callbacks after a batch."""
         self.parts.events.fire("on_prediction_step")
 
     def run_batch(self, batch: Any) -> StepOutput:
@@ -348,7 +348,7 @@ def _nothing_to_repeat() -> ConfigError:
 
 
 def _check_complete(output: StepOutput, batch: Any) -> None:
-    """Raise where `compute_metrics` would never be called."""
+    """Raise if `compute_metrics` would never be called."""
     for what, value in (("predictions", output.outputs), ("labels", output.labels)):
         if value is None:
             raise TaskError(

@@ -76,14 +76,14 @@ class FitHooks:
 
 
 class Feed(Protocol):
-    """What gives the loop its batches."""
+    """Source of the loop's batches."""
 
     def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
         """Return the epoch's batches, cut from sample `offset` on, the first `skip` left out."""
 
 
 class Events(Protocol):
-    """What tells callbacks."""
+    """Sends events to callbacks."""
 
     heard: frozenset[str]
 
@@ -266,7 +266,7 @@ class FitLoop(Loop[FitParts]):
         parts.stepper.zero_grad()
 
     def _finish_step(self, window: list[Any]) -> None:
-        """Count the step, tell the callbacks, and do what was asked for at its end."""
+        """Count the step, call the callbacks, and perform the requested actions."""
         parts, progress, state = self.parts, self.parts.progress, self.parts.state
         for batch in window:
             progress.samples += (batch_size_of(batch) or 0) * parts.config.world_size

@@ -1,4 +1,4 @@
-"""What a logging window has summed up, kept on the device until somebody looks."""
+"""Sums of a logging window, kept on the device until read."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def _whole(value: Any) -> Any:
 
 
 def merge_reports(*reports: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge numbers by name; a name that is taken stays with its first owner, and a warning says so."""
+    """Merge values by name; for a duplicate name, warn and keep the first value."""
     merged: dict[str, Any] = {}
     for report in reports:
         clashing = sorted(merged.keys() & report.keys())

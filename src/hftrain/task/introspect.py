@@ -1,4 +1,4 @@
-"""What a model tells of itself: its labels, its inputs, whether it gives a loss, and where its layers are."""
+"""Properties read from a model: its labels, its inputs, whether it returns a loss, and where its layers are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def is_transformers_like(model: nn.Module) -> bool:
-    """Tell whether a model follows the conventions of a transformers model (it has `config` and `save_pretrained`)."""
+    """Return whether a model follows the conventions of transformers (it has `config` and `save_pretrained`)."""
     return hasattr(model, "config") and hasattr(model, "save_pretrained")
 
 
@@ -46,13 +46,13 @@ def find_label_names(model: nn.Module) -> list[str]:
 
 
 def can_return_loss(model: nn.Module) -> bool:
-    """Tell whether the model gives a loss without labels, as CLIP-like models do (``return_loss=True`` by default)."""
+    """Return whether the model returns a loss without labels, like CLIP (``return_loss=True`` by default)."""
     parameter = forward_parameters(model).get("return_loss")
     return parameter is not None and parameter.default is True
 
 
 def accepts_item_count(model: nn.Module) -> bool:
-    """Tell whether the model normalises its own loss when it is given `num_items_in_batch`.
+    """Return whether the model normalises its own loss when it is given `num_items_in_batch`.
 
     A model says so by the attribute `accepts_loss_kwargs` or by naming the argument. ``**kwargs`` counts only for
     transformers-like models: any other model would swallow the number and its loss would be a plain mean.
@@ -69,7 +69,7 @@ def accepts_item_count(model: nn.Module) -> bool:
 
 
 def takes_item_count(function: Callable[..., Any]) -> bool:
-    """Tell whether a `compute_loss_func` can be handed `num_items_in_batch`: by name, or with any keyword."""
+    """Return whether a `compute_loss_func` can be handed `num_items_in_batch`: by name, or with any keyword."""
     called = function.forward if isinstance(function, nn.Module) else function
     parameters = inspect.signature(called).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -77,7 +77,7 @@ def takes_item_count(function: Callable[..., Any]) -> bool:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Tell whether the model compares position t with label t + 1 (by its class name, as the documentation does).
+    """Return whether the model compares position t with label t + 1 (by its class name, as the documentation does).
 
     Models "for conditional generation" do unless they are encoder-decoders, whose decoder inputs are shifted instead.
     """
@@ -104,7 +104,7 @@ def ignored_labels(model: nn.Module) -> tuple[int, ...]:
 
 
 def is_recomputing(model: Any) -> bool:
-    """Tell whether a transformers model recomputes activations; version 5 warns about the property's older name."""
+    """Return whether a transformers model recomputes activations; version 5 warns about the property's older name."""
     for name in ("is_activation_checkpointing", "is_gradient_checkpointing"):
         if hasattr(type(model), name):
             return bool(getattr(model, name))
@@ -118,7 +118,7 @@ def keys_to_ignore(model: nn.Module) -> list[str]:
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Tell whether a model's layers were put on different accelerators, by a device map or by its own `parallelize`."""
+    """Return whether the layers are on different accelerators, by a device map or by its own `parallelize`."""
     device_map = getattr(model, "hf_device_map", None)
     if device_map:
         return len({str(device) for device in device_map.values()} - set(_NO_ACCELERATOR)) > 1

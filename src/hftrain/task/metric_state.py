@@ -64,7 +64,7 @@ def read_metrics(
 
 
 def warn_of_unreported(task: nn.Module, metrics: Mapping[str, Any]) -> None:
-    """Say once which torchmetrics of a task have been updated and are reported by nobody.
+    """Warn once about torchmetrics of a task that were updated but are not reported.
 
     Args:
         task: Looked through with its plain lists, tuples and dicts.
@@ -89,7 +89,7 @@ def warn_of_unreported(task: nn.Module, metrics: Mapping[str, Any]) -> None:
 
 
 def warn_of_unread(children: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Say once which metrics of a task were updated in training and are read by nobody."""
+    """Warn once about metrics of a task that were updated in training but are not read."""
     told = {id(part) for metric in metrics.values() for part in _parts_of(metric)}
     names = []
     for name, metric in children.items():
@@ -112,7 +112,7 @@ def _parts_of(metric: Any) -> list[Any]:
 
 
 def _is_updated(metric: Any) -> bool:
-    """Tell whether a metric was updated since its last reset, as far as it tells; a wrapper's metrics tell for it."""
+    """Return whether a metric was updated since its last reset, as far as it tells; a wrapper's metrics tell for it."""
     told = [part.update_called for part in _parts_of(metric) if hasattr(part, "update_called")]
     return any(told) or not told
 

@@ -183,7 +183,7 @@ class ModelTask(TaskModule):
         return StepOutput(loss=loss, outputs=logits[0] if len(logits) == 1 else logits or None, labels=detach(labels))
 
     def _returns_loss_without_labels(self, inputs: Any) -> bool:
-        """Tell whether the model computes a loss of a batch that has no labels.
+        """Return whether the model computes a loss of a batch that has no labels.
 
         A batch may say so itself (``return_loss=True``, as collators for CLIP do) if the model takes no labels at all.
         """

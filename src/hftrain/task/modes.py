@@ -67,6 +67,6 @@ class TrainingMode:
 
 
 def _is_users(module: nn.Module) -> bool:
-    """Tell whether a module's `train` is written by a user."""
+    """Return whether a module's `train` is written by a user."""
     train = type(module).train
     return train is not nn.Module.train and train.__module__.partition(".")[0] not in _LIBRARIES

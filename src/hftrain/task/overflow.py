@@ -1,4 +1,4 @@
-"""Where the first number that is not finite came from: a record of what modules take and give."""
+"""Locate the first non-finite value: records the inputs and outputs of modules."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ _FLAGS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Tell whether a model, or the one inside its adapters, says that its weights are quantized."""
+    """Return whether a model, or the one inside its adapters, says that its weights are quantized."""
     base: Any = base_model(model)
     return any(getattr(base, flag, False) is True for flag in _FLAGS) or getattr(base, "hf_quantizer", None) is not None
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Tell whether a model has PEFT adapters, as a wrapper around it or loaded into it."""
+    """Return whether a model has PEFT adapters, as a wrapper around it or loaded into it."""
     return hasattr(model, "peft_config") or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 

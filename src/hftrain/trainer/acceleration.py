@@ -167,7 +167,7 @@ def _has_engine(known: Any) -> bool:
 
 
 def _is_of_another_device(strategy: Strategy) -> bool:
-    """Tell whether accelerate was set up, by one process on its own, for another kind of device."""
+    """Return whether accelerate was set up, by one process on its own, for another kind of device."""
     known = accelerate_state("PartialState")
     return (
         bool(known)

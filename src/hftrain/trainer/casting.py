@@ -61,7 +61,7 @@ class ModelCasting:
 def is_cast_inside(
     policy: PrecisionPolicy, strategy: Strategy, task: TaskModule, functions: Sequence[Callable[..., Any]]
 ) -> bool:
-    """Tell whether the model is to cast itself, rather than the whole step.
+    """Return whether the model is to cast itself, rather than the whole step.
 
     Args:
         policy: The precision's.

@@ -84,7 +84,7 @@ class EvaluationMethods(StepMethods):
         return metrics
 
     def _is_due(self, entry: EvalSet | None) -> bool:
-        """Tell whether an evaluation set takes part in the evaluation that is running."""
+        """Return whether an evaluation set takes part in the evaluation that is running."""
         is_asked_for = self._run_parts is None or bool(self._num_rehearsed)
         return is_asked_for or is_due(entry, self.state, by_epoch=self.args.eval_strategy == "epoch")
 

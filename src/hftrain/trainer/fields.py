@@ -141,7 +141,7 @@ class TrainerFields:
     if TYPE_CHECKING:
 
         def _is_overridden(self, name: str) -> bool:
-            """Tell whether a subclass, or this instance, has a hook of its own; `Trainer` has it."""
+            """Return whether a subclass, or this instance, has a hook of its own; `Trainer` has it."""
 
         def _resolve_hooks(self, given: Mapping[str, Any]) -> None:
             """Look at the hooks' signatures; `Trainer` has it."""

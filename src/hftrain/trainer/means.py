@@ -273,7 +273,7 @@ class MeanSearch:
         return Pair(batches[0]) if len(counts) > 1 else None
 
     def _has_one_label(self, batch: Any) -> bool:
-        """Tell whether each sample has one label: whatever the loss, it is a mean over those that count."""
+        """Return whether each sample has one label: whatever the loss, it is a mean over those that count."""
         task = self.task
         key, labels = task.label_key(batch), task.label_tensor(batch)
         return key is not None and isinstance(batch[key], torch.Tensor) and (labels is None or labels.dim() < 2)
@@ -342,6 +342,6 @@ class MeanSearch:
 
 
 def _is_readable(task: ModelTask, batches: Sequence[Any]) -> bool:
-    """Tell whether reading the labels waits for no device."""
+    """Return whether reading the labels waits for no device."""
     labels = [task.label_tensor(batch) for batch in batches]
     return all(each is None or each.device.type == "cpu" for each in labels)

@@ -191,7 +191,7 @@ def split_batch(batch: Any, size: int) -> list[Any]:
 
 
 def _is_per_sample(value: Any, total: int) -> bool:
-    """Tell whether a value that is not a tensor holds an entry for each of `total` samples."""
+    """Return whether a value that is not a tensor holds an entry for each of `total` samples."""
     if isinstance(value, numpy.ndarray):
         return value.ndim > 0 and len(value) == total
     if not isinstance(value, list) or len(value) != total:

@@ -83,7 +83,7 @@ class RunMethods(EvaluationMethods):
         start_time: float | None = None,
         learning_rate: float | None = None,
     ) -> None:
-        """Do what callbacks asked for: log, evaluate, save; after each step and each epoch.
+        """Log, evaluate and save as callbacks requested, after each step and epoch.
 
         The arguments tell an override where the run is. `tr_loss` is the sum of the step losses since the last log;
         what this method is given is logged, divided by the steps. An override that logs itself resets `tr_loss` in

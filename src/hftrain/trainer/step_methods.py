@@ -141,7 +141,7 @@ class StepMethods(OptimizerMethods):
         return batches, count(batches, device) if batches else None
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None) -> Any:
-        """Return the items of a step's micro-batches, None where nobody needs them."""
+        """Return the items of a step's micro-batches, None if not needed."""
         return self._shares.count(batch_samples, device)
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
@@ -198,7 +198,7 @@ class StepMethods(OptimizerMethods):
         return model
 
     def _deactivate_neftune(self, model: nn.Module) -> None:
-        """Take the noise away again; safe to call twice."""
+        """Remove the noise; safe to call twice."""
         if self._neftune_hook is not None:
             self._neftune_hook.remove()
         self._neftune_hook = None

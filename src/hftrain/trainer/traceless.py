@@ -19,7 +19,7 @@ _LIBRARIES = frozenset(
 
 
 def _is_users(hook: Any) -> bool:
-    """Tell whether a forward hook is written by a user, and so not called but for the run's own batches."""
+    """Return whether a forward hook is written by a user, and so not called but for the run's own batches."""
     function = getattr(hook, "func", hook)
     module = getattr(function, "__module__", None) or type(function).__module__
     return module.partition(".")[0] not in _LIBRARIES

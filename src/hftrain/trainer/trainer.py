@@ -500,7 +500,7 @@ def _settled(args: TrainingArguments | None) -> TrainingArguments:
 
 
 def _one_of(value: Any, older: Any, *, new: str, old: str) -> Any:
-    """Take a value under its new or its older name."""
+    """Return a value passed under its new or older name."""
     if older is None:
         return value
     if value is not None:

@@ -120,7 +120,7 @@ class LossShares:
         return batches, num_items
 
     def count(self, batches: list[Any], device: torch.device | None) -> Count | None:
-        """Return the items of a step, over all ranks if asked for; None where nobody needs them. Collective."""
+        """Return the items of a step, over all ranks if asked for; None if not needed. Collective."""
         if not batches or not (self.is_on or self._may_divide or self.is_divided):
             return None
         task = self.plain
@@ -227,11 +227,11 @@ class LossShares:
         return loss * self.num_ranks if divides else loss
 
     def is_weighed(self, num_items: Count | None) -> bool:
-        """Tell whether a step's losses were weighed, here or by the model, which divided them by the item count."""
+        """Return whether a step's losses were weighed, here or by the model, which divided them by the item count."""
         return self.has_weighed or (num_items is not None and self.plain is not None and self.plain.gives_count)
 
     def _takes_divided(self) -> bool:
-        """Tell whether a loss that is said to be divided comes from the model, which knows nothing of the ranks."""
+        """Return whether a loss that is said to be divided comes from the model, which knows nothing of the ranks."""
         if self._does_divide is None and self._note is not None:
             self._does_divide = bool(self._note.divides) and not self._scales
             if self._note.divides is False and self._accumulates:
@@ -245,7 +245,7 @@ class LossShares:
         return bool(self._does_divide)
 
     def _divides(self) -> bool:
-        """Tell whether the loss is divided by the item count already; collective the first time, for a user's loss."""
+        """Return whether the loss is already divided by the item count; collective at first for a user loss."""
         if not self._is_users:
             return self.plain is not None and bool(self.plain.label_smoothing or self.plain.gives_count)
         if self._does_divide is None:
