@@ -60,10 +60,8 @@ def _create(chosen: Any) -> Loop[Any]:
     base = _BASES.get(getattr(loop, "stage", ""))
     if base is None or not isinstance(loop, base):
         raise TaskError(
-            f"Cannot use a {type(loop).__name__} as a loop:",
-            "it is not derived from one." if base is None else f"it runs the stage {loop.stage!r} without a base.",
-            f"Derive it from {base.__name__}."
-            if base is not None
-            else "Pass a loop or a list of them; your own derive from FitLoop, EvaluateLoop or PredictLoop.",
+            f"Cannot use {type(loop).__name__} as a loop:",
+            "it is not a loop." if base is None else f"it runs the stage {loop.stage!r} but is not a {base.__name__}.",
+            f"Derive it from {base.__name__ if base else 'FitLoop, EvaluateLoop or PredictLoop'}.",
         )
     return loop
