@@ -90,7 +90,7 @@ class Trainer(SetUpMethods):
         optimizers: An optimizer and a schedule to use instead of the arguments' (either may be None).
         optimizer_cls_and_kwargs: A class and its arguments, in place of `args.optim`.
         preprocess_logits_for_metrics: ``f(logits, labels) -> logits``, run before predictions are kept.
-        strategy: A strategy's name or instance; the arguments must not contradict it.
+        strategy: A strategy's name or instance; takes precedence over the arguments, which must not contradict it.
         precision: A precision's name or instance; likewise.
         loop: Replaces the default loop of a stage: a name, a subclass of `FitLoop`, `EvaluateLoop` or `PredictLoop`, or
             an instance; or a sequence of those, one per stage.
