@@ -31,7 +31,7 @@ def HfArg(
     metadata: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Declare a dataclass field together with its option.
+    """Declare a dataclass field together with its command-line option.
 
     Args:
         default: The field's default.

@@ -22,7 +22,7 @@ _WORDS = re.compile(r"""(?P<quote>["'])(?P<quoted>.*?)(?P=quote)(?=\s|$)|(?P<pla
 
 
 class HfArgumentParser(argparse.ArgumentParser):
-    """Turn dataclasses into command-line options, and what is given back into dataclasses.
+    """Create command-line options from dataclasses, and dataclasses from the parsed options.
 
     Every field becomes ``--its_name`` and ``--its-name``. Booleans are flags that may take a value (``--flag``,
     ``--flag 0``, ``--flag False``); one that is on by default also has ``--no_its_name``. Lists take several values,

@@ -18,7 +18,7 @@ _ROWS = (torch.Tensor, numpy.ndarray)
 
 
 def nested_concat(tensors: Any, new_tensors: Any, padding_index: int = -100) -> Any:
-    """Join two nested structures along the first dimension, padding the second one where it differs.
+    """Concatenate two nested structures along the first dimension; pad the second dimension if it differs.
 
     Args:
         tensors: Tensors or arrays, or lists, tuples and mappings of them.
@@ -106,7 +106,7 @@ def nested_gather(tensors: Any, parallel_mode: Any, name: str | None = None) -> 
 
 @contextmanager
 def torch_distributed_zero_first(local_rank: int) -> Iterator[None]:
-    """Let the first process of a node do something before the others do; all must enter. Collective.
+    """Context manager in which the first process of a node runs before the others. Collective.
 
     Args:
         local_rank: This process's rank on its node; -1 where there is one process, which does not wait.

@@ -52,7 +52,7 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> An
 
 @dataclass
 class DefaultDataCollator:
-    """`default_data_collator` as an object.
+    """Object form of `default_data_collator`.
 
     Args:
         return_tensors: ``"pt"`` or ``"np"``.
@@ -70,7 +70,7 @@ class DefaultDataCollator:
 
 @dataclass
 class DataCollatorWithPadding:
-    """Pad the samples of a batch to equal lengths with a tokenizer's own `pad`, then rename the labels.
+    """Pad the samples of a batch to equal lengths with the tokenizer's `pad`, then rename the labels.
 
     Args:
         tokenizer: Whatever has `pad`: a tokenizer or a feature extractor.

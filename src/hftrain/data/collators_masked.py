@@ -19,7 +19,7 @@ _MOST_PREDICTED = 512
 
 @dataclass
 class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
-    """Mask whole words, told by the ``##`` that BERT's word pieces inside a word begin with.
+    """Mask whole words; a word's later pieces are recognised by BERT's ``##`` prefix.
 
     A share `mlm_probability` of a sample's tokens is masked, word by word in random order, as far as whole words fit.
     A sample's `chinese_ref`, if it has one, names further tokens that are inside a word.
@@ -78,7 +78,7 @@ class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
 
 @dataclass
 class DataCollatorForPermutationLanguageModeling:
-    """Make batches for XLNet: spans are predicted, in a random order of the sequence's two halves.
+    """Create batches for XLNet's permutation language modelling.
 
     Args:
         tokenizer: Whatever has `pad`, `mask_token_id`, `pad_token_id` and `get_special_tokens_mask`.
@@ -150,7 +150,7 @@ class DataCollatorForPermutationLanguageModeling:
 
 @dataclass
 class DataCollatorForMultipleChoice:
-    """Pad the choices of all samples to one length.
+    """Pad the choices of all samples to the same length.
 
     Args:
         tokenizer: Whatever has `pad`.

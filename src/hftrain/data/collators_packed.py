@@ -13,7 +13,7 @@ from hftrain.data.collators import returned_as
 
 @dataclass
 class DataCollatorWithFlattening:
-    """Put the samples of a batch into one long row; positions start again with each of them.
+    """Concatenate the samples of a batch into one sequence; position ids restart at each sample.
 
     The model's attention has to keep the samples apart: by `position_ids`, or by the boundaries in `cu_seq_lens_*`.
 

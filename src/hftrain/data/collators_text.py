@@ -19,7 +19,7 @@ IGNORED = -100
 
 @dataclass
 class DataCollatorForSeq2Seq:
-    """Pad inputs with the tokenizer, and label sequences to the longest of their own.
+    """Pad the inputs with the tokenizer, and the label sequences to the longest one.
 
     Args:
         tokenizer: Whatever has `pad`; its `padding_side` (right, if it says nothing) counts for the labels too.
@@ -79,7 +79,7 @@ class DataCollatorForSeq2Seq:
 
 @dataclass
 class DataCollatorForTokenClassification:
-    """Pad inputs with the tokenizer, and the label of each token along with them.
+    """Pad the inputs with the tokenizer, and the token labels to the same length.
 
     Args:
         tokenizer: Whatever has `pad`.
@@ -125,7 +125,7 @@ class DataCollatorForTokenClassification:
 
 @dataclass
 class DataCollatorForLanguageModeling:
-    """Pad, and make the labels of language modelling out of the inputs.
+    """Pad the samples and create language modelling labels from the inputs.
 
     Causal (`mlm=False`): labels are the inputs, padding ignored. Masked: of the tokens that are not special, a share
     `mlm_probability` is to be predicted; of these, `mask_replace_prob` become the mask token, `random_replace_prob`

@@ -21,7 +21,7 @@ from hftrain.data.grouping import grouped_order
 def get_length_grouped_indices(
     lengths: Any, batch_size: int, mega_batch_mult: int | None = None, generator: torch.Generator | None = None
 ) -> list[int]:
-    """Return an order in which neighbours have similar lengths, the longest sample first.
+    """Return an order in which neighbouring samples have similar lengths, with the longest sample first.
 
     Args:
         lengths: The length of each sample.
@@ -36,7 +36,7 @@ def get_length_grouped_indices(
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """Shuffle so that neighbours have similar lengths.
+    """Shuffle so that neighbouring samples have similar lengths.
 
     Args:
         batch_size: Samples that should be alike.
@@ -76,7 +76,7 @@ class LengthGroupedSampler(Sampler[int]):
 
 
 class DistributedLengthGroupedSampler(DistributedSampler[int]):
-    """The same for several processes: each takes every n-th sample of one order, which begins again to fill up.
+    """Length-grouped sampler for several processes: each takes every n-th index; the order wraps around to fill up.
 
     Args:
         batch_size: Samples that should be alike.
@@ -116,7 +116,7 @@ class DistributedLengthGroupedSampler(DistributedSampler[int]):
 
 
 class SequentialDistributedSampler(Sampler[int]):
-    """Give each process a contiguous share, all of one length: the last one begins again to fill up.
+    """Give each process a contiguous share of equal length; indices wrap around to fill the last one.
 
     Args:
         dataset: What to sample from.
@@ -151,7 +151,7 @@ class SequentialDistributedSampler(Sampler[int]):
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """Give one process its share of a stream, batch by batch; the last round begins again to fill up.
+    """Give one process its share of a stream, batch by batch; the last round wraps around to fill up.
 
     Args:
         dataset: The stream, which every process reads in the same order.
@@ -215,7 +215,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class RemoveColumnsCollator:
-    """Leave columns out of the samples, and hand them to a collator.
+    """Remove columns from the samples before they are collated.
 
     Args:
         data_collator: What makes the batch.

@@ -12,7 +12,7 @@ from hftrain.data.wrappers import StreamWrapper
 
 
 def has_length(obj: Any) -> bool:
-    """Tell whether `len(obj)` works.
+    """Return whether `len(obj)` works.
 
     Example:
         >>> has_length([1, 2]), has_length(iter([1, 2]))

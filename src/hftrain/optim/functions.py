@@ -24,7 +24,7 @@ def get_scheduler(
     num_training_steps: int | None = None,
     scheduler_specific_kwargs: dict[str, Any] | None = None,
 ) -> LRScheduler:
-    """Return the schedule of a name.
+    """Return a learning-rate schedule by name.
 
     Args:
         name: A name of `lr_scheduler_type`.
@@ -60,7 +60,7 @@ def get_scheduler(
 
 
 def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LRScheduler:
-    """Return a schedule that keeps the rate. Source: the documented function, as for the following ones."""
+    """Return a schedule with a constant learning rate. Source: the documented function, as for the following ones."""
     return _make("constant", **locals())
 
 
@@ -75,28 +75,28 @@ def get_greedy_schedule(optimizer: Optimizer, **kwargs: Any) -> LRScheduler:
 
 
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LRScheduler:
-    """Return a schedule that rises to the rate and keeps it."""
+    """Return a schedule with linear warmup, then a constant learning rate."""
     return _make("constant_with_warmup", **locals())
 
 
 def get_linear_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
 ) -> LRScheduler:
-    """Return a schedule that rises to the rate and falls to 0 in straight lines."""
+    """Return a schedule with linear warmup, then linear decay to 0."""
     return _make("linear", **locals())
 
 
 def get_cosine_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5, last_epoch: int = -1
 ) -> LRScheduler:
-    """Return a schedule that rises to the rate and falls as a cosine does, half a wave by default."""
+    """Return a schedule with linear warmup, then cosine decay, by default half a cosine wave."""
     return _make("cosine", **locals())
 
 
 def get_cosine_with_hard_restarts_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1, last_epoch: int = -1
 ) -> LRScheduler:
-    """Return a schedule that rises to the rate and falls `num_cycles` times, each time from the top."""
+    """Return a schedule with linear warmup, then `num_cycles` cosine decays with hard restarts."""
     return _make("cosine_with_restarts", **locals())
 
 
@@ -108,14 +108,14 @@ def get_polynomial_decay_schedule_with_warmup(
     power: float = 1.0,
     last_epoch: int = -1,
 ) -> LRScheduler:
-    """Return a schedule that rises to the rate and falls to `lr_end` as a power of the share that is left."""
+    """Return a schedule with linear warmup, then polynomial decay to `lr_end`."""
     return _make("polynomial", **locals())
 
 
 def get_inverse_sqrt_schedule(
     optimizer: Optimizer, num_warmup_steps: int, timescale: int | None = None, last_epoch: int = -1
 ) -> LRScheduler:
-    """Return a schedule that rises to the rate and falls as one over the square root of the updates."""
+    """Return a schedule with linear warmup, then inverse square root decay."""
     return _make("inverse_sqrt", **locals())
 
 
@@ -128,7 +128,7 @@ def get_cosine_with_min_lr_schedule_with_warmup(
     min_lr: float | None = None,
     min_lr_rate: float | None = None,
 ) -> LRScheduler:
-    """Return a cosine that ends at a rate, `min_lr`, or at a share of the first, `min_lr_rate`."""
+    """Return a cosine schedule that ends at `min_lr`, or at the share `min_lr_rate` of the initial learning rate."""
     return _make("cosine_with_min_lr", **locals())
 
 
@@ -142,7 +142,7 @@ def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
     min_lr_rate: float | None = None,
     warmup_lr_rate: float | None = None,
 ) -> LRScheduler:
-    """Return the same cosine one update ahead, so that no update has rate 0."""
+    """Return the same cosine schedule one update ahead, so that no update has a learning rate of 0."""
     return _make("cosine_warmup_with_min_lr", **locals())
 
 
@@ -158,7 +158,7 @@ def get_wsd_schedule(
     num_cycles: float = 0.5,
     last_epoch: int = -1,
 ) -> LRScheduler:
-    """Return a schedule that rises, stays and falls; the run's length or that of the stable part must be given.
+    """Return a warmup-stable-decay schedule; the length of the run or of the stable part is required.
 
     Raises:
         ConfigError: Neither is given.

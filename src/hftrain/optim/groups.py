@@ -38,7 +38,7 @@ def get_parameter_names(
     forbidden_layer_types: Iterable[type[nn.Module]],
     forbidden_layer_names: Iterable[str] | None = None,
 ) -> list[str]:
-    """List the parameters that are in no layer of some types, and whose path matches no pattern, innermost first.
+    """List parameter names except those in layers of given types and those that match a pattern.
 
     Args:
         model: The model.
@@ -67,7 +67,7 @@ def get_parameter_names(
 
 
 def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int:
-    """Count a model's parameters; with DeepSpeed's stage 3 those of all processes.
+    """Count a model's parameters; with DeepSpeed stage 3, over all processes.
 
     Args:
         model: The model.

@@ -20,7 +20,7 @@ ScalerFactory = Callable[[torch.device], GradScaler]
 
 
 class Precision:
-    """Run a model in one kind of arithmetic.
+    """Base class of precisions: chooses dtypes, autocast and loss scaling.
 
     Subclasses override `prepare`, `autocast` and, where the loss is scaled, the three calls of a step.
 

@@ -14,7 +14,7 @@ DIRECTIONS = ("minimize", "maximize")
 
 
 class BestRun(NamedTuple):
-    """The best trial of a search.
+    """The best trial of a hyperparameter search.
 
     Args:
         run_id: The backend's name of the trial: the number of an Optuna trial, as text.

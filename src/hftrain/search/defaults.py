@@ -14,7 +14,7 @@ _COUNTS = ("epoch", "num_input_tokens_seen", "total_flos")
 
 
 def default_hp_space_optuna(trial: Any) -> dict[str, Any]:
-    """Suggest learning rate, epochs, seed and batch size. Source: the documented `default_hp_space_optuna`."""
+    """Return the default Optuna space: learning rate, epochs, seed, batch size. Source: the documented function."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
         "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),

@@ -29,7 +29,7 @@ Placed = tuple[nn.Module, Optimizer | None]
 
 
 class Strategy:
-    """Know the processes of a run, place the model and let its copies agree.
+    """Base class of strategies: manages processes and devices, places and wraps the model, keeps replicas in sync.
 
     A strategy whose engine takes over part of the step says so in `owns`, and provides for
 

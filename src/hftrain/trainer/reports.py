@@ -25,7 +25,7 @@ def with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a readable copy: memory in MB, times as h:mm:ss, operations in GF, floats rounded.
+    """Format metrics for reading: memory in MB, times as h:mm:ss, operations in GF, floats rounded.
 
     Source: the documented `metrics_format`.
     """

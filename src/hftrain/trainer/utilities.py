@@ -89,7 +89,7 @@ def find_executable_batch_size(
 
 
 def neftune_post_forward_hook(module: Any, input: Any, output: torch.Tensor) -> torch.Tensor:
-    """Add NEFTune's noise to embeddings while training; for `register_forward_hook`.
+    """Forward hook that adds NEFTune's noise to embeddings in training.
 
     The module's `neftune_noise_alpha` scales the noise. `TrainingArguments(neftune_noise_alpha=...)` does it for a run.
 

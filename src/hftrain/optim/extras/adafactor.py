@@ -22,7 +22,7 @@ def adafactor(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClas
 
 
 class Adafactor(Optimizer):
-    """Adam with second moments that are kept as row and column means, and with steps that may choose their own size.
+    """Adafactor: Adam with factored second moments (row and column means) and optional relative step sizes.
 
     Args:
         params: Parameters, or groups of them.
@@ -84,7 +84,7 @@ class Adafactor(Optimizer):
 
 
 class AdafactorSchedule(LambdaLR):
-    """Report the step sizes of an `Adafactor` that chooses them itself; it changes nothing.
+    """Schedule that reports the relative step sizes of an `Adafactor`; it changes nothing.
 
     Args:
         optimizer: The optimizer.
