@@ -178,7 +178,9 @@ STEPS = [
     stepping("complex", lambda s, b: scores_of(s, b).mean() * 1j, "it is complex", "Return its abs()"),
     stepping("logs list", lambda s, b: StepOutput(loss=loss_of(s, b), logs=[1]), "Cannot log list of 1 int", "logs={"),  # type: ignore[arg-type]
     stepping("logs text", lambda s, b: StepOutput(loss=loss_of(s, b), logs={"a": "b"}), "Cannot log 'a'", "it is str"),  # type: ignore[dict-item]
-    stepping("column", lambda s, b: b["pixels"], "the column 'pixels'", "It has: x float32 (4, 4), labels int64 (4,)"),
+    stepping(
+        "column", lambda s, b: b["pixels"], "the column 'pixels'", "It contains: x float32 (4, 4), labels int64 (4,)"
+    ),
     stepping("attribute of batch", lambda s, b: b.x.sum(), "batch.x", "the batch is a dict", "Write batch['x']"),
     stepping("unpacked dict", unpack, "layers.0 = Linear", "is the text 'x'", "Unpacking a dict gives its names"),
     stepping("whole batch", lambda s, b: s.model.layers(b), "is the whole batch", "model(**batch)", "x, labels"),

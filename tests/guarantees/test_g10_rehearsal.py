@@ -280,7 +280,7 @@ def test_forked_workers_inherit_everything() -> None:
 
 def test_metric_that_compute_metrics_does_not_report_is_found_by_a_rehearsal(tmp_path: Path) -> None:
     options = {**BEST, "compute_metrics": one, "strategy": None, "metric_for_best_model": "f1"}
-    with pytest.raises(HFTrainError, match=r"reported no 'eval_f1'.*eval_one"):
+    with pytest.raises(HFTrainError, match=r"did not report 'eval_f1'.*eval_one"):
         make(tmp_path / "out", fast_dev_run=1, **options).train()
     assert not (tmp_path / "out").exists()
 

@@ -109,7 +109,7 @@ class Optionful(FitLoop):
         ("fitt", ConfigError, "Did you mean 'fit'"),
         (Optionful, ConfigError, r"Pass an instance: loop=Optionful\(...\)"),
         ([FitLoop, Counting()], ConfigError, "both run the stage 'fit'"),
-        (nn.Identity, TaskError, "Derive it from FitLoop, EvaluateLoop or PredictLoop"),
+        (nn.Identity, TaskError, "derive your own from FitLoop, EvaluateLoop or PredictLoop"),
         (type("Typo", (FitLoop,), {"unsupported": {"resumee": "x"}}), ConfigError, "Did you mean 'resume'"),
         (type("Astray", (FitLoop,), {"stage": "predict"}), TaskError, "Derive it from EvaluateLoop"),
     ],

@@ -58,9 +58,9 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         """Raise `ConfigError` unless a metric, a direction and an evaluation strategy are set."""
         if args.metric_for_best_model is None or args.greater_is_better is None or args.eval_strategy == "no":
             raise ConfigError(
-                "EarlyStoppingCallback was added.",
-                "It needs a metric to follow, its direction, and evaluations while training.",
-                "Set metric_for_best_model, greater_is_better and eval_strategy='steps' or 'epoch'.",
+                "Cannot use EarlyStoppingCallback:",
+                "it needs a metric, its direction, and evaluations during training.",
+                "Set metric_for_best_model, greater_is_better, and eval_strategy to 'epoch' or 'steps'.",
                 metric_for_best_model=args.metric_for_best_model,
                 greater_is_better=args.greater_is_better,
                 eval_strategy=args.eval_strategy,

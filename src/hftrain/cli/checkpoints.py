@@ -33,14 +33,17 @@ def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> list[st
         if isinstance(found, str):
             rows.append((path.name, "", "", "", found))
             continue
-        epoch = found.facts.get("progress", {}).get("epoch", "")
+        progress, num_batches = found.facts.get("progress", {}), found.facts.get("plan", {}).get("num_batches")
+        epochs = progress.get("epoch", 0)
+        if num_batches:
+            epochs += progress.get("micro_steps_in_epoch", 0) / num_batches
         size = readable_bytes(sum(record["size"] for record in found.files.values()))
         state = "weights only" if found.only_model else "verified" if should_verify else "complete"
         state += "" if found.is_finite else ", not finite"
         last = f"resume_from_checkpoint=True takes {path.name}" + (
             ", which cannot be resumed: save_only_model=True saved it." if found.only_model else "."
         )
-        rows.append((path.name, str(found.step), str(epoch), size, state))
+        rows.append((path.name, str(found.step), f"{epochs:.2f}", size, state))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [*lines, "", last]

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import re
 from functools import partial
 from importlib.metadata import version
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from hftrain.core.errors import HFTrainError
+from hftrain.core.errors import HFTrainError, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _SHELLS = ("bash", "zsh", "fish", "tcsh", "powershell")
 _Formatter = partial(argparse.HelpFormatter, max_help_position=20)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong option or command in one line, with the nearest name."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if wrong:
+            message = f"There is no {wrong[1]!r}. {suggest(wrong[1], re.findall(r'[a-z]+', wrong[2]))}"
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -46,9 +57,9 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
         file: How shtab completes the name of a file; it reads the attribute `complete` of arguments.
         folder: The same for a folder.
     """
-    description = "See what this machine can run, what a training needs, and what a run has saved."
+    description = "See what this machine can run, what a training run needs, and what it has saved."
     usage = "hftrain [--version] [--debug] COMMAND [OPTIONS]"
-    parser = argparse.ArgumentParser("hftrain", usage, description, formatter_class=_Formatter)
+    parser = _Parser("hftrain", usage, description, formatter_class=_Formatter)
     parser.add_argument("--version", action="version", version=f"hftrain {version('hftrain')}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     # The column of the descriptions is as wide as this metavar, not as the longest command.
@@ -97,7 +108,7 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
 
 def _add_views(add: Callable[..., argparse.ArgumentParser], folder: object) -> None:
     """Add the commands that show runs."""
-    part = add("curves", "curves:show_curves", "draw what runs have logged, in the terminal or into a picture")
+    part = add("curves", "curves:show_curves", "draw what runs have logged, in the terminal or as an image file")
     part.add_argument("runs", nargs="+", metavar="run", help="the output_dir of a run").complete = folder  # type: ignore[attr-defined]
     metric = "a logged number such as eval_loss, may be repeated; by default the losses"
     part.add_argument("--metric", dest="metrics", action="append", default=[], metavar="NAME", help=metric)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,7 +43,9 @@ def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> Memory
     Trainer.train = stand_in  # type: ignore[method-assign, assignment]
     sys.argv, sys.path[:0] = [str(script), *arguments], [str(Path(script).resolve().parent)]
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        # What the script and its rehearsal print is not part of the estimate.
+        with redirect_stdout(sys.stderr):
+            runpy.run_path(str(script), run_name="__main__")
     except _Reached:
         pass
     finally:

@@ -45,13 +45,23 @@ def _grouped(registry: Registry[Any], judged: Iterable[tuple[str, bool, str]]) -
         groups.setdefault((not can_run, verdict), []).append(name)
     width = shutil.get_terminal_size().columns
     column = max(len(name) for names in groups.values() for name in names) + 4
-    lines = []
-    for (_, verdict), names in sorted(groups.items(), key=lambda group: group[0][0]):
-        lines += ["", *textwrap.wrap(verdict, width, break_long_words=False, break_on_hyphens=False)]
+    lines: list[str] = []
+    for (is_missing, verdict), names in sorted(groups.items(), key=lambda group: group[0][0]):
+        if is_missing and "Not available here:" not in lines:
+            lines += ["", "Not available here:"]
+        listed = []
         for name in names:
-            text = f"  {name:<{column - 2}}{registry.summary(name)}"
-            lines += textwrap.wrap(text, width, subsequent_indent=" " * column, break_long_words=False)
+            listed += _wrap(f"  {name:<{column - 2}}{registry.summary(name)}", width, " " * column)
+        lines += (
+            ["", *listed, *_wrap(f"    {verdict}", width, "    ")]
+            if is_missing
+            else ["", *_wrap(verdict, width, ""), *listed]
+        )
     return lines
+
+
+def _wrap(text: str, width: int, indent: str) -> list[str]:
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _judge(name: str, use_cpu: bool) -> tuple[bool, str]:

@@ -171,7 +171,7 @@ MODULE_ATTRIBUTES = {
 
 # Keywords of its Trainer, and what to do.
 TRAINER_KEYWORDS = {
-    "accelerator": "A GPU is taken where there is one; set use_cpu=True in TrainingArguments to avoid it.",
+    "accelerator": "A GPU is used if there is one; set use_cpu=True in TrainingArguments to avoid it.",
     "accumulate_grad_batches": "Set gradient_accumulation_steps in TrainingArguments.",
     "benchmark": "Set torch.backends.cudnn.benchmark = True.",
     "check_val_every_n_epoch": "Set eval_strategy='epoch' in TrainingArguments.",
@@ -179,7 +179,7 @@ TRAINER_KEYWORDS = {
     "detect_anomaly": "Call torch.autograd.set_detect_anomaly(True).",
     "datamodule": "Pass train_dataset=..., eval_dataset=... and data_collator=....",
     "deterministic": "Set full_determinism=True in TrainingArguments.",
-    "device": "A GPU is taken where there is one; set use_cpu=True in TrainingArguments to avoid it.",
+    "device": "A GPU is used if there is one; set use_cpu=True in TrainingArguments to avoid it.",
     "devices": "Start one process per device: torchrun --nproc_per_node=N script.py, or hftrain.launch.",
     "enable_checkpointing": "Set save_strategy='no' in TrainingArguments.",
     "enable_progress_bar": "Set disable_tqdm=True in TrainingArguments.",

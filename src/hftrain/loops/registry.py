@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.errors import ConfigError, TaskError, a_kind
 from hftrain.core.registry import Registry
 from hftrain.loops.contract import Loop, check_features
 from hftrain.loops.evaluate import EvaluateLoop
@@ -60,8 +60,10 @@ def _create(chosen: Any) -> Loop[Any]:
     base = _BASES.get(getattr(loop, "stage", ""))
     if base is None or not isinstance(loop, base):
         raise TaskError(
-            f"Cannot use {type(loop).__name__} as a loop:",
+            f"Cannot use {a_kind(loop)} as a loop:",
             "it is not a loop." if base is None else f"it runs the stage {loop.stage!r} but is not a {base.__name__}.",
-            f"Derive it from {base.__name__ if base else 'FitLoop, EvaluateLoop or PredictLoop'}.",
+            f"Derive it from {base.__name__}."
+            if base
+            else "Pass a loop or a list of loops; derive your own from FitLoop, EvaluateLoop or PredictLoop.",
         )
     return loop

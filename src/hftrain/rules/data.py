@@ -39,7 +39,7 @@ def check_train_data(args: TrainingArguments, dataset: Any) -> None:
     """Raise unless there is something to train on and a way to tell how long."""
     remedy = "Pass train_dataset to the Trainer or override get_train_dataloader."
     if dataset is None:
-        raise ConfigError("train() was called.", "There is no train_dataset.", remedy)
+        raise ConfigError("Cannot train:", "there is no train_dataset.", remedy)
     if not has_length(dataset):
         require_max_steps(args)
     elif len(dataset) == 0:

@@ -37,11 +37,12 @@ def explain_layers(error: Exception, frames: list[FrameType], model: nn.Module, 
     weight = getattr(layer, "weight", None)
     asked = f"Cannot apply {_name(layer, model)}:"
     if isinstance(weight, torch.Tensor) and weight.dtype != value.dtype and any(each in text for each in _DTYPE):
-        made = " NumPy and Python make float64: convert in the dataset" if value.dtype is torch.float64 else " Convert"
+        is_double = value.dtype is torch.float64
+        made = "NumPy arrays are float64 by default: convert them in the dataset" if is_double else "Convert"
         reason = f"its input is {_dtype(value)}, and its weight {_dtype(weight)}."
         if value.dtype is torch.uint8:
             return TaskError(asked, reason, "Make images floating point: x.float() / 255.")
-        return TaskError(asked, reason, f"{made.strip()} (x.to(torch.{_dtype(weight)})).")
+        return TaskError(asked, reason, f"{made} (x.to(torch.{_dtype(weight)})).")
     if not any(each in text for each in _SHAPE):
         return None
     shape = tuple(value.shape)

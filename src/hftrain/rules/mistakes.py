@@ -209,11 +209,13 @@ def _missing_column(
     remedy = "Rename the dataset's column, or add it: text is tokenized before training (dataset.map) or by a "
     remedy += "data_collator."
     if any(name in (known_columns(dataset) or ()) for dataset in datasets):
-        remedy = "The dataset has it, but the collator left it out, as the default one does with text and None. "
-        remedy += "Pass a data_collator that keeps it."
+        remedy = (
+            "The dataset has it, but the collator left it out, as the default one does with text and None: convert "
+        )
+        remedy += "its values to numbers (labels to integers), or pass a data_collator that does."
     return TaskError(
         f"Cannot give {type(task).__name__} the column {name!r}:",
-        f"the batch has no such column. It has: {describe(batch)}.",
+        f"the batch does not contain it. It contains: {describe(batch)}.",
         remedy,
     )
 

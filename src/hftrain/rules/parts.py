@@ -82,7 +82,7 @@ def check_model(model: Any, model_init: Any) -> None:
             remedy = "Build the model, call model.load_state_dict(...), and pass the model."
         raise TaskError(
             f"Cannot use {f'the class {name}' if name else a_kind(model)} as model:",
-            "it is not an nn.Module.",
+            "an instance is needed." if name and issubclass(model, nn.Module) else "it is not an nn.Module.",
             remedy,
         )
     if model is not None and model_init is not None:

@@ -42,6 +42,10 @@ class BestMetric:
         return {"metric": value if step == self._state.global_step and math.isfinite(value) else None}
 
 
+# What an evaluation reports of itself.
+_NOT_METRICS = ("epoch", "_runtime", "_per_second", "_preparation_time")
+
+
 def follow_metric(
     schedule: Any, args: TrainingArguments, state: TrainerState, metrics: Mapping[str, Any], *, has_all_sets: bool
 ) -> None:
@@ -73,8 +77,8 @@ def read_metric(metrics: Mapping[str, Any], wanted: str) -> float:
     if key not in metrics:
         raise ConfigError(
             f"Cannot use metric_for_best_model={wanted!r}.",
-            f"An evaluation reported no {key!r}.",
-            f"Available: {', '.join(sorted(metrics))}. {suggest(key, metrics)}",
+            f"The evaluation did not report {key!r}.",
+            suggest(key, [name for name in metrics if not name.endswith(_NOT_METRICS)]),
             metric_for_best_model=wanted,
         )
     try:

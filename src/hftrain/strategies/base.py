@@ -148,7 +148,7 @@ class Strategy:
         check_whole(model, name=self.name, world_size=self.world_size)
 
     def plan(self, *, num_steps: int, num_warmup_steps: int) -> None:
-        """Hear how long a run is, in optimizer updates, before `setup`; for strategies that make the schedule."""
+        """Receive the run's length in optimizer updates, before `setup`; for strategies that create the schedule."""
 
     def plan_clipping(self, max_norm: float | None) -> None:
         """Hear the largest norm of gradients before `setup`; for strategies that clip themselves."""
@@ -164,7 +164,7 @@ class Strategy:
             self._take(self.planned_device)
 
     def close(self) -> None:
-        """Let go of what `launch` took; safe to call twice. Collective."""
+        """Release what `launch` acquired; safe to call twice. Collective."""
         self._device = None
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
@@ -255,7 +255,7 @@ class Strategy:
         return self.unwrap(model).state_dict()
 
     def own_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the model's state as this process holds it: names, and which of them are one and the same tensor."""
+        """Return the model's state in this process: tensors by name, and which names share one tensor."""
         return self.unwrap(model).state_dict(keep_vars=True)
 
     def count_trainable(self, model: nn.Module) -> int:
@@ -325,7 +325,7 @@ class Strategy:
         return flag
 
     def make_board(self) -> Board:
-        """Return a new board for notes among the processes. Collective in this: all must make theirs in the same order.
+        """Return a new board for messages between processes. Collective: all must create theirs in the same order.
 
         Raises:
             StrategyError: The processes share no store, as under MPI.

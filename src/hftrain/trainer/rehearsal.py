@@ -198,7 +198,7 @@ def _summary(args: TrainingArguments, first: _Director, second: _Director, *, si
     num_batches = first.num_steps
     later = first.step_s[1:] or first.step_s
     step_s = sum(later) / len(later) if later else 0.0
-    lines = [f"Rehearsed with fast_dev_run={num_batches} in {took_s:.1f} s; nothing of it was kept."]
+    lines = [f"Rehearsed with fast_dev_run={num_batches} in {took_s:.1f} s; all its files were removed."]
     lines.append(f"  train     {len(first.step_s)} steps of {size} samples, {step_s:.3g} s each after the first")
     for name, runtime_s in first.evaluated.items():
         lines.append(f"  evaluate  {num_batches} batches for {name}_*, {runtime_s:.3g} s")
@@ -207,8 +207,10 @@ def _summary(args: TrainingArguments, first: _Director, second: _Director, *, si
     else:
         lines.append(f"  save      {checkpoint_name(first.saved_step)}, {first.save_s:.3g} s")
         resumed = "not rehearsed: save_only_model=True" if args.save_only_model else "from it"
-        lines.append(f"  resume    {resumed}{f', and {len(second.step_s)} step more' if second.step_s else ''}")
+        lines.append(f"  resume    {resumed}{f', then {len(second.step_s)} more step' if second.step_s else ''}")
     num_steps = first.planned_steps
     if num_steps > 0:
-        lines.append(f"  A run of {num_steps:,} steps takes about {num_steps * step_s:,.0f} s, evaluations left out.")
+        lines.append(
+            f"  A run of {num_steps:,} steps takes about {num_steps * step_s:,.0f} s, not counting evaluations."
+        )
     return "\n".join(lines)

@@ -76,7 +76,7 @@ def test_count_survives_a_resume_and_is_forgotten_by_a_new_run() -> None:
     "settings", [{"metric_for_best_model": None}, {"eval_strategy": "no"}, {"greater_is_better": None}]
 )
 def test_train_begin_refuses_missing_settings(settings) -> None:
-    with pytest.raises(ConfigError, match="Set metric_for_best_model, greater_is_better and eval_strategy"):
+    with pytest.raises(ConfigError, match="Set metric_for_best_model, greater_is_better, and eval_strategy"):
         EarlyStoppingCallback().on_train_begin(make_args(**settings), TrainerState(), TrainerControl())
 
 

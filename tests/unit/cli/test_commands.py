@@ -18,8 +18,9 @@ def groups(text: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for block in text.strip().split("\n\n"):
         lines = block.splitlines()
-        heading = " ".join(line for line in lines if not line.startswith(" "))
-        found[heading] = [line.strip() for line in lines if line.startswith("  ")]
+        # What can run stands below its verdict; what cannot stands above it.
+        names = [line for line in lines if line.startswith("  ") and not line.startswith("    ")]
+        found[" ".join(line.strip() for line in lines if line not in names)] = [line.strip() for line in names]
     return found
 
 
@@ -36,6 +37,7 @@ def test_strategies_are_grouped_by_what_runs_here_and_why_the_others_do_not(
     main(["strategies", "--cpu"])
     found = groups(capsys.readouterr().out)
     first, second, *others = found
+    assert "Not available here:" in others
     assert first == 'strategy="auto", the default, is "single" here.'
     assert second == "Available on cpu with bf16, bf16_true, fp16, fp16_true, fp32, fp64:"
     assert {line.split()[0] for line in found[second]} >= {"single", "ddp", "fsdp", "fsdp1"}

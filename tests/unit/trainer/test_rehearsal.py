@@ -91,7 +91,7 @@ def test_every_stage_is_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "train     2 steps of 8 samples" in said
     assert "evaluate  2 batches for eval_two_*" in said
     assert "save      checkpoint-2" in said
-    assert "resume    from it, and 1 step more" in said
+    assert "resume    from it, then 1 more step" in said
     assert "A run of 6 steps takes about" in said
 
 
