@@ -74,7 +74,7 @@ def _cast(name: str, value: Any, kind: str) -> Any:
     except (TypeError, ValueError, KeyError):
         pass
     raise ConfigError(
-        f"The hyper-parameter {name!r} was to be set.",
+        f"Cannot set the hyperparameter {name!r}.",
         f"Its setting takes {kind}, and the value is none.",
         "Let the search space give values of that type (suggest_int for whole numbers).",
         **{name: value},

@@ -69,4 +69,4 @@ def _accumulation(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def refused_key(key: Any, value: Any, reason: str, remedy: str) -> ConfigError:
     """Word the refusal of a key of `accelerator_config`."""
-    return ConfigError(f"accelerator_config={{{key!r}: ...}} was given.", reason, remedy, **{str(key): value})
+    return ConfigError(f"Cannot use accelerator_config={{{key!r}: ...}}.", reason, remedy, **{str(key): value})

@@ -115,7 +115,7 @@ def _check_sagemaker(args: Any) -> None:
     """Refuse SageMaker's own runtimes: their processes would each train alone."""
     asked, runtime = None, "model-parallel"
     if (args.mp_parameters or "{}").strip() not in ("", "{}"):
-        asked = f"mp_parameters={args.mp_parameters!r} was given."
+        asked = f"Cannot use mp_parameters={args.mp_parameters!r}."
     elif args.parallel_mode == ParallelMode.SAGEMAKER_MODEL_PARALLEL:
         asked = "The launcher asked for SageMaker's model parallelism (SM_HP_MP_PARAMETERS)."
     elif args.parallel_mode == ParallelMode.SAGEMAKER_DATA_PARALLEL:
@@ -228,7 +228,7 @@ def _mesh_request(args: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def _refusal(sizes: dict[str, int], reason: str, remedy: str) -> ConfigError:
-    return ConfigError("parallelism_config was given.", reason, remedy, **sizes)
+    return ConfigError("Cannot use this parallelism_config.", reason, remedy, **sizes)
 
 
 def _automatic(args: Any) -> str:

@@ -105,4 +105,4 @@ def _with_dtypes(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(name: str, value: Any, reason: str, remedy: str) -> ConfigError:
-    return ConfigError(f"{name}={value!r} was given.", reason, remedy, **{name: value})
+    return ConfigError(f"Cannot use {name}={value!r}.", reason, remedy, **{name: value})

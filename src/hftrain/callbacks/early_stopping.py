@@ -35,7 +35,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_patience_counter = 0
         if early_stopping_patience < 1 or self.early_stopping_threshold < 0:
             raise ConfigError(
-                "EarlyStoppingCallback was given its limits.",
+                "Cannot use these limits of EarlyStoppingCallback.",
                 "The patience counts evaluations and the threshold measures an improvement.",
                 "Use a patience of at least 1 and a threshold of at least 0.",
                 early_stopping_patience=early_stopping_patience,

@@ -53,7 +53,7 @@ class PredictionWriter(TrainerCallback):
     def __init__(self, folder: str | Path, *, batches_per_file: int = 64, returns_predictions: bool = False) -> None:
         if batches_per_file < 1:
             raise ConfigError(
-                "A PredictionWriter was made.",
+                "Cannot make a PredictionWriter.",
                 "A file holds at least one batch.",
                 "Set batches_per_file to 1 or more.",
                 batches_per_file=batches_per_file,

@@ -353,7 +353,7 @@ def _fitting(name: str, saved: Any) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"The saved state of {name} was to be restored.",
+            f"Cannot restore the saved state of {name}.",
             f"It does not fit the class ({type(error).__name__}: {error}).",
             "Use the version that wrote the checkpoint, or restore_callback_states_from_checkpoint=False.",
             saved=saved,

@@ -10,7 +10,7 @@ from hftrain.checkpoint.consensus import Consensus, Group
 from hftrain.core.errors import CheckpointError, explain
 
 _ELSEWHERE = explain(
-    "A checkpoint should be written in the background.",
+    "Cannot write a checkpoint in the background.",
     "Another process failed after its commit; see its error.",
     "Mend the cause, then resume from the newest checkpoint.",
 )

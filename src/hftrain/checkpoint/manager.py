@@ -388,7 +388,7 @@ class CheckpointManager:
             reason = f"{shortage}{type(cause).__name__}: {str(cause).rstrip('.')}."
         remedy = "Earlier checkpoints are untouched. Mend the cause, then resume from the newest."
         kind = NoSpaceError if lacks_space else CheckpointError
-        raise kind(explain(f"{target} should be written.", reason, remedy)) from cause
+        raise kind(explain(f"Cannot write {target}.", reason, remedy)) from cause
 
 
 def _is_ours(name: str) -> bool:

@@ -76,7 +76,7 @@ def save_trainer_state(state: TrainerState, folder: Path, history: HistoryText |
     except (TypeError, ValueError) as error:
         names = [name for name, own in state.stateful_callbacks.items() if not _is_json(own)]
         raise CheckpointError(
-            f"{TRAINER_STATE} should be written.",
+            f"Cannot write {TRAINER_STATE}.",
             f"It cannot hold the state of {', '.join(names) or 'this run'}: {error}.",
             "Let a callback's state() return numbers, text, lists and dictionaries; tensors belong into the model.",
         ) from error

@@ -139,7 +139,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         unknown = [name for name in args if name not in names]
         if unknown and not allow_extra_keys:
             hints = " ".join(suggest(str(name), names) for name in unknown[:3])
-            raise ConfigError(f"Keys {unknown} were given.", "No dataclass has such fields.", hints)
+            raise ConfigError(f"Cannot use the keys {unknown}.", "No dataclass has such fields.", hints)
         return self._build(dict(args))
 
     def parse_json_file(self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
@@ -183,7 +183,9 @@ class HfArgumentParser(argparse.ArgumentParser):
             for word in words[:3]
             if word.startswith("--")
         )
-        raise ConfigError(f"{' '.join(words)!r} was given.", "The parser knows no such options.", hints or "Remove it.")
+        raise ConfigError(
+            f"Cannot parse {' '.join(words)!r}.", "The parser knows no such options.", hints or "Remove it."
+        )
 
 
 def _fields(kind: Any) -> list[dataclasses.Field[Any]]:
@@ -217,5 +219,5 @@ def _read_mapping(file: str | os.PathLike[str], load: Callable[[str], Any], kind
         content = error
     if not isinstance(content, dict):
         reason = f"It holds no {kind}: {content}."
-        raise ConfigError(f"{os.fspath(file)!r} was given.", reason, "Write one value per field's name.")
+        raise ConfigError(f"Cannot read {os.fspath(file)!r}.", reason, "Write one value per field's name.")
     return content

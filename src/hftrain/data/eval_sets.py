@@ -37,10 +37,10 @@ class EvalSet:
 
     def __post_init__(self) -> None:
         if self.dataset is None:
-            raise ConfigError("An EvalSet was made.", "It has no dataset.", "Pass the data as its first argument.")
+            raise ConfigError("Cannot make an EvalSet.", "It has no dataset.", "Pass the data as its first argument.")
         if self.every is not None and (type(self.every) is not int or self.every < 1):
             raise ConfigError(
-                "An EvalSet was made with a cadence of its own.",
+                "Cannot make an EvalSet with its own schedule.",
                 "Steps or passes are counted in positive whole numbers.",
                 "Give a multiple of eval_steps, or a number of passes.",
                 every=self.every,
@@ -55,7 +55,7 @@ def split_eval_sets(eval_dataset: Any) -> tuple[Any, dict[str, EvalSet]]:
     """
     if isinstance(eval_dataset, EvalSet):
         raise ConfigError(
-            "An EvalSet was given as eval_dataset.",
+            "Cannot use an EvalSet as eval_dataset.",
             "It has no name for its metrics.",
             "Pass a dict: eval_dataset={'name': EvalSet(...)}.",
         )

@@ -204,7 +204,7 @@ def _column_of_lengths(dataset: Any, name: str) -> Lengths:
     lengths = numpy.asarray(dataset.select_columns([name]).with_format("numpy")[:][name])
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise ConfigError(
-            f"length_column_name={name!r} was given.",
+            f"Cannot use length_column_name={name!r}.",
             "That column does not hold one whole number for each sample.",
             "Name the column that does, or leave it out to measure the inputs themselves.",
             dtype=str(lengths.dtype),
@@ -236,5 +236,5 @@ def _length_of(sample: Any, dataset: Any, config: LengthConfig) -> int:
 
 
 def _no_lengths(dataset: Any, reason: str, remedy: str) -> ConfigError:
-    asked = f"A {type(dataset).__name__} was to be ordered by length (group_by_length or sortish_sampler)."
+    asked = f"Cannot order {type(dataset).__name__} by length (group_by_length or sortish_sampler)."
     return ConfigError(asked, reason, remedy)

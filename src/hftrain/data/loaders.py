@@ -66,7 +66,7 @@ class LoaderConfig:
             )
         if self.num_workers == 0 and (self.persistent_workers or self.timeout_s or self.prefetch_factor is not None):
             raise ConfigError(
-                "Options for loader workers were given.",
+                "Cannot use options for loader workers.",
                 "There are no workers: batches are loaded in the main process.",
                 "Set dataloader_num_workers to 1 or more, or leave the options out.",
                 num_workers=self.num_workers,
@@ -136,18 +136,18 @@ def default_train_sampler(dataset: Any, config: LoaderConfig, plan: ShardPlan) -
 def _check_dataset(dataset: Any, sampler: Any) -> None:
     kind = type(dataset).__name__
     if has_length(dataset) and len(dataset) == 0:
-        raise ConfigError(f"A {kind} was to be read.", "It is empty.", "Check how it was made or filtered.")
+        raise ConfigError(f"Cannot read the {kind}.", "It is empty.", "Check how it was made or filtered.")
     if isinstance(dataset, IterableDataset):
         if sampler is not None:
             raise ConfigError(
-                f"A sampler was given for a {kind}.",
+                f"Cannot use a sampler for {kind}.",
                 "A stream is read in its own order.",
                 "Return None as its sampler.",
                 sampler=type(sampler).__name__,
             )
     elif not hasattr(dataset, "__getitem__") or (sampler is None and not has_length(dataset)):
         raise ConfigError(
-            f"A {kind} was to be read.",
+            f"Cannot read {kind}.",
             "It is neither an IterableDataset nor has it both __getitem__ and __len__.",
             "Derive it from torch.utils.data.Dataset or IterableDataset.",
         )

@@ -112,7 +112,7 @@ class ContiguousShard(Sampler[Any]):
     def __init__(self, sampler: Any, *, rank: int, world_size: int, unit: int = 1) -> None:
         if not has_length(sampler):
             raise ConfigError(
-                f"A {type(sampler).__name__} was to be split among {world_size} processes.",
+                f"Cannot split {type(sampler).__name__} among {world_size} processes.",
                 "Without a length nobody knows where one share ends and the next begins.",
                 "Give it a __len__.",
             )

@@ -161,7 +161,7 @@ class ShardPlan:
                 dataset = EvenedStream(dataset, unit=size * self.world_size)
         elif loader.num_workers > 1 and not splits_among_workers(dataset):
             raise ConfigError(
-                f"An {type(dataset).__name__} was to be evaluated by several processes with several workers each.",
+                f"Cannot evaluate {type(dataset).__name__} in several processes with several workers each.",
                 "Nothing tells whether each worker would yield the whole stream, which would count samples twice.",
                 "Use one worker or none (dataloader_num_workers=1), or a map-style dataset.",
                 num_workers=loader.num_workers,
@@ -258,7 +258,7 @@ def _unprepared(loader: Any) -> tuple[Any, Any]:
 
 def _cannot_split(loader: Any, reason: str) -> ConfigError:
     return ConfigError(
-        f"A {type(loader).__name__} was to be split among several processes.",
+        f"Cannot split {type(loader).__name__} among several processes.",
         f"It cannot be: {reason}",
         "Give it a torch.utils.data.DistributedSampler, or return a torch DataLoader with a batch size.",
     )

@@ -216,7 +216,7 @@ def epoch_stream(dataset: Any) -> EpochStream | None:
 
 def _cannot_fill() -> TaskError:
     return TaskError(
-        "A stream was to be filled up from its start, so that all processes get as many samples.",
+        "Cannot fill up a stream from its start, so that all processes get as many samples.",
         "Put back into the state in which the epoch began, it gave none.",
         "Let its load_state_dict lead back to that place, or set dataloader_drop_last=True.",
     )

@@ -101,13 +101,13 @@ def check_taken(model: Any, options: Iterable[str]) -> None:
 def _check_evaluates_plainly(args: Any, task: TaskModule) -> None:
     if not isinstance(task, ModelTask):
         raise ConfigError(
-            f"predict_with_generate=True was given together with {type(task).__name__}.",
+            f"Cannot use predict_with_generate=True with {type(task).__name__}.",
             "A task evaluates and predicts in its own way.",
             "Call self.model.generate in its evaluation_step and prediction_step, or pass a plain model.",
         )
     if args.past_index >= 0:
         raise ConfigError(
-            f"past_index={args.past_index} was given together with predict_with_generate=True.",
+            f"Cannot use past_index={args.past_index} with predict_with_generate=True.",
             "generate hands a model's memory from token to token itself.",
             "Leave one of the two out.",
         )
@@ -115,7 +115,7 @@ def _check_evaluates_plainly(args: Any, task: TaskModule) -> None:
 
 def _no_config(given: Any, reason: str, remedy: str | None = None) -> ConfigError:
     remedy = remedy or "Pass a GenerationConfig, a folder with generation_config.json, or the name of a model."
-    return ConfigError("generation_config was given.", reason, remedy, generation_config=given)
+    return ConfigError("Cannot use this generation_config.", reason, remedy, generation_config=given)
 
 
 # -- one batch -------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def run_generate(
     tokens = getattr(found, "sequences", found)
     if not isinstance(tokens, torch.Tensor):
         raise TaskError(
-            f"{type(bare).__name__}.generate was called.",
+            f"Cannot use {type(bare).__name__}.generate.",
             f"It returned a {type(found).__name__}.",
             "Return token ids, a tensor of shape [batch, length].",
         )

@@ -17,7 +17,7 @@ def with_memory(inputs: Any, past: Any) -> Any:
     """
     if not isinstance(inputs, Mapping):
         raise TaskError(
-            "past_index was given.",
+            "Cannot use past_index.",
             f"The batch is a {type(inputs).__name__}, to which no 'mems' can be added.",
             "Let the collator return a dict.",
         )
@@ -39,7 +39,7 @@ def read_memory(outputs: Any, index: int, *, has_loss: bool) -> Any:
     if not isinstance(values, (list, tuple)) or not 0 <= index < len(values):
         count = len(values) if isinstance(values, (list, tuple)) else 1
         raise TaskError(
-            "past_index was given.",
+            "Cannot use past_index.",
             f"The model returned {count} outputs, and none at place {index}.",
             "Let it be the place of the memory among the outputs, the loss counted as 0.",
         )

@@ -352,7 +352,7 @@ def _check_complete(output: StepOutput, batch: Any) -> None:
     for what, value in (("predictions", output.outputs), ("labels", output.labels)):
         if value is None:
             raise TaskError(
-                "compute_metrics was given.",
+                "Cannot use compute_metrics.",
                 f"An evaluation batch gave no {what} to call it with (the batch has {_columns(batch)}).",
                 "Name the label columns in label_names, return StepOutput(outputs=..., labels=...) from a task's "
                 "evaluation_step, or leave compute_metrics out.",

@@ -43,7 +43,7 @@ def check_train_data(args: TrainingArguments, dataset: Any) -> None:
     if not has_length(dataset):
         require_max_steps(args)
     elif len(dataset) == 0:
-        raise ConfigError("train() was called.", "train_dataset is empty.", "Pass a dataset with at least one sample.")
+        raise ConfigError("Cannot train.", "train_dataset is empty.", "Pass a dataset with at least one sample.")
 
 
 def check_eval_data(args: TrainingArguments, eval_dataset: Any, *, has_own_loader: bool) -> None:

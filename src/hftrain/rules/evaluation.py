@@ -123,7 +123,7 @@ def check_columns(
         remedy = "Set main_input_name on the model to the column that it is to get."
     if lacking:
         reason = f"The evaluation set {name!r} has no {lacking} for it, only {', '.join(sorted(columns))}."
-        raise TaskError("compute_metrics was given.", reason, remedy)
+        raise TaskError("Cannot use compute_metrics.", reason, remedy)
 
 
 def check_evaluating(args: Any, *, strategy: Strategy, task: TaskModule, spill_dir: Any) -> None:
@@ -144,7 +144,7 @@ def check_evaluating(args: Any, *, strategy: Strategy, task: TaskModule, spill_d
     if any(plain_only.values()) and not isinstance(task, ModelTask):
         name = next(name for name, is_on in plain_only.items() if is_on)
         raise ConfigError(
-            f"{name}={getattr(args, name)!r} was given together with {type(task).__name__}.",
+            f"Cannot use {name}={getattr(args, name)!r} with {type(task).__name__}.",
             "A task calls its model in its own way.",
             "Do it in the task, or pass a plain model.",
         )
@@ -158,13 +158,13 @@ def check_evaluating(args: Any, *, strategy: Strategy, task: TaskModule, spill_d
         )
     if args.past_index >= 0 and args.jit_mode_eval:
         raise ConfigError(
-            f"past_index={args.past_index} was given together with jit_mode_eval=True.",
+            f"Cannot use past_index={args.past_index} with jit_mode_eval=True.",
             "A trace has the inputs of the first batch, which has no memory yet.",
             "Leave jit_mode_eval out.",
         )
     if spill_dir is not None and not args.eval_do_concat_batches:
         raise ConfigError(
-            "spill_dir was given together with eval_do_concat_batches=False.",
+            "Cannot use spill_dir with eval_do_concat_batches=False.",
             "Only whole arrays are mapped to files, not a list of batches.",
             "Leave one of the two out.",
             spill_dir=spill_dir,

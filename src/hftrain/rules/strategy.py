@@ -52,7 +52,7 @@ def check_tensor_parallel(size: int, strategy: Strategy, *, is_handled: bool) ->
     """Refuse a model whose layers are split over processes that would each read other data."""
     if size > 1 and not is_handled:
         raise ConfigError(
-            f"A model whose layers are split over {size} processes was given.",
+            f"Cannot use a model whose layers are split over {size} processes.",
             f"With strategy={strategy.name!r} every process reads its own share of the data.",
             "Load the model without a tensor-parallel plan, or use DeepSpeed's tensor_parallel.",
             tp_size=size,
@@ -108,7 +108,7 @@ def _of_deepspeed(args: TrainingArguments, strategy: Strategy) -> Iterator[Row]:
     yield (
         read_accelerator_config(args).get("use_configured_state", False),
         f"Cannot use accelerator_config's use_configured_state=True with strategy={strategy.name!r}.",
-        "An accelerate state that was made before knows nothing of this DeepSpeed config.",
+        "Cannot use this DeepSpeed config: an accelerate state that was made before does not know it.",
         "Leave it out.",
     )
 
@@ -141,7 +141,7 @@ def _of_checkpoints(args: TrainingArguments, strategy: Strategy) -> Iterator[Row
 def _of_parts(args: TrainingArguments, strategy: Strategy, optimizers: tuple[Any, Any]) -> Iterator[Row]:
     yield (
         optimizers[0] is not None,
-        f"optimizers=({type(optimizers[0]).__name__}(...), ...) was given with strategy={strategy.name!r}.",
+        f"Cannot use optimizers=({type(optimizers[0]).__name__}(...), ...) with strategy={strategy.name!r}.",
         "The strategy splits the parameters, and the given optimizer holds the whole ones.",
         "Pass optimizer_cls_and_kwargs, or override create_optimizer.",
     )

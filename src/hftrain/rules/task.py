@@ -76,7 +76,7 @@ def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any,
     given = {name: value for name, value in given.items() if value is not None}
     if given:
         raise ConfigError(
-            f"{', '.join(given)} was given together with {type(task).__name__}.",
+            f"Cannot use {', '.join(given)} with {type(task).__name__}.",
             "A task computes its own loss and knows its own labels.",
             "Do it in the task's training_step, evaluation_step and count_items.",
             **given,

@@ -159,7 +159,7 @@ class CheckpointWrites:
             if free < num_bytes
             else "Another machine has no space for it."
         )
-        asked = f"The checkpoint of step {step} should be written to {manager.config.output_dir}."
+        asked = f"Cannot write the checkpoint of step {step} to {manager.config.output_dir}."
         error = NoSpaceError(asked, reason, "Free some space, then resume from the newest checkpoint.")
         if policy == "stop":
             raise error

@@ -95,7 +95,7 @@ def choose_backend(name: str | HPSearchBackend | None) -> HPSearchBackend:
         if found is None:
             packages = ", ".join(package for package, _ in _REQUIREMENTS.values())
             raise MissingDependencyError(
-                "hyperparameter_search() was called.",
+                "Cannot run hyperparameter_search().",
                 f"No backend is installed: {packages}.",
                 "Run: pip install 'hftrain[search]' (for optuna), or install one of the others.",
             )
@@ -122,14 +122,14 @@ def check_directions(direction: Any, backend: HPSearchBackend) -> tuple[str, ...
     directions = tuple(direction) if isinstance(direction, (list, tuple)) else (direction,)
     if not directions or any(each not in DIRECTIONS for each in directions):
         raise ConfigError(
-            "A direction was given.",
+            "Cannot use this direction.",
             "It is neither 'minimize' nor 'maximize', nor a list of these.",
             "Use 'minimize' for a loss and 'maximize' for metrics that grow when the model gets better.",
             direction=direction,
         )
     if len(directions) > 1 and backend is not HPSearchBackend.OPTUNA:
         raise ConfigError(
-            f"{len(directions)} directions were given.",
+            f"Cannot use {len(directions)} directions.",
             f"backend={backend.value!r} searches for one objective.",
             "Use backend='optuna', or let compute_objective return one number.",
             direction=direction,

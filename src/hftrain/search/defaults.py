@@ -76,7 +76,7 @@ def default_compute_objective(metrics: Mapping[str, Any]) -> float:
     chosen = {name: value for name, value in kept.items() if name not in losses} or losses
     if not chosen or not all(isinstance(value, (int, float)) for value in chosen.values()):
         raise ConfigError(
-            "An objective was to be computed from an evaluation's metrics.",
+            "Cannot compute an objective from the evaluation's metrics.",
             "A metric is not a number." if chosen else "It reported neither a loss nor a metric.",
             "Pass compute_objective, which gets the metrics and returns a number.",
             metrics=sorted(metrics),

@@ -72,13 +72,13 @@ def _check_options(options: Mapping[str, Any], known: set[str]) -> None:
     for name in options:
         if name not in known:
             raise ConfigError(
-                f"hyperparameter_search({name}=...) was called.",
+                f"Cannot use hyperparameter_search({name}=...).",
                 "Neither optuna.create_study nor Study.optimize takes it here.",
                 "Pass direction=[...]." if name == "directions" else suggest(name, known),
             )
     if options.get("n_jobs", 1) != 1:
         raise ConfigError(
-            "hyperparameter_search(n_jobs=...) was called.",
+            "Cannot use hyperparameter_search(n_jobs=...).",
             "One Trainer runs one training at a time, and the threads of n_jobs would share it.",
             "Start the script several times with one storage= and study_name=, and load_if_exists=True.",
             n_jobs=options["n_jobs"],

@@ -33,7 +33,7 @@ def search_with_ray(config: SearchConfig, attempt: Attempt, *, evaluates: bool) 
     options = dict(config.options)
     if options.get("scheduler") is not None and not evaluates:
         raise ConfigError(
-            f"scheduler={type(options['scheduler']).__name__}(...) was given.",
+            f"Cannot use scheduler={type(options['scheduler']).__name__}(...).",
             "It decides by a trial's intermediate results, and no evaluation runs while training.",
             "Set eval_strategy='steps' or 'epoch', or leave the scheduler out.",
         )

@@ -65,7 +65,7 @@ class SharedTrial:
         answer = self._group.broadcast_object(answer)
         if "error" in answer:
             raise ConfigError(
-                f"trial.{method}({', '.join(map(repr, args))}) was called.",
+                f"Cannot call trial.{method}({', '.join(map(repr, args))}).",
                 answer["error"],
                 "Mend hp_space or model_init.",
             )
@@ -109,7 +109,7 @@ def _follow(attempt: Callable[[Any], Any], group: Strategy) -> Result:
             failure = error
     if "error" in told:
         raise StrategyError(
-            "hyperparameter_search() was called.", f"The main process ended it: {told['error']}", ""
+            "Cannot run hyperparameter_search().", f"The main process ended it: {told['error']}", ""
         ) from failure
     best = [BestRun(*each) for each in told["best"]]
     return best[0] if told["is_one"] else best

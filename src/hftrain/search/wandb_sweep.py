@@ -29,7 +29,7 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None
     for option in options:
         if option not in _OPTIONS:
             raise ConfigError(
-                f"hyperparameter_search({option}=...) was called.",
+                f"Cannot use hyperparameter_search({option}=...).",
                 "A sweep takes no such option.",
                 suggest(option, _OPTIONS),
             )

@@ -138,7 +138,7 @@ def find_staging(target: Path) -> Path:
     found = [path for path, kind, name in _leftovers(target.parent) if kind == "staging" and name == target.name]
     if len(found) != 1:
         raise CheckpointError(
-            f"{target} should be written by several processes.",
+            f"Cannot write {target} from several processes.",
             f"This one sees {len(found)} staging folders that the main process made for it in {target.parent}.",
             "Put the output folder on storage that all machines share, and let one run at a time write to it.",
         )

@@ -41,7 +41,7 @@ def is_url(folder: str | Path) -> bool:
 def check_url(folder: str | Path) -> None:
     """Raise unless a folder is a path, or a URL whose store package is installed; does not use the network."""
     text = str(folder)
-    asked = f"The folder {text!r} was given."
+    asked = f"Cannot use the folder {text!r}."
     if _SPOILT.fullmatch(text):
         raise ConfigError(asked, "It is neither a path nor a plain URL.", "Give text such as 's3://bucket/run'.")
     if not is_url(text):

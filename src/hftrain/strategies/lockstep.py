@@ -126,7 +126,7 @@ def _plain(tree: Any) -> Any:
     if tree is None or isinstance(tree, (torch.Tensor, bool, int, float, str)):
         return tree
     raise StrategyError(
-        "A split model was to be evaluated on fewer batches than there are processes.",
+        "Cannot evaluate a sharded model on fewer batches than there are processes.",
         f"The others must run the model too, and its arguments hold a {type(tree).__name__}, which cannot be sent.",
         "Evaluate on more samples, or pass the model tensors, numbers and text.",
     )

@@ -85,7 +85,7 @@ def create_strategy(name: str = "auto", **options: Any) -> Strategy:
     unknown = {option: value for option, value in options.items() if accepted is not None and option not in accepted}
     if unknown:
         raise ConfigError(
-            f"strategy={name!r} was given options it does not take.",
+            f"Cannot make strategy={name!r} with these options.",
             f"It takes {sorted(accepted or ())}.",
             "Remove the others, or choose another strategy.",
             **unknown,

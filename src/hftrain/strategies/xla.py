@@ -111,7 +111,7 @@ class XLAStrategy(Strategy):
         """
         if self.recomputes and not self._units(model):
             raise ConfigError(
-                "fsdp_config={'xla_fsdp_grad_ckpt': True} was given.",
+                "Cannot use fsdp_config={'xla_fsdp_grad_ckpt': True}.",
                 f"It recomputes {type(model).__name__} layer by layer, and no layers were named.",
                 "Name the repeated layers in transformer_layer_cls_to_wrap, or set min_num_params.",
             )
@@ -170,7 +170,7 @@ class XLAStrategy(Strategy):
         """Place a model, split it on wish, and make its optimizer, whose `step` ends XLA's. Mutates the model."""
         if make_optimizer is not None and self._is_wrapped(model):
             raise StrategyError(
-                f"{type(self.unwrap(model)).__name__} was to be trained once more with torch_xla's FSDP wrapper.",
+                f"Cannot train {type(self.unwrap(model)).__name__} again with torch_xla's FSDP wrapper.",
                 "The wrapper keeps its parameters, and another optimizer could not be made for them.",
                 "Build the model and the Trainer again, or use strategy='xla_fsdp_v2'.",
             )

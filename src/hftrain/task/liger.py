@@ -42,7 +42,7 @@ def apply_liger_kernels(model: nn.Module, options: Mapping[str, bool] | None) ->
     for name in options or {}:
         if name not in known:
             raise ConfigError(
-                f"liger_kernel_config={{{name!r}: ...}} was given.",
+                f"Cannot use liger_kernel_config={{{name!r}: ...}}.",
                 f"Liger has no such kernel for model_type={kind!r}.",
                 suggest(name, known),
             )

@@ -62,7 +62,7 @@ class ModelTask(TaskModule):
         super().__init__(model)
         if isinstance(count_items, str) and count_items not in KINDS:
             raise ConfigError(
-                f"count_items={count_items!r} was given.",
+                f"Cannot use count_items={count_items!r}.",
                 f"It is none of {', '.join(KINDS)}.",
                 f"{suggest(count_items, KINDS)} A function that counts a batch's items will do as well.",
             )

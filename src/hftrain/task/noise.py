@@ -20,7 +20,7 @@ def find_embeddings(model: nn.Module) -> nn.Module:
     embeddings = getter() if callable(getter) else None
     if not isinstance(embeddings, nn.Module):
         raise ConfigError(
-            "neftune_noise_alpha was given.",
+            "Cannot use neftune_noise_alpha.",
             f"{type(base).__name__} has no get_input_embeddings() that returns its embedding layer.",
             "Define that method, or leave neftune_noise_alpha out.",
         )

@@ -68,7 +68,7 @@ def estimate_memory(
         kind == "cpu" or hasattr(_memory_of(kind), "max_memory_allocated")
     ):
         raise ConfigError(
-            f"estimate_memory() was called with strategy={strategy.name!r} on {kind!r}.",
+            f"Cannot estimate the memory with strategy={strategy.name!r} on {kind!r}.",
             "torch does not tell the peak of its memory.",
             "Use the engine's own estimate, such as DeepSpeed's estimate_zero3_model_states_mem_needs_all_live.",
         )
@@ -77,7 +77,7 @@ def estimate_memory(
     rehearse(_MOST_STEPS if precision.policy.loss_scaling else _NUM_STEPS, watch)
     if not found:
         raise ConfigError(
-            f"estimate_memory() was called with precision={precision.policy.name!r}.",
+            f"Cannot estimate the memory with precision={precision.policy.name!r}.",
             "The gradients of every step it took overflowed, so the optimizer never made its state.",
             "See that the loss is finite, or ask with precision='bf16', which takes as much.",
         )

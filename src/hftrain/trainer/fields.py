@@ -349,7 +349,9 @@ class TrainerFields:
 
     def _running_session(self, asker: str) -> Run:
         if self._session is None:
-            raise ConfigError(f"{asker}() was called.", "It acts on a running training.", "Call it while train() runs.")
+            raise ConfigError(
+                f"Cannot call {asker}() now.", "It acts on a running training.", "Call it while train() runs."
+            )
         return self._session
 
     def get_num_trainable_parameters(self) -> int:
@@ -395,7 +397,7 @@ class TrainerFields:
         propagate = getattr(self.strategy, "propagate_args", None)
         if not self.is_deepspeed_enabled or propagate is None:
             raise ConfigError(
-                "propagate_args_to_deepspeed() was called.",
+                "Cannot run propagate_args_to_deepspeed().",
                 f"strategy={self.strategy.name!r} has no DeepSpeed config.",
                 "Pass deepspeed= in the arguments, or leave the call out.",
             )

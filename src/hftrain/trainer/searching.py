@@ -79,7 +79,7 @@ class TrialRun:
         found = list(self.values) if isinstance(self.values, (list, tuple)) else [self.values]
         if len(found) != number:
             raise ConfigError(
-                "compute_objective(metrics) was called.",
+                "Cannot use what compute_objective(metrics) returned.",
                 f"It returned {len(found)} values for {number} directions.",
                 "Return as many numbers as direction= has entries.",
                 values=self.values,
@@ -119,7 +119,7 @@ def trying(
     is_dict = isinstance(trial, Mapping)
     if not is_dict and not hasattr(trial, "suggest_float"):
         raise ConfigError(
-            "train(trial=...) was called.",
+            "Cannot run train(trial=...).",
             f"A {type(trial).__name__} is not a trial.",
             "Pass an Optuna trial, or a dict of hyper-parameters.",
         )
@@ -168,14 +168,14 @@ def check_search(model_init: Callable[..., Any] | None, *, fast_dev_run: int, ha
     check_model_init(model_init, asked="hyperparameter_search()")
     if fast_dev_run:
         raise ConfigError(
-            "hyperparameter_search() was called.",
+            "Cannot run hyperparameter_search().",
             "With fast_dev_run nothing is trained that an objective could be computed of.",
             "Rehearse with train(trial={...}), and search without fast_dev_run.",
             fast_dev_run=fast_dev_run,
         )
     if not has_data:
         raise ConfigError(
-            "hyperparameter_search() was called.",
+            "Cannot run hyperparameter_search().",
             "A trial's objective comes from an evaluation, and there is no eval_dataset.",
             "Pass eval_dataset= to the Trainer.",
         )
@@ -200,7 +200,7 @@ def _values(trial: Any, space: Callable[[Any], Any] | None) -> dict[str, Any]:
     values = space(trial)
     if not isinstance(values, Mapping):
         raise ConfigError(
-            "hp_space(trial) was called.",
+            "Cannot use what hp_space(trial) returned.",
             f"It returned a {type(values).__name__}.",
             "Return a dict: the names of settings, and what trial.suggest_* gave for each.",
         )
@@ -211,7 +211,7 @@ def _name(trial: Any, run_id: str | None, hp_name: Callable[[Any], str] | None) 
     name = hp_name(trial) if hp_name is not None else f"run-{run_id}" if run_id is not None else None
     if name is not None and (Path(str(name)).name != name or name == ".."):
         raise ConfigError(
-            "hp_name(trial) was called.",
+            "Cannot use what hp_name(trial) returned.",
             f"It returned {name!r}, which cannot name the trial's folder.",
             "Return text without slashes.",
         )

@@ -155,7 +155,7 @@ def test_unknown_option_raises_with_close_matches(word: str) -> None:
 
 
 def test_stray_word_raises() -> None:
-    with pytest.raises(ConfigError, match="'stray' was given"):
+    with pytest.raises(ConfigError, match="Cannot parse 'stray'"):
         parse(["--rate", "3", "stray"])
 
 

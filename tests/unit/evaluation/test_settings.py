@@ -372,7 +372,7 @@ def test_no_memory_is_kept_where_none_is_asked_for(tmp_path: Path) -> None:
 def test_memory_that_cannot_work_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="takes no argument called mems"):
         Trainer(Net(), make_arguments(tmp_path, past_index=2))
-    with pytest.raises(ConfigError, match="past_index=2 was given together with Task"):
+    with pytest.raises(ConfigError, match="Cannot use past_index=2 with Task"):
         Trainer(Task(), make_arguments(tmp_path, past_index=2))
     with pytest.raises(ConfigError, match="jit_mode_eval=True"):
         Trainer(Recurrent(), make_arguments(tmp_path, past_index=2, jit_mode_eval=True))
@@ -559,7 +559,7 @@ def test_trace_method_follows_its_arguments(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_jit_is_refused_for_a_task(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="jit_mode_eval=True was given together with Task"):
+    with pytest.raises(ConfigError, match="Cannot use jit_mode_eval=True with Task"):
         Trainer(Task(), make_arguments(tmp_path, jit_mode_eval=True))
 
 

@@ -58,7 +58,7 @@ def test_what_a_strategy_cannot_do_is_refused(
 def test_optimizer_of_whole_parameters_is_refused_where_they_are_split(tmp_path: Path) -> None:
     optimizers = (torch.optim.SGD([torch.zeros(1)], lr=0.1), None)
     check_strategy(make_arguments(tmp_path), make_strategy(), optimizers=optimizers)
-    with pytest.raises(ConfigError, match=r"optimizers=\(SGD\(\.\.\.\), \.\.\.\) was given with strategy='stand'"):
+    with pytest.raises(ConfigError, match=r"Cannot use optimizers=\(SGD\(\.\.\.\), \.\.\.\) with strategy='stand'"):
         check_strategy(make_arguments(tmp_path), make_strategy(**PARTS), optimizers=optimizers)
 
 

@@ -284,7 +284,7 @@ def test_other_errors_of_the_disk_still_end_the_run(
     tmp_path: Path, fill: Callable[[int | None], None], on_full_disk: Any, save_async: bool
 ) -> None:
     steps = At(2, 4, do={3: once_written(lambda: fill(errno.EIO))})
-    with pytest.raises(CheckpointError, match="checkpoint-4 should be written"):
+    with pytest.raises(CheckpointError, match=r"Cannot write .*checkpoint-4\."):
         make_trainer(tmp_path, steps, policy=policy(on_full_disk, save_async)).train()
     assert names(tmp_path) == ["checkpoint-2"]
 
@@ -294,7 +294,7 @@ def test_stop_ends_the_run_when_the_disk_is_full_after_all(
     tmp_path: Path, fill: Callable[[int | None], None], save_async: bool
 ) -> None:
     steps = At(2, 4, do={3: once_written(lambda: fill(errno.ENOSPC))})
-    with pytest.raises(CheckpointError, match="checkpoint-4 should be written"):
+    with pytest.raises(CheckpointError, match=r"Cannot write .*checkpoint-4\."):
         make_trainer(tmp_path, steps, policy=policy("stop", save_async)).train()
 
 
