@@ -54,8 +54,8 @@ def seconds_text(seconds: float) -> str:
     """Return a time in readable units with about three digits.
 
     Example:
-        >>> [seconds_text(each) for each in (2e-5, 0.0341, 12.345, 754, 98765)]
-        ['20.0 us', '34.1 ms', '12.3 s', '12 min 34 s', '27 h 26 min']
+        >>> [seconds_text(each) for each in (2e-5, 0.0341, 12.345, 61, 98765)]
+        ['20.0 us', '34.1 ms', '12.3 s', '1 min 1 s', '27 h 26 min']
     """
     if seconds >= 60:
         minutes, hours = int(seconds // 60), int(seconds // 3600)

@@ -23,6 +23,8 @@ def test_checkpoints_are_listed_with_what_is_wrong_and_what_a_resume_takes(tmp_p
     assert lines[0].split() == ["checkpoint", "step", "epochs", "size", "state"]
     assert [line.split()[:2] for line in lines[1:4]] == [[f"checkpoint-{n}", str(n)] for n in (1, 2, 3)]
     assert all(line.endswith("complete") for line in lines[1:4])
+    # Batches of 4 of 8 samples.
+    assert [line.split()[2] for line in lines[1:4]] == ["0.50", "1.00", "1.50"]
     assert lines[-1] == "resume_from_checkpoint=True takes checkpoint-3."
     weights = tmp_path / "checkpoint-3" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
