@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.core.errors import ConfigError, TaskError, suggest
+from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.state import TrainerState
 from hftrain.rules.evaluation import best_metric_key
 
@@ -78,7 +78,7 @@ def read_metric(metrics: Mapping[str, Any], wanted: str) -> float:
         raise ConfigError(
             f"Cannot use metric_for_best_model={wanted!r}.",
             f"The evaluation did not report {key!r}.",
-            suggest(key, [name for name in metrics if not name.endswith(_NOT_METRICS)]),
+            f"Available: {', '.join(sorted(name for name in metrics if not name.endswith(_NOT_METRICS)))}.",
             metric_for_best_model=wanted,
         )
     try:

@@ -423,7 +423,7 @@ def test_loading_a_config_needs_transformers(tmp_path: Path, kind: Any) -> None:
 
 
 def test_task_that_evaluates_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"together with Task.*evaluation_step"):
+    with pytest.raises(ConfigError, match=r"with Task\. .*evaluation_step"):
         make(tmp_path, Task())
     assert "eval_loss" in make(tmp_path, Task(), predict_with_generate=False).evaluate(make_rows(3))
 
