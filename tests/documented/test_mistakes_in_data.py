@@ -245,6 +245,12 @@ PARTS = [
         ("a Mine as a loop", "FitLoop, EvaluateLoop or PredictLoop"),
         TaskError,
     ),
+    Mistake(
+        "run() of a loop without the arguments it is called with",
+        lambda folder: make_trainer(folder, loop=type("Mine", (FitLoop,), {"run": lambda self: None})()),
+        ("Mine.run(self)", "overrides FitLoop.run", "Define run(self, *, has_left=False, ends_epoch=False)"),
+        TaskError,
+    ),
     Mistake("dict", lambda f: make_trainer(f, loop={"fit": FitLoop()}), ("a dict as a loop", "a list"), TaskError),
     Mistake(
         "function in a loop",

@@ -6,6 +6,35 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hftrain.core.errors import TaskError
+
+
+def check_overrides(kind: type, base: type) -> None:
+    """Raise if a subclass overrides a public method of its base with one that cannot be called in its place.
+
+    Raises:
+        TaskError: It names the method and the signature to give it.
+    """
+    for name, method in inspect.getmembers(base, inspect.isfunction):
+        override = inspect.getattr_static(kind, name)
+        if name.startswith("_") or override is method or not inspect.isfunction(override):
+            continue
+        expected = inspect.signature(method)
+        fixed = [p for p in expected.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        named = {p.name: None for p in fixed if p.kind is p.KEYWORD_ONLY}
+        try:
+            inspect.signature(override).bind(*[None] * (len(fixed) - len(named)), **named)
+        except TypeError as error:
+            plain = expected.replace(
+                parameters=[p.replace(annotation=p.empty) for p in expected.parameters.values()],
+                return_annotation=expected.empty,
+            )
+            raise TaskError(
+                f"Cannot call {kind.__name__}.{name}{inspect.signature(override)}:",
+                f"it overrides {base.__name__}.{name} and is called with its arguments ({error}).",
+                f"Define {name}{plain}.",
+            ) from None
+
 
 def accepts(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function takes an argument of that name (or any keyword)."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from hftrain.core.errors import ConfigError, TaskError, a_kind
 from hftrain.core.registry import Registry
+from hftrain.core.signatures import check_overrides
 from hftrain.loops.contract import Loop, check_features
 from hftrain.loops.evaluate import EvaluateLoop
 from hftrain.loops.fit import FitLoop
@@ -66,4 +67,5 @@ def _create(chosen: Any) -> Loop[Any]:
             if base
             else "Pass a loop or a list of loops; derive your own from FitLoop, EvaluateLoop or PredictLoop.",
         )
+    check_overrides(type(loop), base)
     return loop
