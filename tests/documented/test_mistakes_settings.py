@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,11 @@ def port_in_use(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         os.environ["MASTER_PORT"] = str(server.getsockname()[1])
         train(folder, max_steps=1)
+
+
+def unknown_host(folder: Path) -> None:
+    with suppress(StrategyError):  # once the time is over
+        Trainer(Net(), make_arguments(folder, max_steps=1, ddp_timeout=1), train_dataset=make_rows(8)).train()
 
 
 def without_weights() -> Net:
@@ -300,6 +306,11 @@ LAUNCHING = [
              RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="abc"),
     launched("port in use", ("MASTER_PORT=", "another process", "torchrun --standalone"), port_in_use, StrategyError,
              RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
+    launched("a rank that never starts", ("rank 0 of 2", "did not meet at 127.0.0.1", "within 1 s", "Start all ranks"),
+             lambda folder: train(folder, max_steps=1, ddp_timeout=1), StrategyError,
+             RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29777"),
+    launched("unknown host", ("MASTER_ADDR='nowhere.invalid' cannot be resolved", "ddp_timeout"), unknown_host,
+             UserWarning, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="nowhere.invalid", MASTER_PORT="29777"),
     launched("sharding of accelerate launch", ("FSDP_SHARDING_STRATEGY='FULL'", "'full_shard'"),
              lambda folder: train(folder, max_steps=1), ACCELERATE_USE_FSDP="true", FSDP_SHARDING_STRATEGY="FULL"),
     launched("strategy against accelerate launch", ("ACCELERATE_USE_FSDP=true", "torchrun"),

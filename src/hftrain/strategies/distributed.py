@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import announce_launch, read_launch
-from hftrain.core.log import get_logger
+from hftrain.core.log import get_logger, warn_once
 from hftrain.strategies import collectives
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.board import Board
@@ -272,14 +273,27 @@ def _launchers_store(address: str, port: str, rank: int, world_size: int, timeou
     Collective.
     """
     try:
+        socket.getaddrinfo(address, None)
+    except OSError as error:  # a name may appear late: a Kubernetes pod's, for one, when the pod is ready
+        warn_once(
+            f"MASTER_ADDR={address!r} cannot be resolved yet ({error.strerror}). Rank {rank} keeps trying for "
+            f"{timeout.total_seconds():g} s (ddp_timeout). Correct MASTER_ADDR if the name is wrong."
+        )
+    try:
         store: Store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise StrategyError(
+                f"Cannot listen on MASTER_PORT={port}:",
+                "another process uses the port, perhaps an earlier run that has not ended.",
+                "Set MASTER_PORT to a free port, or let torchrun choose one: torchrun --standalone.",
+            ) from error
+        reason = str(error).rstrip(".")
         raise StrategyError(
-            f"Cannot listen on MASTER_PORT={port}:",
-            "another process uses the port, perhaps an earlier run that has not ended.",
-            "Set MASTER_PORT to a free port, or let torchrun choose one: torchrun --standalone.",
+            f"Cannot start rank {rank} of {world_size}:",
+            f"the ranks did not meet at {address}:{port} within {timeout.total_seconds():g} s ({reason}).",
+            "Start all ranks, check that MASTER_ADDR and MASTER_PORT lead to rank 0 from every machine, or raise "
+            "ddp_timeout.",
         ) from error
     return fresh_place(store, rank=rank, world_size=world_size, timeout=timeout)
 
