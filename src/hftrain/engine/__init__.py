@@ -1,1 +1,1 @@
-"""The parts of a training run for those who keep their own loop."""
+"""Setup, step, data and checkpoints for user-written training loops."""

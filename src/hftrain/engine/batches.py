@@ -1,4 +1,4 @@
-"""One rank's batches, and how far the training has read them."""
+"""One rank's batches and the read position in them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ logger = get_logger(__name__)
 
 
 class ShardedBatches:
-    """Iterate one rank's share of a loader, on its device, from where the last iteration or a checkpoint left it.
+    """Iterate one rank's share of a loader on its device, from the position of the last iteration or a checkpoint.
 
-    In training, an iteration reads the rest of the current epoch and then raises `epoch` by one. After a ``break`` the
-    next iteration goes on with the batch that follows.
+    In training, an iteration reads the rest of the current epoch and then increments `epoch`. After a ``break`` the
+    next iteration continues with the following batch.
 
     Args:
-        loader: What the user made, the same on all ranks.
-        strategy: Launched.
+        loader: The user's loader, the same on all ranks.
+        strategy: A launched strategy.
         seed: Seeds the order; epoch e is shuffled with `seed + e`.
-        is_training: Whether the position is kept and the shares are of equal length; otherwise each iteration reads
+        is_training: Whether the position is kept and all shares have equal length. Otherwise each iteration reads
             the whole share, and no sample is read twice.
 
     Raises:
@@ -56,11 +56,11 @@ class ShardedBatches:
 
     @property
     def epoch(self) -> int:
-        """How many passes are done."""
+        """The number of completed epochs."""
         return self._progress.epoch
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch on this rank; raises `TypeError` where the loader cannot tell."""
+        """Return this rank's number of batches per epoch; raises `TypeError` if the loader has no length."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -88,32 +88,32 @@ class ShardedBatches:
             draw_as_a_loader()
             return self._feed.open(progress.epoch)
         with preserved_rng():
-            # What the epoch's order was drawn from, where a sampler draws it from the global generators.
+            # A sampler may draw the epoch's order from the global generators.
             restore_rng(self._epoch_rng)
             draw_as_a_loader()
             skip, offset = progress.micro_steps_in_epoch, progress.offset_in_epoch
             return self._feed.open(progress.epoch, skip=skip, offset=offset)
 
     def close(self) -> None:
-        """End the workers, and put a dataset whose state was loaded back."""
+        """Stop the workers and restore a dataset whose state was loaded."""
         self._feed.close()
         end_workers(self._loader)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Return the position, which is the same on all ranks, and what it depends on."""
+        """Return the position, which is the same on all ranks, and the settings that it depends on."""
         return {"progress": self._progress.state_dict(), "shape": self._shape()}
 
     def own_state(self) -> dict[str, Any]:
-        """Return what differs by rank."""
+        """Return the state that differs by rank."""
         return {"epoch_rng": self._epoch_rng, "data": self._feed.state_dict()}
 
     def restore(self, facts: dict[str, Any], own: dict[str, Any], *, step: int) -> None:
-        """Go on where a checkpoint was saved, possibly by another number of ranks.
+        """Continue from a checkpoint's position; it may have been saved by a different number of ranks.
 
         Raises:
-            CheckpointError: The position means nothing here.
+            CheckpointError: The position cannot be mapped to this loader.
         """
         saved, now, progress = facts["shape"], self._shape(), Progress(**facts["progress"])
         changes = check_shape(saved, now, is_within_epoch=progress.is_within_epoch, step=step)
@@ -121,9 +121,9 @@ class ShardedBatches:
             logger.warning("The data goes on in another shape (%s); its position is kept.", ", ".join(changes))
         self._progress = move(progress, *(Grid.of(shape, shape["num_batches"]) for shape in (saved, now)))
         self._epoch_rng = own["epoch_rng"]
-        with preserved_rng():  # now, as the next iteration is no place to find out that they are none
+        with preserved_rng():  # report invalid states now instead of in the next iteration
             restore_rng(self._epoch_rng or capture_rng())
-        # Where several ranks read a stream, each may have stood elsewhere in it than all together.
+        # Each rank that reads a stream may have been at a different position in it.
         self._feed.load_state_dict(None if changes and self._feed.is_stream else own["data"])
 
     def _shape(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class _Run(NamedTuple):
 
 
 class _NoModel:
-    """Stands in until `Engine.setup`; asking costs a step nothing."""
+    """Placeholder until `Engine.setup`; avoids a check in each step."""
 
     def __getattr__(self, name: str) -> Any:
         raise _refused("step(), save() or load()", "There is no model yet.", "Call setup() first.")
@@ -78,7 +78,7 @@ class Engine:
         precision: A name, such as ``"bf16"``, or a `Precision`.
         seed: Seeds all random numbers and the order of the data.
         output_dir: Checkpoint folder; None disables checkpoints.
-        save_total_limit: How many checkpoints are kept; None keeps all.
+        save_total_limit: The number of checkpoints to keep; None keeps all.
         max_grad_norm: Default gradient norm limit of `clip`; DeepSpeed requires it here.
 
     Raises:
@@ -143,14 +143,14 @@ class Engine:
         """Place and wrap the model, then create its optimizer. Collective; mutates the model.
 
         Args:
-            model: The model, not wrapped.
+            model: The unwrapped model.
             make_optimizer: Called with the model once its parameters are final.
 
         Returns:
             The wrapped model to call in the loop, and the optimizer.
 
         Raises:
-            ConfigError: The strategy cannot train the model, or the optimizer does not belong to it.
+            ConfigError: The strategy cannot train the model, or the optimizer holds none of its parameters.
         """
         strategy, precision = self.strategy, self.precision
         if isinstance(self._run, _Run):
@@ -187,8 +187,8 @@ class Engine:
         """Add an object to checkpoints, such as a schedule or a counter. Each rank saves its own state.
 
         Args:
-            name: Its name in checkpoints.
-            stateful: Has `state_dict` and `load_state_dict`; the state holds tensors and plain containers.
+            name: The object's name in checkpoints.
+            stateful: An object with `state_dict` and `load_state_dict`; its state holds tensors and plain containers.
         """
         methods = (getattr(stateful, method, None) for method in ("state_dict", "load_state_dict"))
         if name in self._objects or not all(map(callable, methods)):
@@ -227,7 +227,7 @@ class Engine:
         """Clip the gradients by their global norm and return the norm before clipping. Collective.
 
         Args:
-            max_norm: The largest norm; None for the engine's `max_grad_norm`.
+            max_norm: The maximum norm; None for the engine's `max_grad_norm`.
 
         Returns:
             A 0-d tensor, or None without a limit. DeepSpeed clips in `step`: read the value after it.
@@ -272,7 +272,7 @@ class Engine:
         """Save a checkpoint of the model, optimizer, loaders and registered objects, and delete old ones. Collective.
 
         Args:
-            step: The optimizer updates done; it names the folder.
+            step: The number of optimizer updates so far; it names the folder.
 
         Raises:
             CheckpointError: The checkpoint could not be written; earlier ones are unchanged.
@@ -349,7 +349,7 @@ class Engine:
         return manifest.step
 
     def _find(self, path: str | Path) -> Path | None:
-        """Return the checkpoint to load, which the main process has verified. Collective."""
+        """Return the checkpoint to load; the main process verifies it. Collective."""
         manager, found, error = self._claimed("load()"), None, None
         if self.is_main:
             try:
@@ -364,7 +364,7 @@ class Engine:
         return name and Path(name)
 
     def _kind(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return what a checkpoint must have been saved with."""
+        """Return the facts that a checkpoint must match."""
         return {"optimizer": type(optimizer).__name__, "registered": [*self._objects], "shards": len(self._batches)}
 
     def _shape(self) -> dict[str, Any]:
@@ -384,7 +384,7 @@ class Engine:
 
 
 def _restore(path: Path, stateful: Any, state: dict[str, Any]) -> None:
-    """Load a registered object's state; a schedule, whose state is of a known form, is looked at first."""
+    """Load a registered object's state; a schedule's state is validated first because its form is known."""
     if isinstance(stateful, LRScheduler):
         check_state(path, state, stateful, own=stateful.state_dict())
     stateful.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Evaluation and prediction with a model's `generate`: what it is given, and what becomes of its tokens."""
+"""Evaluation and prediction with a model's `generate`: its inputs, settings and output tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LIMITS = ("max_new_tokens", "max_length")
 
 
 def generates(args: Any) -> bool:
-    """Tell whether evaluations call `generate`; plain `TrainingArguments` know nothing of it."""
+    """Return whether evaluations call `generate`; plain `TrainingArguments` do not have the setting."""
     return bool(getattr(args, "predict_with_generate", False))
 
 
@@ -32,11 +32,11 @@ def generates(args: Any) -> bool:
 
 
 def load_generation_config(given: Any) -> Any:
-    """Return the object that `generation_config` names: a Hub name, a folder, a file, or an object already.
+    """Return a generation config from a Hub name, a folder or a file; return an object unchanged.
 
     Raises:
-        ConfigError: There is nothing to load, or it is not a generation config.
-        MissingDependencyError: It must be loaded, and transformers is not installed.
+        ConfigError: It cannot be loaded, or it is not a generation config.
+        MissingDependencyError: Loading needs transformers, which is not installed.
     """
     if not isinstance(given, (str, Path)):
         if not hasattr(given, "to_dict"):
@@ -55,10 +55,10 @@ def load_generation_config(given: Any) -> Any:
 
 
 def prepare_generation(args: Any, strategy: Strategy, task: TaskModule, model: Any, *, config: Any) -> None:
-    """Give a model its generation config (None leaves its own), and refuse what cannot generate; launches nothing.
+    """Set a model's generation config (None keeps its own) and check that it can generate; launches nothing.
 
     Raises:
-        ConfigError: A setting means nothing to the model's `generate`, or something else decides what is evaluated.
+        ConfigError: The model's `generate` does not accept a setting, or a task or `past_index` conflicts with it.
         TaskError: The model has no `generate`.
     """
     if config is not None:
@@ -88,7 +88,7 @@ def prepare_generation(args: Any, strategy: Strategy, task: TaskModule, model: A
 
 
 def check_taken(model: Any, options: Iterable[str]) -> None:
-    """Raise `ConfigError` where a model's `generate` does not take one of these options."""
+    """Raise `ConfigError` if a model's `generate` does not accept one of these options."""
     unknown = [name for name in options if not accepts(model.generate, name)]
     if unknown:
         raise ConfigError(
@@ -127,11 +127,11 @@ def run_generate(
     """Generate token ids from one batch.
 
     Args:
-        model: Without the strategy's wrapper.
-        bare: The Trainer's model: generates where the other was traced.
+        model: The model without the strategy's wrapper.
+        bare: The Trainer's model; it generates if `model` has no `generate`, as after tracing.
 
     Raises:
-        TaskError: The batch has no names, or `generate` returned no tokens.
+        TaskError: The batch is not a mapping, or `generate` returned no tokens.
     """
     if not isinstance(inputs, Mapping):
         raise TaskError(
@@ -152,15 +152,15 @@ def run_generate(
 
 
 def longest_output(options: Mapping[str, Any], own: Any) -> int | None:
-    """Return how long generated sequences may get, as far as the options of `generate` and the own config say."""
+    """Return the maximum length of generated sequences, from the options of `generate` or the model's own config."""
     config = options.get("generation_config", own)
     num_new, length = (options.get(n) if n in options else getattr(config, n, None) for n in _LIMITS)
-    # The first token is there before any new one.
+    # Count the start token, which precedes the new ones.
     return length if num_new is None else num_new + 1
 
 
 def _prompts(inputs: Mapping[str, Any], generate: Callable[..., Any], *, label_names: list[str]) -> dict[str, Any]:
-    """Return what of a batch is there to generate from: no labels, and no decoder inputs that were made of them."""
+    """Return the batch entries that `generate` accepts, without labels and decoder inputs derived from them."""
     labels, decoder = inputs.get("labels"), inputs.get("decoder_input_ids")
     left_out = {"labels", *label_names}
     if labels is not None and decoder is not None and labels.shape == decoder.shape:
@@ -172,9 +172,9 @@ def _prompts(inputs: Mapping[str, Any], generate: Callable[..., Any], *, label_n
 
 
 def align_special_tokens(model: nn.Module, tool: Any) -> dict[str, int]:
-    """Give a model's configurations the tokens that end, begin and pad a text in its tokenizer; return what changed.
+    """Copy the tokenizer's end, begin and padding tokens to the model's configs; return the tokens that changed.
 
-    Tokens that the tokenizer does not define stay as they are, and so do further tokens that end a text.
+    Tokens that the tokenizer does not define and additional end tokens are kept.
     """
     tokenizer = tool if hasattr(tool, "pad_token_id") else getattr(tool, "tokenizer", None)
     config, generation = getattr(model, "config", None), getattr(model, "generation_config", None)
@@ -206,12 +206,12 @@ def _tokens_of(config: Any, name: str) -> list[Any]:
 
 
 def padding_token(tool: Any, model: Any) -> int | None:
-    """Return the token that pads sequences: that for padding, else that for the end; None if nothing names one."""
+    """Return the padding token, or the end token if there is none; None if neither is defined."""
     sources = (tool, getattr(tool, "tokenizer", None), getattr(model, "generation_config", None))
     for name in ("pad_token_id", "eos_token_id"):
         for source in (*sources, getattr(model, "config", None)):
             found = getattr(source, name, None)
-            # There may be several tokens that end a text.
+            # There may be several end tokens.
             found = found[0] if isinstance(found, (list, tuple)) else found
             if found is not None:
                 return int(found)
@@ -219,7 +219,7 @@ def padding_token(tool: Any, model: Any) -> int | None:
 
 
 def fill_with(token: int) -> Callable[[Any], Any]:
-    """Return what puts a token where joining batches of different lengths put -100 into token ids; in place."""
+    """Return a function that replaces the -100 padding of concatenated token ids by a token, in place."""
 
     def fill(tree: Any) -> Any:
         is_tensor = isinstance(tree, torch.Tensor) and not tree.is_floating_point()

@@ -1,4 +1,4 @@
-"""How a model is made ready for an evaluation."""
+"""Prepare a model for an evaluation and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hftrain.task.module import TaskModule
 
 @contextmanager
 def cast_weights(model: nn.Module, dtype: torch.dtype | None, *, keep_on: torch.device | None = None) -> Iterator[None]:
-    """Let a model run on copies of its floating-point weights in another dtype, then on the weights themselves again.
+    """Run a model on copies of its floating-point weights in another dtype, then restore the original weights.
 
-    Copies replace parameters and buffers in the modules. The original tensors are not changed: changing their dtype
-    would silently detach what depends on their gradients, such as DDP's exchange.
+    Copies replace parameters and buffers in the modules. The original tensors keep their dtype: changing it would
+    silently break hooks on their gradients, such as DDP's all-reduce.
 
     Args:
-        dtype: None changes nothing.
-        keep_on: Where the exact weights wait; None leaves them where they are.
+        dtype: The dtype of the copies; None changes nothing.
+        keep_on: The device that holds the original weights meanwhile; None does not move them.
     """
     places: list[tuple[nn.Module, str, torch.Tensor]] = []
     copies: dict[int, torch.Tensor] = {}
@@ -37,7 +37,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype | None, *, keep_on: torch.
                 places.append((module, name, tensor))
     try:
         for module, name, tensor in places:
-            # Several places may share one tensor.
+            # Several modules may share one tensor.
             if id(tensor) not in copies:
                 copy = tensor.detach().to(dtype)
                 is_parameter = isinstance(tensor, nn.Parameter)
@@ -56,7 +56,7 @@ def cast_weights(model: nn.Module, dtype: torch.dtype | None, *, keep_on: torch.
 
 
 def cast_inputs(inputs: Any, dtype: torch.dtype, *, labels: list[str]) -> Any:
-    """Return a batch with its floating-point tensors in `dtype`; labels keep theirs."""
+    """Return a batch with its floating-point tensors in `dtype`; labels keep their dtype."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -78,15 +78,15 @@ def ready(
     place: Callable[[], None] | None,
     wrap: Callable[[nn.Module], nn.Module],
 ) -> Iterator[None]:
-    """Put a task's unwrapped model into evaluation mode, and leave weights, modes and casting as they were.
+    """Put a task's unwrapped model into evaluation mode; restore weights, modes and casting afterwards.
 
     Args:
-        model: The task's, bare.
-        dtype: What weights and inputs are cast to; None evaluates as the precision says.
-        place: Places and compiles a model that is not being trained; None while it is.
+        model: The task's unwrapped model.
+        dtype: The dtype that weights and inputs are cast to; None keeps the precision's behaviour.
+        place: Places and compiles the model; None if it is being trained.
         wrap: The documented `_wrap_model`, for evaluation.
     """
-    # Cast before it is placed: the exact weights wait in host memory, and the device holds half of them.
+    # Cast before placing: the original weights stay in host memory, and the device holds only the smaller copies.
     with cast_weights(model, dtype, keep_on=None if place is None else torch.device("cpu")):
         if place is not None:
             place()

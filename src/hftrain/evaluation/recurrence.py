@@ -1,4 +1,4 @@
-"""What a recurrent model hands from one evaluation step to the next (`past_index`)."""
+"""Recurrent state passed from one evaluation step to the next (`past_index`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hftrain.core.tree import detach
 
 
 def with_memory(inputs: Any, past: Any) -> Any:
-    """Return a batch with the last step's memory under ``"mems"``.
+    """Return a batch with the previous step's recurrent state under ``"mems"``.
 
     Raises:
-        TaskError: The batch has no names.
+        TaskError: The batch is not a mapping.
     """
     if not isinstance(inputs, Mapping):
         raise TaskError(
@@ -25,13 +25,13 @@ def with_memory(inputs: Any, past: Any) -> Any:
 
 
 def read_memory(outputs: Any, index: int, *, has_loss: bool) -> Any:
-    """Return output number `index`, counted as if the loss came first; cut from its graph.
+    """Return output number `index`, detached from its graph; indices count the loss as output 0.
 
     Args:
-        has_loss: Whether a tuple begins with the loss; a mapping tells itself.
+        has_loss: Whether a tuple begins with the loss; ignored for a mapping, whose keys show it.
 
     Raises:
-        TaskError: There is no such output.
+        TaskError: The index is out of range.
     """
     values = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
     if not ("loss" in outputs if isinstance(outputs, Mapping) else has_loss):

@@ -1,4 +1,4 @@
-"""One pass of a model over a loader."""
+"""One evaluation or prediction pass over a loader."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def run_evaluation(
     spill_dir: Path | None,
     is_prediction: bool,
 ) -> EvalLoopOutput:
-    """Run a model that is ready over a loader; collective.
+    """Run a prepared model over a loader. Collective.
 
     Args:
-        model: Bare.
-        loops: The Trainer's own, by stage.
+        model: The unwrapped model.
+        loops: The Trainer's custom loops, by stage.
         loss_only: Keep no predictions.
         spill_dir: See `EvaluateConfig`.
 
     Returns:
-        Predictions, labels and metrics, whose names have no prefix yet.
+        Predictions, labels and metrics; metric names have no prefix yet.
     """
     kind = PredictLoop if is_prediction else EvaluateLoop
     loop = cast(EvaluateLoop, loops.get(kind.stage) or kind())
-    # A callback that writes predictions somewhere may ask that they are not returned as well.
+    # A callback that writes the predictions may request that they are not returned.
     is_replaced = is_prediction and any(getattr(each, "replaces_predictions", False) for each in events.callbacks)
     config = evaluate_config(
         args,
@@ -92,13 +92,13 @@ def evaluation_hooks(
     is_prediction: bool,
     **others: Callable[..., Any] | None,
 ) -> EvaluateHooks:
-    """Return what the loop calls, made of the Trainer's methods.
+    """Build the loop's hooks from the Trainer's methods.
 
     Args:
-        step: (model, batch) -> what the documented `prediction_step` returned, with the numbers that the task logs.
+        step: (model, batch) -> the result of the documented `prediction_step`, with the values that the task logs.
         steps_talk: See `may_talk`.
-        look_at: Shown each batch, by which `choose_kind` finds out what a plain model's loss is a mean over.
-        others: Handed on.
+        look_at: Called with each batch, so that `choose_kind` can determine what a plain model's loss is a mean over.
+        others: Passed on to `EvaluateHooks`.
     """
     plain = task if isinstance(task, ModelTask) else None
 
@@ -130,13 +130,13 @@ def may_talk(
     is_per_batch: bool,
     is_overridden: Callable[[str], bool],
 ) -> bool:
-    """Tell whether evaluation steps may talk to other processes, each of which must then take as many."""
+    """Return whether evaluation steps may communicate; every rank must then run the same number of steps."""
     if strategy.world_size == 1:
         return False
-    # A split model generates in step (`synced_gpus`).
+    # All ranks of a sharded model generate in lockstep (`synced_gpus`).
     if strategy.shards_model and generates:
         return True
-    # With metrics per batch, only those talk if the step is hftrain's own.
+    # With metrics per batch, hftrain's own step leaves communication to the metrics.
     is_own = is_per_batch and not any(map(is_overridden, ("prediction_step", "compute_loss")))
     return has_accelerator and isinstance(task, ModelTask) and not is_own
 
@@ -144,10 +144,10 @@ def may_talk(
 def used_in_evaluation(
     args: Any, strategy: Strategy, *, dataset: Any, takes_turns: bool, is_per_batch: bool
 ) -> dict[str, str]:
-    """Return the features that an evaluation uses, of those that a loop may not support, with what was asked for.
+    """Return the optional loop features that an evaluation uses, each with the setting that requests it.
 
     Args:
-        takes_turns: Whether steps may talk to other processes.
+        takes_turns: Whether steps may communicate with other processes.
         is_per_batch: Whether metrics are computed batch by batch.
     """
     asked = {

@@ -1,4 +1,4 @@
-"""A model that is traced before it is evaluated (`jit_mode_eval`)."""
+"""Trace a model before evaluation (`jit_mode_eval`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hftrain.core.log import get_logger
 
 logger = get_logger(__name__)
 
-# What tracing raises where a model cannot be traced.
+# The errors that torch.jit.trace raises for models that cannot be traced.
 _TRACE_ERRORS = (RuntimeError, TypeError, ValueError, NameError, IndexError, AttributeError)
 
 
@@ -26,12 +26,12 @@ def trace_model(
     prepare: Callable[[Any], Any],
     context: Callable[[], AbstractContextManager[Any]],
 ) -> nn.Module:
-    """Return the model traced with a loader's first batch, or as it is, with a warning, where that fails."""
+    """Return the model traced with a loader's first batch; if tracing fails, warn and return it unchanged."""
     try:
         batch = prepare(next(iter(dataloader)))
         with warnings.catch_warnings(), torch.no_grad(), context():
-            # torch advises against torch.jit as a whole, which was asked for by name; and says that Python values
-            # are recorded as constants, which is what tracing is.
+            # torch deprecates torch.jit, which the user requested by name, and warns that Python values become
+            # constants, which tracing implies.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
             if isinstance(batch, Mapping):
@@ -47,7 +47,7 @@ def trace_model(
 
 
 class JitModel:
-    """Trace a model with the first batch that comes, and note how many seconds that took."""
+    """Trace a model with its first batch and record how many seconds that took."""
 
     def __init__(self, trace: Callable[[nn.Module, Any], nn.Module], model: nn.Module) -> None:
         self.compilation_s: float | None = None
@@ -55,7 +55,7 @@ class JitModel:
         self._model = model
 
     def for_batch(self, batch: Any) -> nn.Module:
-        """Return the model to call on a batch."""
+        """Return the traced model; trace it first if this is the first batch."""
         if self.compilation_s is None:
             start_s = time.perf_counter()
             self._model = self._trace(self._model, [batch])

@@ -1,7 +1,7 @@
-"""Experiment trackers: one per file, each told of a run and then of its metrics.
+"""Experiment trackers, one per file: each records a run's settings and then its metrics.
 
-The package is the public name `hftrain.loggers`: it has the functions of the registry of trackers, such as `register`,
-and their classes.
+`hftrain.loggers` is public: it exports the functions of the tracker registry, such as `register`, and the tracker
+classes.
 """
 
 from hftrain.core.lazy import lazy_names

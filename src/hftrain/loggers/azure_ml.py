@@ -12,7 +12,7 @@ class AzureMLLogger(Logger):
     """Report to the Azure ML run that the script was submitted in.
 
     Args:
-        azureml_run: A run of your own.
+        azureml_run: An existing run to use; None finds the current one.
 
     Source: the documented `AzureMLCallback`.
     """
@@ -24,7 +24,7 @@ class AzureMLLogger(Logger):
         self._run = azureml_run
 
     def start(self, run: RunFacts) -> None:
-        """Find the run, and tag it with the settings."""
+        """Find the run and tag it with the settings."""
         from azureml.core.run import Run
 
         if self._run is None:

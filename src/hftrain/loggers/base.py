@@ -1,4 +1,4 @@
-"""What a tracker does, and what it is told of a run."""
+"""The tracker interface and the facts it receives about a run."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _FALSE = frozenset({"", "0", "false", "no", "off", "n", "f", "none"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """What a tracker is told when a run starts.
+    """The facts that a tracker receives when a run starts.
 
     Attributes:
         name: The run's label (`run_name`).
-        output_dir: The run's folder; of a remote one its local mirror.
-        logging_dir: Where event files go, if the user says so.
+        output_dir: The run's folder; for a remote folder, its local mirror.
+        logging_dir: The folder of event files, if the user sets one.
         project: Trackio's project.
         space_id: The Space that Trackio synchronises with.
-        bucket_id: The bucket that Trackio's Space keeps its data in.
+        bucket_id: The bucket that stores the data of Trackio's Space.
         static_space_id: The static Space that shows the run once it has ended.
-        is_private: Whether what is created there is private.
+        is_private: Whether Spaces and buckets are created as private.
         hparams: The arguments, as `to_sanitized_dict` returns them.
-        model_config: What the model's `config` says.
+        model_config: The settings in the model's `config`.
         model: The unwrapped model.
         log_every: Optimizer updates between two logs.
         run_id: The run to continue; None starts a new one.
@@ -54,23 +54,23 @@ class RunFacts:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The model's settings and the arguments in one dict; the arguments win."""
+        """The model's settings and the arguments in one dict; the arguments take precedence."""
         return {**self.model_config, **self.hparams}
 
 
 class Logger:
-    """Report one run to a tracker. Derive from it and override `start` and `log`; the rest is optional.
+    """Report one run to a tracker. Subclasses override `start` and `log`; the rest is optional.
 
     A logger is built on every process and must import its package in `start` only, which runs on the main process
-    alone. What its methods raise is warned of, and never ends a training.
+    alone. An exception in one of its methods becomes a warning and never ends training.
 
     Attributes:
         name: The name in `report_to`.
         packages: The importable packages it needs.
-        replaces: Trackers that ``report_to="all"`` leaves out where it includes this one, which does their work.
-        off_switch: The environment variable that switches it off when true, or ``"VARIABLE=value"``.
+        replaces: Trackers that ``report_to="all"`` omits if it includes this one, because this one covers them.
+        off_switch: The environment variable that disables it if true, or ``"VARIABLE=value"``.
         artifacts: Which checkpoints to upload: ``"no"``, ``"end"`` (the best or last one) or ``"checkpoint"`` (each).
-        run_id: Set by `start`: by which name the run can be continued later; None if it cannot.
+        run_id: Set by `start`: the identifier for continuing the run later; None if it cannot be continued.
 
     Example:
         >>> class Printer(Logger):
@@ -91,51 +91,51 @@ class Logger:
 
     @classmethod
     def missing_packages(cls) -> list[str]:
-        """List the needed packages that are not installed; imports none of them."""
+        """List the required packages that are not installed; imports none of them."""
         return [package for package in cls.packages if not _is_installed(package)]
 
     @classmethod
     def why_off(cls) -> str | None:
-        """Tell why this tracker is switched off on this machine; None if it is not."""
+        """Return why this tracker is disabled on this machine; None if it is enabled."""
         variable, _, value = cls.off_switch.partition("=")
         is_off = os.environ.get(variable, "").lower() == value.lower() if value else variable and is_set(variable)
         return f"{cls.off_switch} is set" if is_off else None
 
     @classmethod
     def joins_all(cls) -> bool:
-        """Tell whether ``report_to="all"`` includes it once it is installed."""
+        """Return whether ``report_to="all"`` includes it if it is installed."""
         return True
 
     def start(self, run: RunFacts) -> None:
         """Open the run (or continue `run.run_id`) and record its settings; called before the first `log`."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record numbers, named like ``train/loss`` or ``eval/loss``, at a number of optimizer updates."""
+        """Record metrics, named like ``train/loss`` or ``eval/loss``; `step` counts optimizer updates."""
 
     def log_artifact(self, folder: Path, step: int) -> None:
         """Upload a checkpoint's folder before returning: it may be deleted afterwards."""
 
     def finish_training(self) -> None:
-        """Write out what is buffered; the run stays open for a later evaluation."""
+        """Flush buffered data; the run stays open for a later evaluation."""
 
     def close(self) -> None:
-        """End the run, unless it was the user's before; safe to call again."""
+        """End the run, unless the user opened it; safe to call again."""
 
 
 class RunLogger(Logger):
-    """Report through one object, the tracker's run, which `start` opens or joins.
+    """Report through the tracker's run object, which `start` opens or joins.
 
     Attributes:
-        end: The method of a run that ends it.
+        end: The name of the run's method that ends it.
     """
 
     end: ClassVar[str] = "finish"
     _run: Any = None
-    # Not the user's: `close` ends it.
+    # Whether this logger opened the run, so that `close` ends it.
     _is_own = False
 
     def close(self) -> None:
-        """End the run, unless it was the user's before; safe to call again."""
+        """End the run, unless the user opened it; safe to call again."""
         if self._run is not None and self._is_own:
             getattr(self._run, self.end)()
             self._run = None
@@ -158,7 +158,7 @@ def regroup(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among metrics, as plain ones; what is left out is warned of once."""
+    """Return the numeric metrics as plain numbers; warn once about the others."""
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         if getattr(value, "size", None) == 1 or (callable(getattr(value, "numel", None)) and value.numel() == 1):
@@ -171,7 +171,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def is_set(variable: str, default: str = "") -> bool:
-    """Tell whether an environment variable says yes."""
+    """Return whether an environment variable is true."""
     value = os.environ.get(variable, default).strip().lower()
     if value not in _TRUE | _FALSE:
         raise ConfigError(f"{variable}={value!r} is set.", "It is neither true nor false.", "Set it to true or false.")
@@ -179,11 +179,11 @@ def is_set(variable: str, default: str = "") -> bool:
 
 
 def artifacts_asked(variable: str, names: Mapping[str, str]) -> str:
-    """Return which checkpoints an environment variable asks to upload.
+    """Return which checkpoints an environment variable requests to upload.
 
     Args:
-        variable: The environment variable; not set means none.
-        names: What else than true (the end) and false it may say, and which `Logger.artifacts` that means.
+        variable: The environment variable; unset means none.
+        names: Accepted values other than true (the end) and false, with the `Logger.artifacts` of each.
     """
     value = os.environ.get(variable, "").strip().lower()
     known = {**dict.fromkeys(_FALSE, "no"), **dict.fromkeys(_TRUE, "end"), **names}
@@ -195,7 +195,7 @@ def artifacts_asked(variable: str, names: Mapping[str, str]) -> str:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings on one level, their names joined by dots."""
+    """Return nested settings as a flat dict with dot-joined names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:

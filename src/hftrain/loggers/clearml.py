@@ -11,10 +11,10 @@ from hftrain.loggers.base import RunFacts, RunLogger, is_set
 
 
 class ClearMLLogger(RunLogger):
-    """Report to ClearML, in the current task if there is one.
+    """Report to ClearML, in the current task if one exists.
 
     Environment variables: CLEARML_PROJECT (``"HuggingFace Transformers"``), CLEARML_TASK (``"Trainer"``),
-    CLEARML_LOG_MODEL (upload each checkpoint); ClearML itself reads CLEARML_OFFLINE_MODE and its other ones.
+    CLEARML_LOG_MODEL (upload each checkpoint); ClearML itself reads CLEARML_OFFLINE_MODE and its other variables.
 
     Source: the documented `ClearMLCallback`.
     """
@@ -36,7 +36,7 @@ class ClearMLLogger(RunLogger):
             task = Task.init(
                 project_name=os.environ.get("CLEARML_PROJECT", "HuggingFace Transformers"),
                 task_name=os.environ.get("CLEARML_TASK", "Trainer"),
-                # Both would send everything twice, or upload what nobody asked for.
+                # These would send everything twice or upload files that the user did not request.
                 auto_connect_frameworks={"tensorboard": False, "pytorch": False},
                 reuse_last_task_id=False,
                 continue_last_task=run.run_id or False,
@@ -48,7 +48,7 @@ class ClearMLLogger(RunLogger):
             task.connect(dict(run.model_config), name="Model Configuration")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add to a plot for each metric, a line for each stage."""
+        """Add to one plot per metric, with one line per stage."""
         reporter = self._run.get_logger()
         for name, value in metrics.items():
             stage, _, metric = name.partition("/")
@@ -58,5 +58,5 @@ class ClearMLLogger(RunLogger):
         self._run.upload_artifact(folder.name, artifact_object=str(folder), wait_on_upload=True)
 
     def finish_training(self) -> None:
-        """Wait for what is on its way."""
+        """Wait until pending data is sent."""
         self._run.flush()

@@ -10,7 +10,7 @@ from hftrain.loggers.base import RunFacts, RunLogger
 
 
 class CodeCarbonLogger(RunLogger):
-    """Measure what training uses and emits, and write ``emissions.csv`` to the output folder.
+    """Measure the energy use and emissions of training and write ``emissions.csv`` to the output folder.
 
     CodeCarbon itself reads CODECARBON_* and ``.codecarbon.config``. It measures from the start to the end of training.
 
@@ -23,11 +23,11 @@ class CodeCarbonLogger(RunLogger):
 
     @classmethod
     def why_off(cls) -> str | None:
-        """Name ROCm, whose GPUs CodeCarbon cannot measure."""
+        """Return the reason on ROCm, whose GPUs CodeCarbon cannot measure."""
         return "it cannot measure AMD GPUs (ROCm)" if torch.version.hip else None
 
     def start(self, run: RunFacts) -> None:
-        """Start to measure."""
+        """Start measuring."""
         from codecarbon import EmissionsTracker
 
         Path(run.output_dir).mkdir(parents=True, exist_ok=True)

@@ -13,11 +13,11 @@ _ONLINE = {"ONLINE": True, "OFFLINE": False}
 
 
 class CometLogger(RunLogger):
-    """Report to Comet, in the experiment that is running if there is one.
+    """Report to Comet, in the running experiment if there is one.
 
     Environment variables: COMET_PROJECT_NAME (``"huggingface"``), COMET_MODE (``"ONLINE"``, ``"OFFLINE"``,
     ``"DISABLED"``), COMET_LOG_ASSETS (upload the last checkpoint); Comet itself reads COMET_START_MODE,
-    COMET_START_ONLINE, COMET_EXPERIMENT_KEY, COMET_API_KEY, COMET_OFFLINE_DIRECTORY and its other ones.
+    COMET_START_ONLINE, COMET_EXPERIMENT_KEY, COMET_API_KEY, COMET_OFFLINE_DIRECTORY and its other variables.
 
     Source: the documented `CometCallback`.
     """
@@ -56,5 +56,5 @@ class CometLogger(RunLogger):
         self._run.flush()
 
     def finish_training(self) -> None:
-        """Wait for what is on its way."""
+        """Wait until pending data is sent."""
         self._run.flush()

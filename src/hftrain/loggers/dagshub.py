@@ -1,4 +1,4 @@
-"""MLflow on DagsHub, with checkpoints in the repository there."""
+"""MLflow on DagsHub, with checkpoints in the DagsHub repository."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DagsHubLogger(MLflowLogger):
 
     Environment variables: those of MLflow; MLFLOW_TRACKING_URI must name the repository
     (``https://dagshub.com/owner/name.mlflow``). HF_DAGSHUB_LOG_ARTIFACTS uploads the last checkpoint to the repository,
-    HF_DAGSHUB_MODEL_NAME names its folder there (``"main"``), BRANCH the branch (``"main"``).
+    HF_DAGSHUB_MODEL_NAME sets its folder there (``"main"``), BRANCH the branch (``"main"``).
 
     Source: the documented `DagsHubCallback`.
     """
@@ -32,7 +32,7 @@ class DagsHubLogger(MLflowLogger):
 
     @classmethod
     def joins_all(cls) -> bool:
-        """Say yes where MLflow is set up to report to DagsHub."""
+        """Return whether MLflow is set up to report to DagsHub."""
         return "dagshub" in os.environ.get("MLFLOW_TRACKING_URI", "")
 
     def start(self, run: RunFacts) -> None:

@@ -10,14 +10,14 @@ from hftrain.loggers.base import RunFacts, RunLogger, artifacts_asked
 
 
 class DVCLiveLogger(RunLogger):
-    """Write metrics, parameters and plots as the files of DVCLive.
+    """Write metrics, parameters and plots as DVCLive files.
 
     Environment variables: HF_DVCLIVE_LOG_MODEL: true records the last checkpoint in DVC, ``"all"`` each one.
 
     Args:
-        live: A `Live` of your own; it is not ended.
-        log_model: As the variable, which it wins over: True or ``"all"``.
-        **kwargs: For `Live`.
+        live: An existing `Live` to use; it is not ended.
+        log_model: True or ``"all"``, as the variable; takes precedence over it.
+        **kwargs: Passed to `Live`.
 
     Source: the documented `DVCLiveCallback`.
     """
@@ -36,7 +36,7 @@ class DVCLiveLogger(RunLogger):
         self._options = kwargs
 
     def start(self, run: RunFacts) -> None:
-        """Open the folder, going on in it after a resume; record the settings as parameters."""
+        """Open the folder, or continue in it after a resume; record the settings as parameters."""
         from dvclive import Live
 
         if self._is_own:

@@ -1,4 +1,4 @@
-"""Flyte, inside one of its tasks."""
+"""Flyte, inside a Flyte task."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hftrain.loggers.base import Logger, RunFacts
 
 
 class FlyteLogger(Logger):
-    """Synchronise checkpoints with Flyte, and show the log in a Deck, from inside a Flyte task.
+    """Save checkpoints with Flyte and show the log in a Deck, from inside a Flyte task.
 
     Args:
-        save_log_history: Add a Deck with a table of what was logged.
+        save_log_history: Add a Deck with a table of the logged metrics.
         sync_checkpoints: Save each checkpoint with the task's intra-task checkpointing.
 
     Source: the documented `FlyteCallback`.
@@ -31,11 +31,11 @@ class FlyteLogger(Logger):
 
     @classmethod
     def joins_all(cls) -> bool:
-        """Say yes inside a Flyte execution."""
+        """Return whether this is a Flyte execution."""
         return "FLYTE_INTERNAL_EXECUTION_ID" in os.environ
 
     def start(self, run: RunFacts) -> None:
-        """Begin a new table."""
+        """Start a new table."""
         self._rows = []
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -43,7 +43,7 @@ class FlyteLogger(Logger):
         self._rows.append({"step": step, **metrics})
 
     def log_artifact(self, folder: Path, step: int) -> None:
-        """Save a checkpoint with Flyte, which gives it back to a retried task."""
+        """Save a checkpoint with Flyte, which restores it for a retried task."""
         from flytekit import current_context
 
         checkpoint: Any = current_context().checkpoint

@@ -1,4 +1,4 @@
-"""The server of a Kubeflow TrainJob, which shows how far a run is."""
+"""Progress reports to the server of a Kubeflow TrainJob."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from hftrain.loggers.base import Logger, RunFacts
 _URL = "KUBEFLOW_TRAINER_SERVER_URL"
 _TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"
 _CERTIFICATE = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
-# Seconds between two reports, and until one is given up.
+# The interval between two reports and the timeout of one, in seconds.
 _INTERVAL = 5.0
 _TIMEOUT = 5.0
 
 
 class KubeflowLogger(Logger):
-    """Report progress, remaining time and metrics to the TrainJob that a run is part of.
+    """Report progress, remaining time and metrics to the run's TrainJob.
 
-    Kubeflow names its server, a token's file and a certificate's file in KUBEFLOW_TRAINER_SERVER_URL, _TOKEN and
-    _CA_CERT. Reports are sent from a thread, at most one in five seconds. DISABLE_KUBEFLOW_INTEGRATION=TRUE sends none.
+    Kubeflow sets KUBEFLOW_TRAINER_SERVER_URL, _TOKEN and _CA_CERT to its server, token file and certificate file. A
+    thread sends at most one report every five seconds. DISABLE_KUBEFLOW_INTEGRATION=TRUE disables reports.
 
     Source: the documented `KubeflowCallback`.
     """
@@ -45,24 +45,24 @@ class KubeflowLogger(Logger):
 
     @classmethod
     def why_off(cls) -> str | None:
-        """Tell that the run is not part of a TrainJob, or that it was switched off."""
+        """Return the reason if the logger is disabled or the run is not part of a TrainJob."""
         is_absent = None if os.environ.get(_URL) else f"{_URL} is not set, as it is in a Kubeflow TrainJob"
         return super().why_off() or is_absent
 
     def start(self, run: RunFacts) -> None:
-        """Forget the metrics of an earlier run."""
+        """Discard the metrics of an earlier run."""
         self._metrics, self._sending = {}, None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kubeflow")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Keep numbers for the next report."""
+        """Store metrics for the next report."""
         self._metrics.update(metrics)
 
     def log_progress(self, step: int, max_steps: int, epoch: float | None, is_first: bool = False) -> None:
-        """Report how far training is, unless the last report was just now.
+        """Report progress, unless the last report was sent less than five seconds ago.
 
         Args:
-            is_first: Training begins here: the time is counted from now on, and the report is sent in any case.
+            is_first: Whether training starts here: start the clock and always send the report.
         """
         now = time.monotonic()
         if is_first:
@@ -72,11 +72,11 @@ class KubeflowLogger(Logger):
         began, first = self._begun
         remaining = (now - began) / (step - first) * (max_steps - step) if step > first else None
         steps = {"current_step": step, "total_steps": max_steps, "current_epoch": round(epoch or 0, 2)}
-        # The end of training alone is reported as 100.
+        # Only the end of training is reported as 100.
         self._send(min(99, 100 * step // max(1, max_steps)), remaining, {**self._metrics, **steps})
 
     def finish_training(self) -> None:
-        """Report the end, and wait until the report has arrived."""
+        """Report the end of training and wait until the report has arrived."""
         self._send(100, 0, self._metrics)
         if self._sending is not None:
             sending, self._sending = self._sending, None
@@ -89,7 +89,7 @@ class KubeflowLogger(Logger):
             self._executor = None
 
     def _send(self, percent: int, remaining: float | None, metrics: Mapping[str, Any]) -> None:
-        """Send a report in the background; raise what the one before it ended in."""
+        """Send a report in the background; raise the error of the previous report, if any."""
         assert self._executor is not None
         status: dict[str, Any] = {
             "lastUpdatedTime": datetime.now(timezone.utc).isoformat(),
@@ -105,7 +105,7 @@ class KubeflowLogger(Logger):
 
 
 def _post(report: dict[str, Any]) -> None:
-    # Kubernetes renews the token's file.
+    # Read the token each time: Kubernetes renews the file.
     token = Path(os.environ[_TOKEN]).read_text(encoding="utf-8").strip()
     request = urllib.request.Request(
         os.environ[_URL],

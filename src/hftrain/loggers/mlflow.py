@@ -16,9 +16,9 @@ logger = get_logger(__name__)
 
 
 class MLflowLogger(Logger):
-    """Report to MLflow, in the run that is active if there is one.
+    """Report to MLflow, in the active run if there is one.
 
-    Environment variables: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID (the run to go on with),
+    Environment variables: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID (the run to continue),
     MLFLOW_NESTED_RUN (a child of the active run), MLFLOW_TAGS (JSON), MLFLOW_FLATTEN_PARAMS (nested settings one by
     one), MLFLOW_MAX_LOG_PARAMS, HF_MLFLOW_LOG_ARTIFACTS (upload each checkpoint), DISABLE_MLFLOW_INTEGRATION.
 
@@ -35,7 +35,7 @@ class MLflowLogger(Logger):
         self._is_own = False
 
     def start(self, run: RunFacts) -> None:
-        """Start or join a run; record the settings as parameters, cut into what MLflow takes."""
+        """Start or join a run; record the settings as parameters, in batches that MLflow accepts."""
         import mlflow
 
         is_nested = is_set("MLFLOW_NESTED_RUN")
@@ -62,7 +62,7 @@ class MLflowLogger(Logger):
         mlflow.log_artifacts(str(folder), artifact_path=folder.name, run_id=self.run_id)
 
     def close(self) -> None:
-        """End the run if it is the active one still."""
+        """End the run if this logger started it and it is still active."""
         import mlflow
 
         active: Any = mlflow.active_run()
@@ -71,7 +71,7 @@ class MLflowLogger(Logger):
         self._is_own = False
 
     def _log_params(self, run: RunFacts, *, known: Mapping[str, Any]) -> None:
-        """Record new parameters; MLflow refuses to change one, so a resumed run keeps what it had."""
+        """Record new parameters; MLflow does not allow changes, so a resumed run keeps its recorded values."""
         import mlflow
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 

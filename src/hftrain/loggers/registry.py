@@ -40,9 +40,9 @@ for _row in _TABLE.strip().splitlines():
 
 
 def available_loggers() -> list[str]:
-    """List the trackers that ``report_to="all"`` means here: installed, switched on, and of use; imports no tracker.
+    """List the trackers of ``report_to="all"``: installed, enabled and applicable here; imports no tracker.
 
-    Those that other packages add report only where they are named.
+    Trackers added by other packages are used only if named.
     """
     kinds: dict[str, Any] = {name: loggers.resolve(name)[0] for name in loggers.names(with_entry_points=False)}
     found = {
@@ -55,7 +55,7 @@ def available_loggers() -> list[str]:
 
 
 def create_logger(name: str, /, *args: Any, **kwargs: Any) -> Logger:
-    """Build a tracker's logger; nothing is started, and its package is not imported."""
+    """Create a tracker's logger; starts nothing and does not import its package."""
     kind: Any = loggers.resolve(name)[0]
     missing = kind.missing_packages()
     if missing:

@@ -10,11 +10,11 @@ from hftrain.loggers.base import RunFacts, RunLogger
 
 
 class SwanLabLogger(RunLogger):
-    """Report to SwanLab, in the run that is open if there is one.
+    """Report to SwanLab, in the open run if there is one.
 
-    Environment variables: SWANLAB_PROJECT, SWANLAB_RUN_ID and SWANLAB_RESUME (the run to go on with), SWANLAB_LOG_DIR;
-    SwanLab itself reads SWANLAB_MODE, SWANLAB_API_KEY, SWANLAB_API_HOST and SWANLAB_WEB_HOST. SWANLAB_LOG_MODEL is
-    warned of: there are no model artifacts.
+    Environment variables: SWANLAB_PROJECT, SWANLAB_RUN_ID and SWANLAB_RESUME (the run to continue), SWANLAB_LOG_DIR;
+    SwanLab itself reads SWANLAB_MODE, SWANLAB_API_KEY, SWANLAB_API_HOST and SWANLAB_WEB_HOST. SWANLAB_LOG_MODEL only
+    causes a warning, because SwanLab has no model artifacts.
 
     Source: the documented `SwanLabCallback`.
     """
@@ -29,7 +29,7 @@ class SwanLabLogger(RunLogger):
 
     def start(self, run: RunFacts) -> None:
         """Start, continue or join a run; record the settings."""
-        # SwanLab 0.10 stumbles over the documented variable: it reads it as settings in JSON.
+        # SwanLab 0.10 fails on the documented variable because it parses it as JSON settings.
         project = os.environ.pop("SWANLAB_PROJECT", None)
         try:
             self._start(run, project)
@@ -53,7 +53,7 @@ class SwanLabLogger(RunLogger):
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Finish the run, unless somebody else has."""
+        """Finish the run, unless it is already finished."""
         import swanlab
 
         self._is_own = self._is_own and swanlab.has_run()

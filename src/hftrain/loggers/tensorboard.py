@@ -15,10 +15,10 @@ from hftrain.loggers.base import RunFacts, RunLogger
 class TensorBoardLogger(RunLogger):
     """Write event files to `logging_dir`, by default ``output_dir/runs/DATETIME_HOSTNAME``.
 
-    A resumed run goes on in its folder; what the interrupted one wrote after the checkpoint is hidden.
+    A resumed run continues in its folder; events that the interrupted run wrote after the checkpoint are hidden.
 
     Args:
-        tb_writer: A `SummaryWriter` of your own; it is not closed.
+        tb_writer: An existing `SummaryWriter` to use; it is not closed.
 
     Source: the documented `TensorBoardCallback`.
     """
@@ -61,6 +61,6 @@ def _new_folder(output_dir: str) -> str:
 
 
 def _as_code(values: Mapping[str, Any]) -> str:
-    """Return settings as a block of code, which is how TensorBoard keeps line ends."""
+    """Return settings as a code block, so that TensorBoard keeps line breaks."""
     text = json.dumps(dict(values), indent=2, default=str)
     return "\n".join(f"    {line}" for line in text.splitlines())

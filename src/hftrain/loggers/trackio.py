@@ -9,9 +9,9 @@ from hftrain.loggers.base import RunFacts, RunLogger
 
 
 class TrackioLogger(RunLogger):
-    """Report to Trackio: to the local database, and to the Space `trackio_space_id` unless that is None.
+    """Report to Trackio's local database, and to the Space `trackio_space_id` unless that is None.
 
-    The project is `project`. With `trackio_static_space_id` the ended run is put into a Space that only shows it.
+    The project is `project`. With `trackio_static_space_id`, the finished run is published to a static Space.
     Trackio itself reads TRACKIO_DIR.
 
     Source: the documented `TrackioCallback`.
@@ -41,7 +41,7 @@ class TrackioLogger(RunLogger):
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Finish the run, and put it into its static Space."""
+        """Finish the run and publish it to its static Space."""
         was_open, run = self._run is not None, self._facts
         super().close()
         if not was_open or run.static_space_id is None:
@@ -56,6 +56,6 @@ class TrackioLogger(RunLogger):
 
 
 def _project(run: RunFacts) -> dict[str, Any]:
-    # Older versions do not take a bucket.
+    # Older versions do not accept a bucket.
     bucket = {} if run.bucket_id is None else {"bucket_id": run.bucket_id}
     return {"project": run.project, "private": run.is_private, **bucket}

@@ -14,11 +14,11 @@ _WATCHED = ("false", "gradients", "parameters", "all")
 
 
 class WandbLogger(RunLogger):
-    """Report to Weights & Biases, in the run that is open if there is one.
+    """Report to Weights & Biases, in the open run if there is one.
 
     Environment variables: WANDB_PROJECT (``"huggingface"``), WANDB_LOG_MODEL (``"false"``, ``"end"``,
     ``"checkpoint"``), WANDB_WATCH (``"false"``, ``"gradients"``, ``"parameters"``, ``"all"``), WANDB_DISABLED; wandb
-    itself reads WANDB_MODE, WANDB_DIR, WANDB_API_KEY and its other ones.
+    itself reads WANDB_MODE, WANDB_DIR, WANDB_API_KEY and its other variables.
 
     Source: the documented `WandbCallback`.
     """
@@ -35,7 +35,7 @@ class WandbLogger(RunLogger):
             raise ConfigError(f"WANDB_WATCH={self._watched!r} is set.", "", suggest(self._watched, _WATCHED))
 
     def start(self, run: RunFacts) -> None:
-        """Open or join a run, record the settings, and watch the model if asked to."""
+        """Open or join a run, record the settings, and watch the model if requested."""
         import wandb
 
         self._is_own = wandb.run is None
@@ -52,7 +52,7 @@ class WandbLogger(RunLogger):
             self._run.watch(run.model, log=self._watched, log_freq=max(100, run.log_every))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add a row to the history."""
+        """Add a row to the run's history."""
         self._run.log({**metrics, "train/global_step": step})
 
     def log_artifact(self, folder: Path, step: int) -> None:

@@ -1,1 +1,1 @@
-"""Numerics: what operations run in, how a loss is scaled, which global flags that needs. Knows no strategy."""
+"""Numerics: dtypes of operations, loss scaling and the global flags they need. Independent of strategies."""

@@ -21,7 +21,7 @@ class AutocastPrecision(Precision):
     """Cast operations one by one to bfloat16 with `torch.autocast`.
 
     Args:
-        matmul: What the remaining float32 matrix products run in, see `FullPrecision`.
+        matmul: The arithmetic of the remaining float32 matrix products; see `FullPrecision`.
 
     Source: the documented `bf16`.
     """
@@ -49,7 +49,7 @@ class AutocastPrecision(Precision):
         self._context = self._new_context()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        # A context remembers one state to go back to, so it can be entered again but not inside itself.
+        # An autocast context stores a single previous state: it can be reused but not nested inside itself.
         return self._new_context() if torch.is_autocast_enabled(self._device_type) else self._context
 
     def _new_context(self) -> torch.autocast:
@@ -57,13 +57,13 @@ class AutocastPrecision(Precision):
 
 
 class ScaledPrecision(AutocastPrecision):
-    """Cast to float16 and scale the loss, so that small gradients do not vanish.
+    """Cast operations to float16 and scale the loss, so that small gradients do not underflow.
 
     A step whose gradients overflow is skipped and the scale is lowered. Reading whether that happened synchronises
     with the device once per step.
 
     Args:
-        matmul: What the remaining float32 matrix products run in, see `FullPrecision`.
+        matmul: The arithmetic of the remaining float32 matrix products; see `FullPrecision`.
 
     Source: the documented `fp16`; Micikevicius et al., Mixed Precision Training, 2018.
     """
@@ -85,10 +85,10 @@ class ScaledPrecision(AutocastPrecision):
         self._unscaled = set()
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return the model as it is.
+        """Return the model unchanged.
 
         Raises:
-            ConfigError: It has trainable float16 parameters, whose gradients cannot be scaled back.
+            ConfigError: The model has trainable float16 parameters, whose gradients cannot be unscaled.
         """
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.dtype == torch.float16:
@@ -108,13 +108,13 @@ class ScaledPrecision(AutocastPrecision):
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> bool:
-        # A skipped step shows only in the scale, which nothing but an overflow lowers.
+        # GradScaler does not report skipped steps; only an overflow lowers the scale.
         before = self._scale
         self._scaler.step(optimizer)
         self._scaler.update()
         self._unscaled.clear()
         self._scale = self._scaler.get_scale()
-        # A scale of 0 cannot get lower, and nothing is finite once it is divided by it.
+        # A scale of 0 cannot get lower, and gradients divided by it are not finite.
         is_skipped = self._scale < before or not self._scale
         self._num_skipped += is_skipped
         if is_skipped and self._scale < 1:
@@ -126,17 +126,17 @@ class ScaledPrecision(AutocastPrecision):
         return not is_skipped
 
     def logs(self) -> dict[str, float]:
-        """Return the loss scale, and how many steps have been skipped so far."""
+        """Return the loss scale and the number of skipped steps so far."""
         return {"loss_scale": self._scale, "skipped_steps": self._num_skipped}
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._scaler.state_dict(), "num_skipped": self._num_skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the scale; an empty state, left by a run without a scaler, keeps the fresh one.
+        """Restore the scaler; an empty state, saved by a run without a scaler, changes nothing.
 
         Raises:
-            ValueError: A number is none that a scaler could have reached.
+            ValueError: A value is outside the range that a scaler can reach.
         """
         if state:
             counts = {name: state.get(name, 0) for name in ("growth_interval", "_growth_tracker", "num_skipped")}

@@ -1,4 +1,4 @@
-"""What every precision can do; on its own it leaves torch's arithmetic as it is."""
+"""The base class of precisions, which does not change torch's arithmetic."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ScalerFactory = Callable[[torch.device], GradScaler]
 class Precision:
     """Base class of precisions: chooses dtypes, autocast and loss scaling.
 
-    Subclasses override `prepare`, `autocast` and, where the loss is scaled, the three calls of a step.
+    Subclasses override `prepare` and `autocast`, and for loss scaling also `backward`, `unscale` and `step`.
 
     Args:
-        policy: What a strategy may know about this precision.
+        policy: The settings of this precision that strategies may read.
 
     Raises:
         ConfigError: `policy.matmul` is not a value of `PrecisionPolicy`.
@@ -45,19 +45,19 @@ class Precision:
         self._restore_matmul: Callable[[], None] | None = None
 
     def check_available(self) -> None:
-        """Raise `MissingDependencyError` unless the packages it needs are installed; touches no device."""
+        """Raise `MissingDependencyError` if a required package is not installed; touches no device."""
 
     def open(self, device: torch.device, scaler_factory: ScalerFactory) -> None:
         """Prepare for a device and set the global flags; opening again on the same device changes nothing.
 
-        Mutates torch's TF32 flags when the policy names a `matmul`; `close` puts them back.
+        Mutates torch's TF32 flags if the policy sets `matmul`; `close` restores them.
 
         Args:
-            device: Where the model runs.
-            scaler_factory: Makes the gradient scaler that suits the strategy; called only where a loss is scaled.
+            device: The device that the model runs on.
+            scaler_factory: Makes the strategy's gradient scaler; called only if the loss is scaled.
 
         Raises:
-            ConfigError: Open on another device already, or the TF32 flags cannot be read.
+            ConfigError: It is already open on another device, or the TF32 flags cannot be read.
         """
         if self._device == device:
             return
@@ -76,17 +76,17 @@ class Precision:
         """Build what a run on `device` needs; called once by `open`."""
 
     def close(self) -> None:
-        """Put the global flags back; safe to call twice."""
+        """Restore the global flags; safe to call twice."""
         if self._restore_matmul is not None:
             self._restore_matmul()
         self._restore_matmul = self._device = None
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return the model with the parameters' dtypes this precision wants; may mutate it."""
+        """Return the model with its parameters in this precision's dtype; may mutate it."""
         return model
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer to step, once it is made for the converted model; may mutate both."""
+        """Return the optimizer to step, given one made for the converted model; may mutate both."""
         return optimizer
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -98,7 +98,7 @@ class Precision:
         loss.backward(**options)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Bring the optimizer's gradients back to the loss's own scale; again in the same step, it changes nothing."""
+        """Unscale the optimizer's gradients; a second call in the same step changes nothing."""
 
     def step(self, optimizer: Optimizer) -> bool:
         """Update the parameters; return False if the step was skipped because gradients overflowed."""
@@ -106,14 +106,14 @@ class Precision:
         return True
 
     def logs(self) -> dict[str, float]:
-        """Return what to report with the training loss; does not synchronise."""
+        """Return the values to report with the training loss; does not synchronise."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resume needs: the scaler's state, empty without one."""
+        """Return the scaler's state for resuming; empty without a scaler."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; a scaler's state that has no use here is reported once."""
+        """Restore the result of `state_dict`; without a scaler, warn once that a saved scaler's state is ignored."""
         if state:
             warn_once(f"The saved gradient scaler has no use with precision={self.policy.name!r} and was left out.")

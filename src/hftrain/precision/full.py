@@ -9,10 +9,10 @@ from hftrain.precision.base import Precision
 
 
 class FullPrecision(Precision):
-    """Keep every operation in the parameters' own dtype.
+    """Run every operation in the parameters' own dtype.
 
     Args:
-        matmul: ``"highest"`` or ``"high"`` (TF32), None to leave torch's setting.
+        matmul: ``"highest"`` or ``"high"`` (TF32); None keeps torch's setting.
 
     Source: the documented `tf32` (True is ``"high"``, False is ``"highest"``).
 

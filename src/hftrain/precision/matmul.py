@@ -1,4 +1,4 @@
-"""TF32: torch's process-wide switches, set together and put back."""
+"""Set and restore torch's process-wide TF32 flags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hftrain.core.errors import ConfigError
 
 
 def set_matmul(matmul: str) -> Callable[[], None]:
-    """Set the arithmetic of float32 matrix products and cuDNN convolutions, and return a function that puts it back.
+    """Set the arithmetic of float32 matrix products and cuDNN convolutions; return a function that restores it.
 
     Args:
         matmul: ``"high"`` for TF32, ``"highest"`` for float32.
@@ -19,11 +19,11 @@ def set_matmul(matmul: str) -> Callable[[], None]:
     Raises:
         ConfigError: The flags were set through torch's newer `fp32_precision` interface, which hides them here.
     """
-    # torch.compile still reads these flags and fails when only the newer `fp32_precision` was written
-    # (pytorch issue 166387), while writing these keeps both interfaces readable. Switch once that is closed.
+    # torch.compile still reads these flags and fails if only the newer `fp32_precision` was set
+    # (pytorch issue 166387). Setting these keeps both interfaces readable. Switch once that issue is closed.
     try:
         with warnings.catch_warnings():
-            # torch 2.9 says, once in a process, that there are newer flags; 2.13 no longer does.
+            # torch 2.9 recommends the newer flags once per process; 2.13 no longer does.
             warnings.filterwarnings("ignore", "Please use the new API settings", UserWarning)
             before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     except RuntimeError as error:

@@ -19,14 +19,14 @@ _REMEDY = "Use precision='fp16' or 'bf16', which keep the weights in float32."
 
 
 class WholePrecision(Precision):
-    """Convert the model to one dtype and hand it its floating-point inputs in that dtype.
+    """Convert the model and its floating-point inputs to one dtype.
 
-    In half precision this takes half the memory of float32. Small updates are rounded away: prefer mixed precision
-    where there is room for it, and `bf16_true` to `fp16_true`, whose gradients vanish or overflow unscaled.
+    Half precision needs half the memory of float32 but rounds small updates away. Prefer mixed precision if memory
+    allows, and `bf16_true` to `fp16_true`, whose unscaled gradients underflow or overflow.
 
     Args:
         name: The registry name.
-        dtype: What everything is in.
+        dtype: The dtype of parameters, operations and optimizer state.
 
     Example:
         >>> WholePrecision(name="bf16_true", dtype=torch.bfloat16).convert(nn.Linear(2, 1)).weight.dtype
@@ -38,16 +38,16 @@ class WholePrecision(Precision):
         self._hooks: dict[nn.Module, RemovableHandle] = {}
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Convert the floating-point parameters and buffers; inputs are converted until `close`. Mutates the model."""
+        """Convert floating-point parameters and buffers, and inputs until `close`. Mutates the model."""
         if self._device is not None and model not in self._hooks:
             self._hooks[model] = model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
         return model.to(self.policy.param_dtype)
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer as it is; warn if its state cannot hold what it needs in float16.
+        """Return the optimizer unchanged; warn if float16 cannot represent its state accurately.
 
         Raises:
-            ConfigError: Its epsilon is 0 in this dtype, so that the first gradient that vanishes would give NaN.
+            ConfigError: Its epsilon rounds to 0 in this dtype, so a zero gradient would give NaN.
         """
         groups = optimizer.param_groups
         for group in groups:

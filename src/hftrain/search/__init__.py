@@ -1,1 +1,1 @@
-"""Search for hyper-parameters: what a backend asks for, and the best run it found."""
+"""Hyper-parameter search and its backends."""

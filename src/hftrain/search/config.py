@@ -1,4 +1,4 @@
-"""What a search is told, what it returns, and which backend does it."""
+"""A search's settings, result and choice of backend."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class BestRun(NamedTuple):
     """The best trial of a hyperparameter search.
 
     Args:
-        run_id: The backend's name of the trial: the number of an Optuna trial, as text.
-        objective: What the trial reached; a list where several objectives were searched.
-        hyperparameters: What the backend chose for it, by name.
+        run_id: The backend's identifier of the trial; for Optuna the trial's number as a string.
+        objective: The trial's objective; a list for several objectives.
+        hyperparameters: The trial's hyper-parameters, by name.
         run_summary: Ray Tune's `ExperimentAnalysis`; None with the other backends.
 
     Source: the documented `BestRun`.
@@ -42,11 +42,11 @@ class HPSearchBackend(str, Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchConfig:
-    """What to search for.
+    """The settings of a search.
 
     Args:
-        space: Gets the trial (None where the backend wants the whole space at once), returns values or the space.
-        num_trials: How many trials to run; None where something else ends the search.
+        space: Takes the trial and returns values; takes None and returns the space for backends that need it whole.
+        num_trials: The number of trials; None if something else ends the search.
         directions: "minimize" or "maximize", for each objective.
         scope: Which of a trial's results Ray Tune compares.
     """
@@ -59,10 +59,10 @@ class SearchConfig:
 
 
 class Report(Protocol):
-    """Tell a backend an intermediate value; raises to end the trial."""
+    """Report an intermediate value to a backend; raises to end the trial."""
 
     def __call__(self, values: Any, *, step: int, folder: str) -> None:
-        """Report the objective after a step; `folder` is where the run's checkpoints are."""
+        """Report the objective after a step; `folder` holds the run's checkpoints."""
 
 
 class Attempt(Protocol):
@@ -77,7 +77,7 @@ class Attempt(Protocol):
         report: Report | None = None,
         resume: str | None = None,
     ) -> Any:
-        """Train with what `space` says of the trial; without one, the trial is a dict of values itself."""
+        """Train with `space(trial)`, or with the trial itself, a dict of values, if `space` is None."""
 
 
 # In the order of preference.
@@ -89,7 +89,7 @@ _REQUIREMENTS = {
 
 
 def choose_backend(name: str | HPSearchBackend | None) -> HPSearchBackend:
-    """Return the backend asked for, or the first that is installed: optuna, ray, wandb."""
+    """Return the requested backend, or the first installed one of optuna, ray and wandb."""
     if name is None:
         found = next((each for each, (package, _) in _REQUIREMENTS.items() if is_available(package)), None)
         if found is None:

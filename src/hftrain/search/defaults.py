@@ -8,7 +8,7 @@ from typing import Any
 from hftrain.core.errors import ConfigError
 
 _BATCH_SIZES = [4, 8, 16, 32, 64]
-# What an evaluation reports besides losses and metrics.
+# Endings and names of reported values that are neither losses nor metrics.
 _NOT_METRICS = ("_runtime", "_per_second", "_time")
 _COUNTS = ("epoch", "num_input_tokens_seen", "total_flos")
 
@@ -49,12 +49,12 @@ def default_hp_space_wandb(trial: Any) -> dict[str, Any]:
 
 
 def default_compute_objective(metrics: Mapping[str, Any]) -> float:
-    """Return the evaluation's loss if it reports no other metric, else the sum of its metrics.
+    """Return the sum of the evaluation's metrics, or its loss if it reports no metric.
 
-    Losses, speeds, memory and the epoch are not metrics. Several evaluation sets without metrics: the sum of losses.
+    Losses, speeds, memory and the epoch are not metrics. The losses of several evaluation sets are summed.
 
     Args:
-        metrics: What `evaluate` returned.
+        metrics: The result of `evaluate`.
 
     Raises:
         ConfigError: There is neither a loss nor a metric, or a metric is not a number.

@@ -12,18 +12,18 @@ from hftrain.search.config import Attempt, BestRun, SearchConfig
 from hftrain.search.shared import Result, search_together
 from hftrain.strategies.base import Strategy
 
-# What this package decides itself.
+# The arguments that hftrain sets itself.
 _OURS = {"direction", "directions", "func", "self", "n_trials"}
 
 
 def search_with_optuna(config: SearchConfig, attempt: Attempt, *, group: Strategy) -> Result:
-    """Run a study; on several processes the main one asks Optuna. Collective.
+    """Run a study; with several processes, only the main one calls Optuna. Collective.
 
     Args:
-        config: Its options go to `optuna.create_study` and `Study.optimize`.
+        config: Its options are passed to `optuna.create_study` and `Study.optimize`.
 
     Returns:
-        The best trial; the Pareto front where there are several directions.
+        The best trial, or the Pareto front for several directions.
     """
     import optuna
 
@@ -56,7 +56,7 @@ def search_with_optuna(config: SearchConfig, attempt: Attempt, *, group: Strateg
 
 
 def report_to_optuna(trial: Any, values: Any, *, step: int, folder: str = "") -> None:
-    """Tell Optuna what a trial has reached, and end the trial if the pruner says so."""
+    """Report an intermediate value to Optuna; raise `TrialPruned` if the pruner ends the trial."""
     import optuna
 
     trial.report(values, step)

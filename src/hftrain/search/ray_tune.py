@@ -1,4 +1,4 @@
-"""Search with Ray Tune: each trial runs in a process of Ray's, with a copy of what trains."""
+"""Search with Ray Tune: each trial runs in a Ray process, with a copy of the Trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def search_with_ray(config: SearchConfig, attempt: Attempt, *, evaluates: bool) 
     """Run `ray.tune.run`.
 
     Args:
-        config: Its options go to `ray.tune.run`; `scope` says which of a trial's results are compared.
+        config: Its options are passed to `ray.tune.run`; `scope` selects which of a trial's results are compared.
         attempt: Trains with a dict of values; pickled for each trial.
 
     Returns:
@@ -53,9 +53,9 @@ def search_with_ray(config: SearchConfig, attempt: Attempt, *, evaluates: bool) 
 
 
 def run_trial(config: dict[str, Any], *, attempt: Attempt) -> None:
-    """Run one trial, within a process of Ray's.
+    """Run one trial in a Ray process.
 
-    A trial that Ray starts again goes on from the checkpoint it reported.
+    A trial that Ray restarts resumes from the last checkpoint it reported.
     """
     from ray import tune
 
@@ -80,7 +80,7 @@ def run_trial(config: dict[str, Any], *, attempt: Attempt) -> None:
 
 @contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Put back the signal handlers that Ray replaces: with its own, later trainings would hear no signal."""
+    """Restore the signal handlers that Ray replaces; with Ray's, later training runs would receive no signal."""
     is_main = threading.current_thread() is threading.main_thread()
     kept = {each: signal.getsignal(each) for each in signal.valid_signals()} if is_main else {}
     try:

@@ -1,4 +1,4 @@
-"""One search over several processes: the main one asks the backend, the others do what it was told."""
+"""One search over several processes: the main one calls the backend and broadcasts its answers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Result = BestRun | list[BestRun]
 
 
 class SharedTrial:
-    """An Optuna trial that gives every process the same answers.
+    """An Optuna trial that returns the same values on every process.
 
-    `suggest_*` and `should_prune` are collective: each process calls them, in the same order. Values travel as JSON.
+    `suggest_*` and `should_prune` are collective: all processes call them in the same order. Values are sent as JSON.
 
     Args:
-        trial: The real one, on the main process; None on the others.
+        trial: The Optuna trial on the main process; None on the others.
     """
 
     def __init__(self, trial: Any, *, number: int, group: Strategy) -> None:
@@ -41,16 +41,16 @@ class SharedTrial:
         return self.params[name]
 
     def should_prune(self) -> bool:
-        """Tell whether the trial should end now; collective."""
+        """Return whether the trial should end now. Collective."""
         return bool(self._ask("should_prune"))
 
     def report(self, value: float, step: int) -> None:
-        """Report an intermediate value; the main process does."""
+        """Report an intermediate value from the main process."""
         if self._trial is not None:
             self._trial.report(value, step)
 
     def set_user_attr(self, key: str, value: Any) -> None:
-        """Attach something to the trial; the main process does."""
+        """Attach an attribute to the trial from the main process."""
         if self._trial is not None:
             self._trial.set_user_attr(key, value)
 
@@ -60,7 +60,7 @@ class SharedTrial:
             try:
                 answer = {"value": getattr(self._trial, method)(*args, **kwargs)}
             except Exception as error:
-                # The others wait for an answer.
+                # The other processes are waiting for the broadcast.
                 answer = {"error": f"{type(error).__name__}: {error}"}
         answer = self._group.broadcast_object(answer)
         if "error" in answer:
@@ -75,11 +75,11 @@ class SharedTrial:
 def search_together(
     run: Callable[[Callable[[Any], Any]], Result], attempt: Callable[[Any], Any], *, group: Strategy
 ) -> Result:
-    """Run a search on the main process, and each of its trials on all; collective.
+    """Run a search on the main process and each of its trials on all. Collective.
 
     Args:
-        run: Searches, with the function of a trial that it is given.
-        attempt: Trains with a trial; collective.
+        run: Runs the search with the given trial function.
+        attempt: Trains with a trial. Collective.
     """
     if not group.is_main:
         return _follow(attempt, group)
@@ -105,7 +105,7 @@ def _follow(attempt: Callable[[Any], Any], group: Strategy) -> Result:
         try:
             attempt(SharedTrial(None, number=told["number"], group=group))
         except Exception as error:
-            # The main process met it too, and says whether the search goes on: a pruned trial, say.
+            # The main process raised it too (for a pruned trial, say) and decides whether the search continues.
             failure = error
     if "error" in told:
         raise StrategyError(

@@ -1,4 +1,4 @@
-"""Search with a sweep of Weights & Biases."""
+"""Search with a Weights & Biases sweep."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _OPTIONS = ("sweep_id", "project", "entity", "name", "metric")
 
 
 def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None) -> BestRun:
-    """Create a sweep, or join one, and run its agent in this process.
+    """Create or join a sweep and run its agent in this process.
 
     Args:
-        config: Its options: `sweep_id` (an existing sweep to join), `project`, `entity`, `name` (of the sweep) and
-            `metric` (the name that the objective is logged under).
-        api: What has `sweep`, `agent` and `init`; None imports wandb.
+        config: Its options are `sweep_id` (an existing sweep to join), `project`, `entity`, `name` (of the sweep) and
+            `metric` (the name under which the objective is logged).
+        api: An object with `sweep`, `agent` and `init`; None imports wandb.
 
     Returns:
-        The best of the trials that ran here.
+        The best of the trials that ran in this process.
     """
     if api is None:
         import wandb
@@ -56,7 +56,7 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None
             run.log({metric: objective})
             found.append(BestRun(run.id, objective, values))
         except Exception as error:
-            # The agent swallows it.
+            # The agent swallows the exception.
             failures.append(error)
             raise
         finally:
