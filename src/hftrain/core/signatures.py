@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hftrain.core.errors import TaskError
+from hftrain.core.errors import TaskError, shorten
+
+
+class Shown:
+    """Give subclasses a `repr`: the class, and the constructor's arguments that differ from their defaults."""
+
+    _shown = ""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _noting(cls.__init__)  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._shown})"
+
+
+def _noting(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if type(self).__init__ is noting:  # not when a subclass calls it
+            # The text alone: references would keep the user's objects alive, and be searched for optimizers.
+            self._shown = ", ".join(_differing(type(self), inspect.signature(init).bind(self, *args, **kwargs)))
+
+    return noting
+
+
+def _differing(kind: type, given: inspect.BoundArguments) -> list[str]:
+    """Return ``name=value`` of the arguments after `self` that are not defaults, those passed on to a base included."""
+    inits = [inspect.signature(vars(each)["__init__"]) for each in kind.__mro__[-2::-1] if "__init__" in vars(each)]
+    defaults = {name: shorten(each.default) for init in inits for name, each in init.parameters.items()}
+    values = {**dict(list(given.arguments.items())[1:]), **given.kwargs}
+    passed_on = {name for name, each in given.signature.parameters.items() if each.kind is each.VAR_KEYWORD}
+    texts = {name: shorten(value) for name, value in values.items() if name not in passed_on}
+    return [f"{name}={text}" for name, text in texts.items() if text != defaults.get(name)]
 
 
 def check_overrides(kind: type, base: type) -> None:

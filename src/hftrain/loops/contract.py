@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.signatures import Shown
 
 Stage = Literal["fit", "evaluate", "predict"]
 Parts = TypeVar("Parts")
@@ -28,7 +29,7 @@ FEATURES = {
 }
 
 
-class Loop(Generic[Parts]):
+class Loop(Shown, Generic[Parts]):
     """Base class of loops: run one stage of a Trainer. Constructors take options; `attach` sets the run's parts.
 
     Attributes:

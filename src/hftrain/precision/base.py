@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import warn_once
+from hftrain.core.signatures import Shown
 from hftrain.core.types import PrecisionPolicy
 from hftrain.precision.matmul import set_matmul
 
 ScalerFactory = Callable[[torch.device], GradScaler]
 
 
-class Precision:
+class Precision(Shown):
     """Base class of precisions: chooses dtypes, autocast and loss scaling.
 
     Subclasses override `prepare` and `autocast`, and for loss scaling also `backward`, `unscale` and `step`.

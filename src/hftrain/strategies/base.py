@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import read_launch
 from hftrain.core.parameters import whole_shape
+from hftrain.core.signatures import Shown
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.strategies.board import Board
@@ -28,7 +29,7 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 Placed = tuple[nn.Module, Optimizer | None]
 
 
-class Strategy:
+class Strategy(Shown):
     """Base class of strategies: manages processes and devices, places and wraps the model, keeps replicas in sync.
 
     A strategy whose engine takes over part of the step says so in `owns`, and provides for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,11 @@ import pytest
 import torch
 from support.tiny import Net, make_arguments, make_rows
 
-from hftrain import Trainer
+from hftrain import FitLoop, Trainer
 from hftrain.core.signatures import accepts, taking
+from hftrain.precision.registry import precisions
+from hftrain.strategies.fsdp.strategy import FSDPStrategy
+from hftrain.strategies.registry import create_strategy
 
 
 def current(a, b, extra=None):
@@ -114,3 +118,39 @@ def test_override_that_passes_everything_on_changes_nothing(tmp_path: Path, hook
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert trainer.calls  # type: ignore[attr-defined]
     assert losses[0] == losses[1]
+
+
+class Folds(FitLoop):
+    def __init__(self, num_folds: int = 5, *, names: tuple[str, ...] = ()) -> None:
+        self.num_folds, self.names = num_folds, names
+
+
+class ManyFolds(Folds):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(num_folds=50, **options)
+
+
+@pytest.mark.parametrize(
+    ("made", "shown"),
+    [
+        (lambda: create_strategy("single"), "SingleDeviceStrategy()"),
+        (
+            lambda: create_strategy("ddp_find_unused", use_cpu=True),
+            "DDPStrategy(use_cpu=True, find_unused_parameters=True)",
+        ),
+        (
+            lambda: FSDPStrategy(sharding="hybrid_shard", shard_size=2),
+            "FSDPStrategy(sharding='hybrid_shard', shard_size=2)",
+        ),
+        (
+            lambda: create_strategy("fsdp1", limit_all_gathers=False, place_model=True),
+            "FSDP1Strategy(limit_all_gathers=False)",
+        ),
+        (lambda: precisions.create("tf32"), "FullPrecision(matmul='high')"),
+        (FitLoop, "FitLoop()"),
+        (lambda: Folds(3, names=()), "Folds(num_folds=3)"),
+        (lambda: copy.deepcopy(ManyFolds(names=("a",))), "ManyFolds(names=('a',))"),
+    ],
+)
+def test_repr_shows_the_arguments_that_differ_from_the_defaults(made: Callable[[], Any], shown: str) -> None:
+    assert repr(made()) == shown
