@@ -1,7 +1,7 @@
-"""Processes, placement and wrapping: where the model lives and how its copies agree. Knows precision by policy only.
+"""Strategies: process groups, model placement, wrapping and replica synchronisation.
 
-The package is the public name `hftrain.strategies`: it has the functions of the registry of strategies, such as
-`register`, and their classes.
+Strategies depend on a precision only through its policy. `hftrain.strategies` is public: it exports the functions of
+the strategy registry, such as `register`, and the strategy classes.
 """
 
 from hftrain.core.lazy import lazy_names

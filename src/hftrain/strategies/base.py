@@ -1,4 +1,4 @@
-"""What every strategy can do; on its own it is one process on one device."""
+"""The base class of strategies, which implements one process on one device."""
 
 from __future__ import annotations
 
@@ -32,39 +32,37 @@ Placed = tuple[nn.Module, Optimizer | None]
 class Strategy(Shown):
     """Base class of strategies: manages processes and devices, places and wraps the model, keeps replicas in sync.
 
-    A strategy whose engine takes over part of the step says so in `owns`, and provides for
+    A strategy whose engine takes over part of the step declares it in `owns` and provides for
 
     - `Owns.BACKWARD`: ``backward(loss) -> None``;
     - `Owns.STEP`: ``step() -> bool``, False if the step was skipped; and ``zero_grad()``, if it drops gradients itself;
-    - `Owns.CLIP`: nothing: its ``step`` clips, and `clip_grad_norm` is not called; it may have a ``last_norm``, which
-      turns into the norm (`float`) when it is logged;
+    - `Owns.CLIP`: nothing: its ``step`` clips, and `clip_grad_norm` is not called; a ``last_norm``, if defined, is
+      converted to the norm (`float`) when it is logged;
     - `Owns.SCALING`: ``backward`` and ``step``, which scale the loss themselves;
-    - `Owns.CASTING`: nothing: the forward pass is then run without autocast;
+    - `Owns.CASTING`: nothing: the forward pass runs without autocast;
     - `Owns.ACCUMULATION`: nothing: its ``backward`` counts micro-steps, and `no_sync` does nothing.
 
     Attributes:
         name: The registry name.
-        owns: What the strategy's own engine takes over from the step.
-        makes: What of ``"optimizer"`` and ``"scheduler"`` the strategy makes itself, in `setup`.
-        schedule: The schedule that it made there.
-        saves_in_background: Whether copies of the states that it gives are all that a checkpoint needs, to be written
-            while training goes on.
+        owns: The parts of the step that the strategy's engine performs.
+        makes: Which of ``"optimizer"`` and ``"scheduler"`` the strategy creates itself, in `setup`.
+        schedule: The schedule that the strategy created.
+        saves_in_background: Whether a checkpoint can be written from copies of the states while training continues.
         restores_in_a_run: Whether model and optimizer can be loaded from a checkpoint between two steps.
-        watch: What tells the other processes of an error in this one, between `launch` and `close`; None where nothing
-            does.
-        shards_model: Whether each process holds a part of the model, in parameters that `setup` makes.
-        recomputes: Whether `setup` lets parts of the model compute their activations again in the backward pass.
-        recompute: Turns gradient checkpointing on, given a model and the options, and returns what turns it off; None:
-            the model's own switch or torch's checkpoint do.
-        rank: This process among all; as the launcher said until `launch`, then as the process group says.
-        local_rank: This process among those of its machine, likewise.
-        world_size: The number of processes, likewise.
-        non_blocking: Whether batches are copied to the device without waiting; None: where that is safe and of use.
-            Read by `launch`.
+        watch: Reports errors of this process to the other ranks, between `launch` and `close`; None if unsupported.
+        shards_model: Whether each process holds a shard of the model, in parameters that `setup` creates.
+        recomputes: Whether `setup` enables activation recomputation in the backward pass.
+        recompute: Enables gradient checkpointing, given a model and the options, and returns a function that disables
+            it; None uses the model's own method or torch's checkpoint.
+        rank: The global rank; read from the launcher before `launch`, from the process group afterwards.
+        local_rank: The rank on this machine, from the same sources.
+        world_size: The number of processes, from the same sources.
+        non_blocking: Whether batches are copied to the device without waiting; None does so for CUDA and XPU. Read by
+            `launch`.
 
     Args:
-        planned_device: The device that `launch` will take; saying so touches no device.
-        place_model: Whether `setup` moves the model; False for a model that is already spread or quantized.
+        planned_device: The device that `launch` will use; setting it touches no device.
+        place_model: Whether `setup` moves the model; False for a model that is already dispatched or quantized.
     """
 
     name = ""
@@ -89,12 +87,12 @@ class Strategy(Shown):
 
     @classmethod
     def refuses(cls, policy: PrecisionPolicy, device_type: str) -> str | None:
-        """Return why this strategy cannot work with a precision on a kind of device, None if it can."""
+        """Return why this strategy cannot use a precision on a device type; None if it can."""
         return None
 
     @property
     def device_type(self) -> str:
-        """The kind of device, known before `launch`: ``"cpu"``, ``"cuda"``, ``"mps"``, ..."""
+        """The device type, known before `launch`: ``"cpu"``, ``"cuda"``, ``"mps"``, ..."""
         return self.planned_device.type
 
     @property
@@ -112,27 +110,27 @@ class Strategy(Shown):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the first of all processes."""
+        """Whether this is global rank 0."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Whether this is local rank 0."""
         return self.local_rank == 0
 
     def scaler_factory(self, device: torch.device) -> GradScaler:
-        """Make the gradient scaler that suits this strategy."""
+        """Create the gradient scaler for this strategy."""
         return GradScaler(device.type)
 
     def accelerator_options(self) -> dict[str, Any]:
-        """Return what `accelerate.Accelerator(...)` must be told to describe this strategy; asked after `launch`."""
+        """Return the `accelerate.Accelerator` arguments that describe this strategy; called after `launch`."""
         return {"cpu": True} if self.device_type == "cpu" else {}
 
     def check_processes(self) -> None:
-        """Raise unless this process is the one that the strategy was made in.
+        """Raise if the strategy was created in another process.
 
         Raises:
-            ConfigError: It was made before a launcher started this process, and takes itself for another rank.
+            ConfigError: It was created before a launcher started this process, so its rank is wrong.
         """
         launch = read_launch()
         rank, world_size = launch.rank, launch.world_size
@@ -145,21 +143,21 @@ class Strategy(Shown):
             )
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise `ConfigError` unless the strategy can train a model; asked before `launch`, touches no device."""
+        """Raise `ConfigError` if the strategy cannot train a model; called before `launch`, touches no device."""
         check_whole(model, name=self.name, world_size=self.world_size)
 
     def plan(self, *, num_steps: int, num_warmup_steps: int) -> None:
         """Receive the run's length in optimizer updates, before `setup`; for strategies that create the schedule."""
 
     def plan_clipping(self, max_norm: float | None) -> None:
-        """Hear the largest norm of gradients before `setup`; for strategies that clip themselves."""
+        """Receive the maximum gradient norm before `setup`; for strategies that clip themselves."""
 
     def building(self) -> AbstractContextManager[Any]:
-        """Return the context to build a model in that is to be trained."""
+        """Return the context in which to build a model for training."""
         return nullcontext()
 
     def launch(self) -> None:
-        """Take the device, and meet the other processes; doing so again changes nothing. Collective."""
+        """Select the device and join the other processes; a second call changes nothing. Collective."""
         if self._device is None:
             self.check_processes()
             self._take(self.planned_device)
@@ -169,13 +167,13 @@ class Strategy(Shown):
         self._device = None
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
-        """Place and wrap a model, and make its optimizer when its parameters are final. Collective; mutates the model.
+        """Place and wrap a model, then create its optimizer. Collective; mutates the model.
 
         Args:
-            model: The model, wrapped already or not.
-            make_optimizer: Called once with the unwrapped model; None where nothing is trained, and then nothing is
-                wrapped.
-            policy: The precision's wishes.
+            model: The model, wrapped or not.
+            make_optimizer: Called once with the unwrapped model when its parameters are final; with None, nothing is
+                trained and the model is not wrapped.
+            policy: The precision's settings.
         """
         model = self.place(model)
         return model, make_optimizer(self.unwrap(model)) if make_optimizer else None
@@ -184,7 +182,7 @@ class Strategy(Shown):
         """Move a model to the device, unless `place_model` is False. Mutates the model.
 
         Raises:
-            ConfigError: Another strategy has split it, or it has no weights.
+            ConfigError: Another strategy has sharded the model, or it has no weights.
         """
         check_whole(model, name=self.name, world_size=self.world_size)
         if self.place_model and any(parameter.is_meta for parameter in model.parameters()):
@@ -200,35 +198,35 @@ class Strategy(Shown):
         while True:
             if isinstance(model, (DistributedDataParallel, DataParallel)):
                 model = model.module
-            elif hasattr(model, "_orig_mod"):  # torch.compile's wrapper, told apart without importing the compiler
+            elif hasattr(model, "_orig_mod"):  # torch.compile's wrapper, detected without importing the compiler
                 model = cast(nn.Module, model._orig_mod)
             else:
                 return model
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Return the module to evaluate: its forward talks to no other process. Collective.
+        """Return the module to evaluate, whose forward pass does not communicate. Collective.
 
-        Processes hold different numbers of batches.
+        Ranks may have different numbers of batches.
         """
         return self.unwrap(model)
 
     def finish_forwards(self) -> None:
-        """Run what the other processes' forward passes still need of this one; after its last batch. Collective."""
+        """After the last batch, take part in the remaining forward passes of other ranks. Collective."""
 
     def after_evaluation(self, model: nn.Module) -> None:
-        """Undo what `for_evaluation` did to the wrapped model; also after an error, and not collective."""
+        """Undo the changes of `for_evaluation` to the wrapped model; also called after errors; not collective."""
 
     def to_device(self, tree: Any) -> Any:
         """Return a nested batch with its tensors on the device; other leaves are kept.
 
-        A batch that is not a mapping but has a ``to`` method of its own is moved by that. Does not synchronise.
+        A batch with its own ``to`` method is moved by it, unless it is a mapping. Does not synchronise.
         """
         if hasattr(tree, "to") and not isinstance(tree, (torch.Tensor, Mapping)):
             return tree.to(self.device)
         return map_tensors(tree, self._move)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context whose forward and backward passes do not exchange gradients."""
+        """Return a context for forward and backward passes that do not exchange gradients."""
         return nullcontext()
 
     def clip_grad_norm(
@@ -239,8 +237,8 @@ class Strategy(Shown):
         Mutates the gradients; does not synchronise with the device.
 
         Args:
-            parameters: Whose gradients.
-            max_norm: The largest norm.
+            parameters: The parameters whose gradients are clipped.
+            max_norm: The maximum norm.
             norm_type: The p of the p-norm.
 
         Returns:
@@ -249,58 +247,58 @@ class Strategy(Shown):
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the whole model's state, keyed as the unwrapped model's. Collective.
+        """Return the full model state, with the keys of the unwrapped model. Collective.
 
-        Where processes hold parts of the model, the main process gets the state, and the others an empty one.
+        If the model is sharded, the main process gets the state and the others an empty one.
         """
         return self.unwrap(model).state_dict()
 
     def own_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the model's state in this process: tensors by name, and which names share one tensor."""
+        """Return this process's model state, tensors by name; names that share a tensor hold the same object."""
         return self.unwrap(model).state_dict(keep_vars=True)
 
     def count_trainable(self, model: nn.Module) -> int:
-        """Return how many numbers of a model training may change, in all processes together."""
+        """Return the number of trainable elements of a model, over all processes."""
         return sum(whole_shape(p).numel() for p in self.unwrap(model).parameters() if p.requires_grad)
 
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
-        """Return what this process writes of the model's state; None where states are saved whole."""
+        """Return this process's shards of the model state; None if states are saved unsharded."""
         return None
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-        """Restore a whole state, the same in every process; return torch's missing and unexpected keys. Collective."""
+        """Load a full state, equal on all ranks; return torch's missing and unexpected keys. Collective."""
         return self.unwrap(model).load_state_dict(state, strict=strict)
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole optimizer's state; where processes hold parts, see `model_state`. Collective."""
+        """Return the full optimizer state; if it is sharded, see `model_state`. Collective."""
         return optimizer.state_dict()
 
     def optimizer_shards(
         self, model: nn.Module, optimizer: Optimizer
     ) -> tuple[dict[str, Any], dict[str, Shard]] | None:
-        """Return the optimizer's state without what is split, and what this process writes of that, else None.
+        """Return the optimizer state without sharded tensors, and this process's shards; None if saved unsharded.
 
-        The pieces are named ``"<number of the parameter>.<key>"``.
+        Shards are named ``"<parameter index>.<key>"``.
         """
         return None
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Restore a whole state, the same in every process. Collective; mutates the optimizer."""
+        """Load a full state, equal on all ranks. Collective; mutates the optimizer."""
         optimizer.load_state_dict(state)
 
     def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Return the ``"sum"``, ``"mean"`` or ``"max"`` over all processes, element by element. Collective."""
+        """Return the elementwise ``"sum"``, ``"mean"`` or ``"max"`` over all processes. Collective."""
         return tensor
 
     def reduce_later(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
-        """Begin to sum a tensor over all processes; return what will hold the sum, and what waits for it. Collective.
+        """Start to sum a tensor over all processes; return the result tensor and a wait function. Collective.
 
-        The wait does not synchronise with a device.
+        The result is valid after the wait, which does not synchronise with a device.
         """
         return self.reduce(tensor, op="sum"), lambda: None
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return all processes' rows, in the order of ranks. Collective; synchronises when there are several.
+        """Return the rows of all processes in rank order. Collective; synchronises if there are several.
 
         Raises:
             StrategyError: The tensors differ in more than their number of rows.
@@ -311,18 +309,18 @@ class Strategy(Shown):
         return tensor if tensor.dim() else tensor.reshape(1)
 
     def gather_object(self, obj: Any) -> list[Any]:
-        """Return all processes' objects, which must be plain JSON data. Collective; synchronises."""
+        """Return the objects of all processes, which must be plain JSON data. Collective; synchronises."""
         return [obj]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of process `src`, which must be plain JSON data. Collective; synchronises."""
+        """Return the object of rank `src`, which must be plain JSON data. Collective; synchronises."""
         return obj
 
     def barrier(self) -> None:
-        """Wait until every process is here. Collective."""
+        """Wait until every process has reached this call. Collective."""
 
     def all_true(self, flag: bool) -> bool:
-        """Tell whether a flag is set in every process. Collective; synchronises."""
+        """Return whether a flag is true on every process. Collective; synchronises."""
         return flag
 
     def make_board(self) -> Board:
@@ -334,16 +332,16 @@ class Strategy(Shown):
         return Board()
 
     def _take(self, device: torch.device) -> None:
-        """Make `device` this process's own."""
+        """Set `device` as this process's device."""
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
             torch.cuda.set_device(device)
         self._device = device
-        # Copies to a GPU may overlap with the host's work; copies to the host must be complete when used.
+        # Copies to a GPU may overlap with host work; copies to the host must be complete before use.
         non_blocking = device.type in ("cuda", "xpu") if self.non_blocking is None else self.non_blocking
         self._move = partial(torch.Tensor.to, device=device, non_blocking=non_blocking)
 
 
 def has_engine(strategy: Strategy, engine: str) -> bool:
-    """Tell whether a strategy, or one that it derives from, is of an engine (``"fsdp"``, ``"deepspeed"``)."""
+    """Return whether a strategy or one of its base classes uses an engine (``"fsdp"``, ``"deepspeed"``)."""
     return any(engine in str(vars(kind).get("name", "")) for kind in type(strategy).__mro__)

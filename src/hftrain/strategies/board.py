@@ -1,4 +1,4 @@
-"""Notes that processes leave for each other without meeting: what no collective can carry."""
+"""Messages between processes without a collective."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 class Board:
-    """A place where any process may leave a note and any may look, at any time and from any thread.
+    """A key-value board that any process may write and read at any time and from any thread.
 
-    A collective needs all processes at the same place; a signal, or a writer in the background, has none.
+    A collective needs all processes at the same call, which a signal handler or background writer cannot ensure.
 
     Args:
-        store: What the processes share; None for a process that is alone.
+        store: The processes' shared store; None for a single process.
     """
 
     def __init__(self, store: Store | None = None) -> None:
@@ -22,14 +22,14 @@ class Board:
         self._own: dict[str, str] = {}
 
     def post(self, key: str, text: str) -> None:
-        """Leave a note, in place of one with the same key."""
+        """Write a note; replaces an earlier one with the same key."""
         if self._store is None:
             self._own[key] = text
         else:
             self._store.set(key, text)
 
     def read(self, key: str) -> str | None:
-        """Return a note without waiting, or None if nobody has left it yet."""
+        """Return a note, or None if it has not been written; does not wait."""
         if self._store is None:
             return self._own.get(key)
         return self._store.get(key).decode() if self._store.check([key]) else None

@@ -1,6 +1,6 @@
-"""Collectives over the default process group that `torch.distributed` does not have in this form.
+"""Collectives over the default process group that `torch.distributed` does not provide in this form.
 
-Objects travel as JSON, never as pickles: what arrives from another machine is data and cannot run code.
+Objects are sent as JSON, never as pickles, so that data from another machine cannot run code.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _DTYPES = (
 
 
 def reduce(tensor: torch.Tensor, *, op: str, device: torch.device) -> torch.Tensor:
-    """Return the sum, mean or maximum over all ranks; the input is left alone."""
+    """Return the sum, mean or maximum over all ranks; does not change the input."""
     result = tensor.detach().to(device, copy=True)
     dist.all_reduce(result, _REDUCE_OPS[op])
     return result / dist.get_world_size() if op == "mean" else result
 
 
 def sum_later(tensor: torch.Tensor, device: torch.device | None) -> tuple[torch.Tensor, Callable[[], Any]]:
-    """Begin to sum a tensor over all ranks; return what will hold the sum, and what waits for it."""
+    """Start to sum a tensor over all ranks; return the result tensor and a function that waits for it."""
     result = tensor.detach().to(device, copy=True, non_blocking=True)
     return result, dist.all_reduce(result, dist.ReduceOp.SUM, async_op=True).wait
 
 
 def gather(tensor: torch.Tensor, *, device: torch.device) -> torch.Tensor:
-    """Return all ranks' rows in the order of ranks; a rank without rows may have any trailing shape and dtype."""
+    """Return the rows of all ranks in rank order; a rank without rows may have any trailing shape and dtype."""
     tensor = tensor.detach().to(device)
     headers = _gather_headers(tensor, device=device)
     lengths = [header[1] for header in headers]
@@ -60,14 +60,14 @@ def gather(tensor: torch.Tensor, *, device: torch.device) -> torch.Tensor:
 
 
 def gather_object(obj: Any, *, device: torch.device) -> list[Any]:
-    """Return all ranks' objects in the order of ranks."""
-    # JSON on one line: the line breaks between ranks are the only ones.
+    """Return the objects of all ranks in rank order."""
+    # json.dumps writes a single line, so line breaks only occur between ranks.
     lines = gather(_encode(json.dumps(obj) + "\n"), device=device)
     return [json.loads(line) for line in _decode(lines).splitlines()]
 
 
 def broadcast_object(obj: Any, *, src: int, device: torch.device) -> Any:
-    """Return the object of rank `src`, as JSON leaves it, on every rank."""
+    """Return the object of rank `src`, after a JSON round trip, on every rank."""
     payload = _encode(json.dumps(obj) if dist.get_rank() == src else "").to(device)
     length = torch.tensor(len(payload), device=device)
     dist.broadcast(length, src)
@@ -78,7 +78,7 @@ def broadcast_object(obj: Any, *, src: int, device: torch.device) -> Any:
 
 
 def _gather_headers(tensor: torch.Tensor, *, device: torch.device) -> list[list[int]]:
-    """Return every rank's dtype (its place in `_DTYPES`) and shape."""
+    """Return every rank's dtype (its index in `_DTYPES`) and shape."""
     header = [_DTYPES.index(tensor.dtype), *tensor.shape]
     mine = torch.tensor([len(header), *header, *[0] * (_MAX_DIMS - tensor.dim())], device=device)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -1,4 +1,4 @@
-"""Several GPUs in one process: the model is copied to each of them again for every batch."""
+"""Several GPUs in one process: the model is replicated to each GPU for every batch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _COUNT = "num_items_in_batch"
 
 
 class Replicas(DataParallel):  # type: ignore[type-arg]
-    """Share a batch out to the copies, and join what they return: rows in their order, single numbers as their mean.
+    """Scatter a batch to the replicas and join their outputs: rows in order, scalars as a weighted mean.
 
-    A copy's share of a mean is its share of the rows, so that a batch which does not divide evenly has the loss that
-    one device would give. An item count that goes to the model is divided likewise.
+    A replica's weight in the mean is its share of the rows, so a batch that does not divide evenly has the same loss
+    as on one device. An item count passed to the model is divided in the same way.
     """
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        """Return each copy's inputs, and remember its share of the rows."""
+        """Return each replica's inputs and store its share of the rows."""
         count = kwargs.pop(_COUNT, None)
         inputs, kwargs = super().scatter(inputs, kwargs, device_ids)
         rows = [batch_size_of(named) or batch_size_of(given) or 1 for given, named in zip(inputs, kwargs, strict=True)]
@@ -40,12 +40,12 @@ class Replicas(DataParallel):  # type: ignore[type-arg]
         return inputs, kwargs
 
     def device_of(self, index: int) -> torch.device:
-        """Return the device of a copy."""
+        """Return the device of a replica."""
         return torch.device(self.src_device_obj.type, index)
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
-        """Call the copies in threads, in the dtype of this thread's autocast."""
-        # torch's threads take over whether autocast is on, and not to which dtype: bfloat16 would become float16.
+        """Call the replicas in threads, with this thread's autocast dtype."""
+        # torch's threads inherit whether autocast is enabled but not its dtype: bfloat16 would become float16.
         kind = self.src_device_obj.type
         dtype = torch.get_autocast_dtype(kind)
 
@@ -59,22 +59,22 @@ class Replicas(DataParallel):  # type: ignore[type-arg]
         return super().parallel_apply([within(replica) for replica in replicas], inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Return the copies' outputs as one."""
+        """Return the joined outputs of the replicas."""
         return join(outputs, self._shares, device=self.src_device_obj)
 
 
 class DataParallelStrategy(Strategy):
-    """Train with torch's `DataParallel`: one process, several GPUs. `"ddp"` is faster, and needs a launcher.
+    """Train with torch's `DataParallel`: one process, several GPUs. `"ddp"` is faster but needs a launcher.
 
     Args:
-        use_cpu: Refused: there is nothing to copy to.
+        use_cpu: Not supported: replicas need GPUs.
         place_model: Whether `setup` moves the model to the first device.
-        device_ids: Numbers of the CUDA devices; None takes all that are visible.
+        device_ids: Indices of the CUDA devices; None uses all visible ones.
 
     Raises:
-        ConfigError: A launcher started several processes, or there are no such CUDA devices.
+        ConfigError: A launcher started several processes, or the CUDA devices do not exist.
 
-    Source: the documented use of several visible GPUs by one process.
+    Source: the documented use of several visible GPUs in one process.
     """
 
     name = "data_parallel"
@@ -107,29 +107,29 @@ class DataParallelStrategy(Strategy):
         return None if device_type == "cuda" else "DataParallel copies the model to several CUDA devices"
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
-        """Place a model on the first device, wrap it, and make its optimizer. Mutates the model."""
+        """Place a model on the first device, wrap it and create its optimizer. Mutates the model."""
         model, optimizer = super().setup(model, make_optimizer, policy)
         return (model if make_optimizer is None else self.wrap(model)), optimizer
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the model, wrapped once."""
+        """Return the model wrapped in `Replicas`, or unchanged if it is already wrapped."""
         return model if isinstance(model, DataParallel) else Replicas(model, device_ids=self.device_ids)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Return the wrapped model: an evaluation batch is as large as all devices take together."""
+        """Return the wrapped model, because an evaluation batch is sized for all devices together."""
         return self.wrap(model)
 
 
 def join(parts: Sequence[Any], shares: Sequence[float], *, device: torch.device) -> Any:
-    """Return what several copies of a model returned as one output.
+    """Join the outputs of several replicas.
 
     Args:
-        parts: The outputs, of the same structure.
-        shares: Each copy's share of the batch, 1 together.
-        device: Where the result belongs.
+        parts: The outputs, which have the same structure.
+        shares: Each replica's share of the batch; they sum to 1.
+        device: The device of the result.
 
     Raises:
-        StrategyError: They hold something that has no rows.
+        StrategyError: The outputs hold an object that has no rows.
     """
     first = parts[0]
     if isinstance(first, torch.Tensor):

@@ -1,4 +1,4 @@
-"""A whole copy of the model in every process, gradients averaged while they are computed."""
+"""A full replica of the model in every process, with gradients averaged during the backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hftrain.strategies.distributed import DistributedStrategy
 from hftrain.strategies.unfreezing import follow_parameters
 from hftrain.strategies.whole import check_trainable
 
-# Newer versions of torch renamed the option and warn about the older name.
+# Newer torch versions renamed the option and warn about the older name.
 _BUFFERS_OPTION = "forward_sync_buffers"
 if _BUFFERS_OPTION not in inspect.signature(DistributedDataParallel).parameters:
     _BUFFERS_OPTION = "broadcast_buffers"
@@ -27,14 +27,14 @@ class DDPStrategy(DistributedStrategy):
 
     Args:
         use_cpu: See `DistributedStrategy`.
-        backend: Likewise.
-        timeout_s: Likewise.
-        place_model: Likewise.
-        find_unused_parameters: Let some parameters go without a gradient; costs a walk over the graph per micro-step.
-        bucket_cap_mb: How much is exchanged at once; None for torch's default.
+        backend: See `DistributedStrategy`.
+        timeout_s: See `DistributedStrategy`.
+        place_model: See `DistributedStrategy`.
+        find_unused_parameters: Allow parameters without a gradient; traverses the graph in every micro-step.
+        bucket_cap_mb: The size of one gradient bucket; None for torch's default.
         broadcast_buffers: Whether rank 0's buffers are sent before each forward pass; None for torch's default.
-        static_graph: Promise that every micro-step runs the same operations.
-        gradient_as_bucket_view: Save one copy of the gradients, which must then not be detached in place.
+        static_graph: Assert that every micro-step runs the same operations.
+        gradient_as_bucket_view: Avoid a second copy of the gradients, which must then not be detached in place.
 
     Units:
         bucket_cap_mb: mebibytes. timeout_s: seconds.
@@ -75,19 +75,19 @@ class DDPStrategy(DistributedStrategy):
 
     def close(self) -> None:
         if self._owns_group:
-            # A reducer that outlives its group destroys it in a garbage collection, with Python's lock held, and waits
-            # for the group's thread, which may wait for that lock. A wrapper without a group cannot train any more.
+            # A reducer that outlives its group destroys it during garbage collection while holding the GIL, and waits
+            # for the group's thread, which may wait for the GIL. A wrapper without a group cannot train any more.
             for wrapper in self._wrappers:
                 vars(wrapper).update(reducer=None, logger=None, process_group=None)
         super().close()
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
-        """Place a model, wrap it, and make its optimizer. Collective; mutates the model.
+        """Place and wrap a model and create its optimizer. Collective; mutates the model.
 
-        Every process leaves with rank 0's parameters, and only then is the optimizer made.
+        Every rank gets rank 0's parameters before the optimizer is created.
 
         Raises:
-            ConfigError: No parameter requires a gradient, so there is nothing to average.
+            ConfigError: No parameter requires a gradient.
         """
         if make_optimizer is None or isinstance(model, DistributedDataParallel):
             wrapped, optimizer = super().setup(model, make_optimizer, policy)
@@ -101,9 +101,9 @@ class DDPStrategy(DistributedStrategy):
         return wrapped, make_optimizer(self.unwrap(wrapped))
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Return the unwrapped model, with rank 0's buffers in every process: those that it would save.
+        """Return the unwrapped model with rank 0's buffers, which a checkpoint would hold, on every rank.
 
-        Between two forward passes the copies' running statistics drift apart. Collective; mutates the buffers.
+        The replicas' running statistics differ between two forward passes. Collective; mutates the buffers.
         """
         bare = self.unwrap(model)
         if bare is not model:

@@ -1,4 +1,4 @@
-"""Several processes that meet in a torch process group: how they meet, and what they tell each other."""
+"""The base of strategies with a torch process group: rendezvous, collectives and shutdown."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from hftrain.strategies.links import link_timeout_s
 from hftrain.strategies.rendezvous import fresh_place
 from hftrain.strategies.watch import RankWatch
 
-# A thread of the backend may still hold tensors of the last exchange, and needs the interpreter to let them go: at exit
-# it would find it gone, and abort the process after a good run.
+# A backend thread may still hold tensors of the last collective and needs the interpreter to release them. If the
+# interpreter has already shut down, the thread aborts the process after a successful run.
 _DRAIN_S = 0.1
 _meetings = itertools.count()
 _boards = itertools.count()
@@ -41,19 +41,19 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu":
 
 
 class DistributedStrategy(Strategy):
-    """Join the processes that a launcher started, or be a group of one.
+    """Join the processes that a launcher started, or form a group of one.
 
     Args:
-        use_cpu: Stay on the CPU although there are accelerators.
-        backend: The documented `ddp_backend` (``"nccl"``, ``"gloo"``, ...); by default the one for the device.
+        use_cpu: Use the CPU even if there are accelerators.
+        backend: The documented `ddp_backend` (``"nccl"``, ``"gloo"``, ...); None selects the device's backend.
         timeout_s: The documented `ddp_timeout`: how long a process waits for the others.
-        place_model: Whether `setup` moves the model; False for a model that is already spread or quantized.
+        place_model: Whether `setup` moves the model; False for a model that is already dispatched or quantized.
 
     Units:
         timeout_s: seconds.
 
     Raises:
-        ConfigError: This torch has no such backend, or the backend cannot serve the device.
+        ConfigError: This torch build lacks the backend, or the backend does not support the device.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class DistributedStrategy(Strategy):
             check_backend(self.backend, self.device_type)
 
     def launch(self) -> None:
-        """Meet the other processes and take the device; doing so again changes nothing. Collective.
+        """Join the process group and select the device; a second call changes nothing. Collective.
 
-        Uses the process group that exists, else the one the launcher describes, else a group of one process.
+        Uses the existing process group if there is one, otherwise the launcher's, otherwise a group of one process.
 
         Raises:
             ConfigError: See `check_processes`.
-            StrategyError: Fewer processes met than the launcher announced.
+            StrategyError: Fewer processes joined than the launcher announced.
         """
         if self._device is not None:
             return
@@ -98,14 +98,14 @@ class DistributedStrategy(Strategy):
             atexit.register(self.close)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if self._owns_group and self._has_store():
-            # Processes of one machine have no network between them that could break.
+            # Processes on one machine do not need the network.
             timeout_s = 0.0 if read_launch().local_world_size == self.world_size else self._link_timeout_s
             board = self.make_board()
             self.watch = RankWatch(board, rank=self.rank, world_size=self.world_size, link_timeout_s=timeout_s)
         self._take(device)
 
     def close(self) -> None:
-        """Leave the process group, if `launch` made it; safe to call twice. Collective, except after an error."""
+        """Leave the process group if `launch` created it; safe to call twice. Collective, except after an error."""
         has_failed = self.watch is not None and self.watch.has_failed
         if self.watch is not None:
             self.watch.stop()
@@ -113,11 +113,11 @@ class DistributedStrategy(Strategy):
         if self._owns_group:
             atexit.unregister(self.close)
             if dist.is_initialized() and not (has_failed and dist.get_backend() == "nccl"):
-                # NCCL would wait for the others, who wait for this process: it ends with the process.
+                # After a failure NCCL would deadlock here; the group ends with the process instead.
                 if self.world_size > 1:
                     time.sleep(_DRAIN_S)
                 dist.destroy_process_group()
-            # torch put its own hook in, and leaves it there.
+            # torch installs its own hook and does not remove it.
             if sys.excepthook is self._excepthooks[1]:
                 sys.excepthook = self._excepthooks[0]
         if self._owns_accelerate_state:
@@ -143,7 +143,7 @@ class DistributedStrategy(Strategy):
 
     def barrier(self) -> None:
         if self.world_size > 1:
-            # Without device_ids NCCL guesses the device, and warns.
+            # Without device_ids NCCL guesses the device and warns.
             dist.barrier(device_ids=[self.device.index] if dist.get_backend() == "nccl" else None)
 
     def all_true(self, flag: bool) -> bool:
@@ -159,12 +159,12 @@ class DistributedStrategy(Strategy):
                 "Start with torchrun or `accelerate launch`, and use another backend than MPI.",
             )
         address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
-        # A connection of its own: the group's waits hold theirs.
+        # A separate connection: the group's blocking waits occupy theirs.
         store = _launchers_store(*address, self.rank, self.world_size, self.timeout).clone()  # type: ignore[attr-defined]
         return Board(PrefixStore(f"board/{next(_boards)}", store))
 
     def _share_buffers(self, model: nn.Module) -> None:
-        """Send rank 0's buffers, those that it would save, to every process. Collective; mutates the buffers."""
+        """Broadcast rank 0's buffers, which a checkpoint would hold. Collective; mutates the buffers."""
         if self.world_size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
@@ -173,10 +173,10 @@ class DistributedStrategy(Strategy):
         return self.world_size > 1 and "MASTER_ADDR" in os.environ and dist.get_backend() != "mpi"
 
     def _join(self) -> torch.device:
-        """Find the device of this process in a group that somebody else made."""
+        """Return this process's device in a group that the caller created."""
         if dist.get_world_size() > 1:
             drain_at_exit()
-        # Without a launcher's word, take the processes to be on one machine.
+        # Without a launcher's local rank, assume that all processes are on one machine.
         local_rank = read_launch().local_rank
         self.local_rank = dist.get_rank() if local_rank is None else local_rank
         if self.device_type == "cpu":
@@ -189,7 +189,7 @@ class DistributedStrategy(Strategy):
 
         announce_launch()
         self._owns_accelerate_state = not accelerate_state("PartialState")
-        # Without cpu=True accelerate stays single on a machine without accelerators, and says nothing.
+        # Without cpu=True, accelerate silently stays single-process on a machine without accelerators.
         state = PartialState(
             cpu=self.device_type == "cpu", backend=self.backend, timeout=self.timeout, **self._meeting_place()
         )
@@ -206,10 +206,10 @@ class DistributedStrategy(Strategy):
         return torch.device("cpu") if device.type == "cpu" else device
 
     def _meeting_place(self) -> dict[str, Any]:
-        """Return where in the launcher's store the processes leave their addresses, each time somewhere else.
+        """Return the group's own prefix of the launcher's store for exchanging addresses.
 
-        A second group at the place of the first finds the addresses of the first, which nobody answers any more; a
-        rank that looks before the others have written theirs then waits until the timeout.
+        A second group under the same prefix would find the first group's stale addresses; a rank that reads them
+        before the others have written theirs would wait until the timeout.
         """
         if self.backend == "mpi" or not self._owns_accelerate_state:
             return {}
@@ -250,11 +250,11 @@ class DistributedStrategy(Strategy):
 
 @functools.cache
 def spare_forked_processes() -> None:
-    """Let no process that is forked from this one collect what was garbage here.
+    """Keep forked processes from garbage-collecting this process's objects.
 
-    A group that was left lives on for as long as a model's wrapper does, and what started processes before for as long
-    as the error that it ended with. Its threads are not in a forked process, such as a loader's worker, whose collector
-    would wait for them in vain or crash.
+    A destroyed group stays alive as long as a model's wrapper refers to it, and a launcher as long as its error does.
+    Their threads do not exist in a forked process, such as a loader's worker, so collecting them there would hang or
+    crash.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=gc.freeze)
@@ -262,13 +262,13 @@ def spare_forked_processes() -> None:
 
 @functools.cache
 def drain_at_exit() -> None:
-    """Let the backend's threads finish before the interpreter goes: nobody may leave the group that somebody made."""
+    """Let backend threads finish before the interpreter exits; a group that the caller created is not destroyed."""
     atexit.register(time.sleep, _DRAIN_S)
 
 
 @functools.cache
 def _launchers_store(address: str, port: str, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Connect to the store of one launch, once: rank 0 may be the one who serves it, for all the groups to come.
+    """Connect to a launch's store once; rank 0 may serve it for all later groups.
 
     Collective.
     """
@@ -299,10 +299,10 @@ def _launchers_store(address: str, port: str, rank: int, world_size: int, timeou
 
 
 def check_backend(backend: str, device_type: str) -> None:
-    """Raise unless torch can exchange tensors of a kind of device through a backend; no group is made.
+    """Raise if torch's backend cannot exchange tensors of a device type; creates no group.
 
     Raises:
-        ConfigError: This torch has no such backend, or it does not serve the device.
+        ConfigError: This torch build lacks the backend, or the backend does not support the device.
     """
     serves = {name: dist.Backend.backend_capability.get(name, [device_type]) for name in dist.Backend.backend_list}
     usable = [

@@ -1,4 +1,4 @@
-"""What this machine and the launcher offer, read without touching a device."""
+"""Read the launcher's environment and the available device types without touching a device."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from hftrain.core.launcher import read_launch
 
 
 def is_set(variable: str) -> bool:
-    """Tell whether an environment variable of a launcher says yes."""
+    """Return whether a launcher's environment variable is true."""
     return os.environ.get(variable, "").lower() in ("1", "true", "yes")
 
 
 def lacks_processes() -> bool:
-    """Tell whether `accelerate launch` was asked for several processes and started this one alone, as it does on CPUs.
+    """Return whether `accelerate launch` started only this process of several, as it does on CPUs.
 
-    It then says where they should meet, and neither it nor MPI says how many they are.
+    It then sets the rendezvous address, but neither it nor MPI sets the number of processes.
     """
     names = ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "MASTER_ADDR", "MASTER_PORT")
     return all(name in os.environ for name in names) and read_launch().launcher is None
 
 
 def find_device_type(*, use_cpu: bool = False) -> str:
-    """Return the kind of device to run on: the accelerator torch finds, unless the CPU is asked for."""
+    """Return the device type to run on: torch's accelerator if there is one, unless `use_cpu` is set."""
     if use_cpu:
         return "cpu"
     if torch.cuda.is_available():
         return "cuda"
     if torch.backends.mps.is_available():
         return "mps"
-    other = torch.accelerator.current_accelerator(check_available=True)  # XPU, and devices that other packages add
+    other = torch.accelerator.current_accelerator(check_available=True)  # XPU and devices of other packages
     return "cpu" if other is None else other.type

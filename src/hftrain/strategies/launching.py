@@ -1,4 +1,4 @@
-"""Several processes from within one: for notebooks, tests, and scripts that nothing has launched."""
+"""Start several processes from one: for notebooks, tests and scripts without a launcher."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 def launch(
     function: Callable[..., T], *args: Any, num_processes: int, start_method: str | None = None, **kwargs: Any
 ) -> list[T]:
-    """Call a function in several processes of this machine, as torchrun would start them, and return what each gave.
+    """Call a function in several processes on this machine, started as by torchrun; return their results.
 
-    Make the Trainer inside the function; it then finds its launcher as under torchrun. Where one process fails, the
-    others are ended.
+    Create the Trainer inside the function; it then finds its launcher as under torchrun. If one process fails, the
+    others are terminated.
 
     Args:
         function: Called as ``function(*args, **kwargs)`` in each process.
-        *args: Its arguments; sent to processes that are spawned, and shared as they are by forked ones.
-        num_processes: How many.
-        start_method: ``"fork"`` takes functions of a notebook too, but not once this process has used a GPU;
-            ``"spawn"`` wants the function in a file that can be imported. By default the first that can be.
-        **kwargs: Its keyword arguments, likewise.
+        *args: Positional arguments; pickled for spawned processes, inherited by forked ones.
+        num_processes: The number of processes.
+        start_method: ``"fork"`` accepts functions defined in a notebook, but fails once this process has used a GPU;
+            ``"spawn"`` needs a function in an importable file. None uses ``"fork"`` if possible.
+        **kwargs: Keyword arguments, passed in the same way.
 
     Returns:
         The return values, by rank.
 
     Raises:
-        ConfigError: The processes cannot be started so; nothing was started.
+        ConfigError: The processes cannot be started with these arguments; none was started.
         StrategyError: A process failed; the message holds its traceback.
 
     Example:
@@ -60,7 +60,7 @@ def launch(
     _check(num_processes, method=method)
     if num_processes == 1:
         return [function(*args, **kwargs)]
-    # Here, for it is not on every platform, and takes long to import.
+    # Imported here because it is missing on some platforms and slow to import.
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -94,29 +94,29 @@ def _call(function: Callable[..., T], notes: str, args: tuple[Any, ...], kwargs:
     try:
         return function(*args, **kwargs)
     except Exception as error:
-        # torch reports whichever process it looks at first: often one that only noticed that another is gone.
+        # torch reports the first failed process that it polls, often one that only lost its connection to another.
         if not is_broken_exchange(error):
-            # Processes of one machine share this clock, which never goes back; that of files may.
+            # Processes on one machine share this monotonic clock; file times may go backwards.
             name = f"{time.monotonic_ns()} {read_launch().rank}"
             Path(notes, name).write_text(traceback.format_exc(), encoding="utf-8")
         raise
 
 
 def _forget_single_process() -> None:
-    """Let accelerate look at this process's launch again, if it was set up before the process was forked."""
+    """Reset accelerate's state if it was created before the fork, so that it reads this process's launch."""
     if accelerate_state("PartialState"):
         for state in ("PartialState", "AcceleratorState", "GradientState"):
             accelerate_state(state).clear()
 
 
 def _first_failure(notes: str) -> tuple[int, str] | None:
-    """Return the rank that failed first with an error of its own, and its traceback; None if none left any."""
+    """Return the first rank that failed with its own error, and the traceback; None if none was recorded."""
     first = min(Path(notes).iterdir(), key=lambda note: int(note.name.split()[0]), default=None)
     return None if first is None else (int(first.name.split()[1]), first.read_text(encoding="utf-8"))
 
 
 def _reported(error: Any) -> tuple[int, str]:
-    """Return what torch's launcher says of a failure."""
+    """Return the rank and traceback that torch's launcher reports for a failure."""
     rank, failure = error.get_first_failure()
     message = failure.message
     return rank, message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
@@ -163,7 +163,7 @@ def _has_used_gpu() -> bool:
 
 @contextmanager
 def _own_signals_and_environment() -> Iterator[None]:
-    """Put back what torch's launcher changes in the process that calls it."""
+    """Restore the signal handlers and environment variables that torch's launcher changes in this process."""
     is_main = threading.current_thread() is threading.main_thread()
     numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
     handlers = {number: signal.getsignal(number) for number in numbers} if is_main else {}

@@ -1,4 +1,4 @@
-"""Connections between the machines of a run, which tell when one of them can no longer be reached."""
+"""Connections between ranks that detect unreachable machines."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ logger = get_logger(__name__)
 
 
 class Links:
-    """A connection from every rank to rank 0 that carries nothing but the system's keep-alive packets.
+    """Connect every rank to rank 0 by a TCP connection that carries only keep-alive packets.
 
-    The system acknowledges them for a process that is busy, holds the interpreter's lock or is stopped by a debugger,
-    so none of these is taken for gone. What does not answer is a machine that is down, or behind a broken network. A
-    process that ends closes its connection, and that raises no alarm: its launcher and the next collective tell why.
+    The kernel acknowledges them even if the process is busy, holds the GIL or is stopped by a debugger, so only a
+    machine that is down or unreachable is detected. A process that exits closes its connection, which is not an error
+    here: its launcher and the next collective report the cause.
 
     Args:
-        board: Where rank 0 leaves its address.
-        rank: This process's number.
+        board: The board on which rank 0 posts its address.
+        rank: This process's rank.
         timeout_s: How long a machine may be silent.
-        on_lost: Called in a thread with what is to be said of the first rank that cannot be reached; at most once.
+        on_lost: Called in a thread with a message about the first unreachable rank; at most once.
     """
 
     def __init__(self, board: Board, *, rank: int, timeout_s: float, on_lost: Callable[[str], None]) -> None:
@@ -53,7 +53,7 @@ class Links:
         self._thread.start()
 
     def close(self) -> None:
-        """Close the connections, which tells the other ends that this process leaves."""
+        """Close the connections, which tells the other ranks that this process exits."""
         self._is_over = True
         self._bell.close()
         self._thread.join(_JOIN_S)
@@ -111,7 +111,7 @@ class Links:
         self._selector.register(connection, selectors.EVENT_READ, self._greet)
 
     def _greet(self, connection: Any) -> None:
-        """Hear who has connected; whoever does not know the token is none of the ranks."""
+        """Read a new connection's greeting; reject clients without the token."""
         try:
             token, rank, host = json.loads(connection.recv(_HELLO_BYTES))
         except (OSError, ValueError, TypeError):
@@ -126,7 +126,7 @@ class Links:
         self._selector.register(connection, selectors.EVENT_READ, lambda each: self._hear(each, name))
 
     def _hear(self, connection: Any, name: str) -> None:
-        """Take a connection that is closed off the list, and tell of one that is broken."""
+        """Drop a connection that was closed; report one that is broken."""
         try:
             connection.recv(1)
         except OSError as error:
@@ -139,24 +139,24 @@ class Links:
             _hang_up(connection)
 
     def _keep_alive(self, connection: socket.socket) -> None:
-        """Let the system ask after a third of the time, then every sixth."""
+        """Enable keep-alive probes after a third of the timeout, then after every sixth."""
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
         sixth_s = max(1, round(self._timeout_s / 6))
         options = {idle: 2 * sixth_s, "TCP_KEEPINTVL": sixth_s, "TCP_KEEPCNT": 4}
-        # For what was sent just before, and is not acknowledged.
+        # For data that was just sent and is not acknowledged.
         options["TCP_USER_TIMEOUT"] = round(1000 * self._timeout_s)
         for option, value in options.items():
-            with suppress(AttributeError, OSError):  # each system lacks some
+            with suppress(AttributeError, OSError):  # no system supports all options
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def link_timeout_s() -> float:
-    """Return how long a machine may be silent, as the environment says; 0 if that is not to be watched.
+    """Return the environment's limit for how long a machine may be silent; 0 disables the check.
 
     Raises:
-        ConfigError: The variable holds something else than a number of seconds.
+        ConfigError: The variable is not a valid number of seconds.
     """
     value = os.environ.get(VARIABLE, str(_TIMEOUT_S))
     try:
@@ -174,18 +174,18 @@ def link_timeout_s() -> float:
 
 
 def _own_address() -> tuple[socket.AddressFamily, str]:
-    """Return where the other ranks reach this machine: on the way that leads to the store."""
+    """Return this machine's address on the network route to the store, where other ranks can reach it."""
     store = os.environ["MASTER_ADDR"]
     family, _, _, _, address = socket.getaddrinfo(store, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         own = probe.getsockname()[0]
-    # The store is on this machine, and its name leads there from all others; the number may be a loopback's here.
+    # If the store is on this machine, use its name, which other machines can resolve; the IP may be a loopback address.
     return family, store if own == address[0] or ipaddress.ip_address(own).is_loopback else own
 
 
 def _hang_up(connection: Any) -> None:
-    """Close a connection for the other end too, whatever forked process still has it open."""
+    """Shut down a connection at both ends, even if a forked process still holds it open."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

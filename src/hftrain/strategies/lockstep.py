@@ -1,4 +1,4 @@
-"""Evaluation of a model that is split: every process must run as many forward passes as the one with the most data."""
+"""Evaluation of sharded models: every rank must run as many forward passes as the rank with the most batches."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _CALLING, _DONE, _EMPTY = 2, 1, 0
 
 
 class Lockstep:
-    """Watch a model's forward passes, and repeat the last one for as long as another process still runs some.
+    """Track a model's forward passes and repeat the last one while other ranks still run some.
 
-    A forward pass gathers parameters from all processes, and they hold different numbers of batches. Before each pass
-    they tell each other who runs one, which synchronises. The one that has run out repeats the arguments of its own
-    last pass, or of somebody else's if it had none, and drops the answer: neither a task nor its metrics see it.
+    A forward pass gathers parameters from all ranks, which may have different numbers of batches. Before each pass the
+    ranks exchange which of them run one, which synchronises. A rank without batches left repeats the arguments of its
+    last pass, or of another rank's if it had none, and discards the output: neither the task nor its metrics see it.
 
     Args:
         model: The outermost unit.
-        casting: Gives the context to repeat a forward pass in.
+        casting: Returns the context in which a forward pass is repeated.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class Lockstep:
         self._is_repeating = False
         hook = self._before_forward
         if model._compiled_call_impl is not None:
-            # Else the compiler writes the exchange again, in a form that a rank which runs the model as written lacks.
+            # Otherwise the compiler rewrites the collective into a form that ranks in eager mode do not run.
             hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
         self._handle = model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def finish(self) -> None:
-        """Take part in the passes that other processes still run; collective."""
+        """Take part in the remaining forward passes of other ranks. Collective."""
         while _CALLING in self._tell(_EMPTY if self._call is None else _DONE):
             assert self._call is not None
             args, kwargs = self._call
@@ -57,7 +57,7 @@ class Lockstep:
                 self._is_repeating = False
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop tracking."""
         self._handle.remove()
         self._call = None
 
@@ -67,7 +67,7 @@ class Lockstep:
             self._tell(_CALLING)
 
     def _tell(self, status: int) -> list[int]:
-        """Exchange who is about to run a forward pass, and lend arguments to those who have never seen any."""
+        """Exchange which ranks will run a forward pass; send arguments to ranks that have not run any."""
         mine = torch.tensor([status], device=self._strategy.device)
         all_of_them = [torch.empty_like(mine) for _ in range(self._strategy.world_size)]
         dist.all_gather(all_of_them, mine)
@@ -80,10 +80,10 @@ class Lockstep:
 
 
 def lend(strategy: Strategy, tree: Any, *, src: int) -> Any:
-    """Return what process `src` holds: tensors on the device, in nested tuples, lists and mappings. Collective.
+    """Return the arguments of rank `src`: tensors on the device in nested tuples, lists and mappings. Collective.
 
     Raises:
-        StrategyError: It holds something else, in process `src` alone; see `can_lend`.
+        StrategyError: They hold another type; raised on rank `src` alone; see `can_lend`.
     """
     leaves: list[Any] = []
     form: Any = None
@@ -95,7 +95,7 @@ def lend(strategy: Strategy, tree: Any, *, src: int) -> Any:
         leaves = [_empty(kind, strategy.device) if isinstance(kind, list) else kind for kind in kinds]
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            # As bytes: backends do not take every type.
+            # As bytes: backends do not support every dtype.
             dist.broadcast(leaf.detach().contiguous().reshape(-1).view(torch.uint8), src)
     return tree if strategy.rank == src else tree_unflatten(leaves, treespec_loads(spec_text))
 
@@ -109,7 +109,7 @@ def _empty(kind: list[Any], device: torch.device) -> torch.Tensor:
 
 
 def can_lend(tree: Any) -> bool:
-    """Tell whether `lend` can send this."""
+    """Return whether `lend` can send these arguments."""
     try:
         _plain(tree)
     except StrategyError:
@@ -118,7 +118,7 @@ def can_lend(tree: Any) -> bool:
 
 
 def _plain(tree: Any) -> Any:
-    """Return nested arguments in dicts, lists and tuples alone."""
+    """Return nested arguments converted to plain dicts, lists and tuples."""
     if isinstance(tree, Mapping):
         return {key: _plain(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -133,7 +133,7 @@ def _plain(tree: Any) -> Any:
 
 
 class SplittingStrategy(DistributedStrategy):
-    """Let processes that hold parts of a model evaluate it together. A subclass says, in `for_evaluation`, which."""
+    """Evaluate a sharded model on all ranks in lockstep; subclasses start it in `for_evaluation`."""
 
     _lockstep: Lockstep | None = None
 
@@ -149,7 +149,7 @@ class SplittingStrategy(DistributedStrategy):
     def _start_lockstep(
         self, model: nn.Module, casting: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
-        """Watch the forward passes of a model, if other processes take part in them."""
+        """Track a model's forward passes if there are several ranks."""
         if self.world_size > 1:
             SplittingStrategy.after_evaluation(self, model)
             self._lockstep = Lockstep(model, self, casting)

@@ -30,7 +30,7 @@ _FSDP, _DEEPSPEED, _XLA = "fsdp.strategy:FSDPStrategy", "deepspeed.strategy:Deep
 _UNUSED = "ddp for models that leave parameters unused in some steps"
 _COPIES = "one process; the model is copied to every GPU for each batch"
 _OFFLOAD = {"offload": True}
-# Name, home in this package, summary, options.
+# Name, location in this package, summary, options.
 _BUILT_IN: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("single", _SINGLE, "one process, one device", {}),
     ("mps", "single:MPSStrategy", "one process, an Apple GPU", {}),
@@ -66,14 +66,14 @@ for _name, _home, _summary, _preset in _BUILT_IN:
 
 
 def create_strategy(name: str = "auto", **options: Any) -> Strategy:
-    """Build a strategy by name; touches no device.
+    """Create a strategy by name; touches no device.
 
     Args:
         name: A registry name, or ``"auto"``: ``"ddp"`` if a launcher started several processes, else ``"single"``.
-        **options: The strategy's own keyword arguments.
+        **options: The strategy's keyword arguments.
 
     Raises:
-        ConfigError: No such name, or the strategy does not take an option.
+        ConfigError: The name is unknown, or the strategy does not accept an option.
 
     Example:
         >>> create_strategy("single", use_cpu=True).name
@@ -94,10 +94,10 @@ def create_strategy(name: str = "auto", **options: Any) -> Strategy:
 
 
 def accepted_options(name: str) -> set[str] | None:
-    """Return the options that a strategy can be made with; None where it takes any."""
+    """Return the options that a strategy accepts; None if it accepts any."""
     factory, _ = strategies.resolve(name)
     accepted: set[str] = set()
-    # A class that passes what it does not know on accepts what those that it derives from do.
+    # A class that forwards **kwargs also accepts the options of its base classes.
     kinds = (
         [vars(kind)["__init__"] for kind in factory.__mro__ if "__init__" in vars(kind)]
         if isinstance(factory, type)

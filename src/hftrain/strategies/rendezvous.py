@@ -1,4 +1,4 @@
-"""A place in the launcher's store that belongs to these very processes, and not to any that ran before them."""
+"""A part of the launcher's store that only the current processes use."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 
 
 def fresh_place(store: Store, *, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Agree on a part of a store that is empty. Collective.
+    """Agree on an unused prefix of a store. Collective.
 
-    A launcher that starts failed processes again (`torchrun --max-restarts`) may keep its store, and in it what the
-    processes before have left: addresses at which nobody answers, and notes of errors that are over. A count of the
-    restarts does not tell them apart, for launchers on several machines count their own. So each process signs with a
-    name that it makes up, rank 0 proposes the list of names that it finds, and all go where a list leads that each has
-    found itself on.
+    A launcher that restarts failed processes (`torchrun --max-restarts`) may keep its store with stale entries:
+    addresses and error notes of earlier processes. A restart count cannot distinguish them, because launchers on
+    several machines count separately. Instead each process posts a random name, rank 0 proposes the list of names that
+    it finds, and all ranks use the prefix derived from a list once each of them has found its own name in it.
 
     Args:
-        store: What the launcher shares.
-        rank: This process.
-        world_size: How many there are.
+        store: The launcher's store.
+        rank: This process's rank.
+        world_size: The number of processes.
         timeout: How long to wait for the others.
 
     Raises:
-        StrategyError: They did not all come.
+        StrategyError: Not all processes arrived in time.
     """
     board, own = Board(PrefixStore("hftrain/rendezvous", store)), uuid.uuid4().hex
     board.post(f"name/{rank}", own)

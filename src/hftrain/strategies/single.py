@@ -12,15 +12,15 @@ from hftrain.strategies.environment import find_device_type
 
 
 class SingleDeviceStrategy(Strategy):
-    """Train in this process alone, on the CPU or one accelerator.
+    """Train in one process, on the CPU or one accelerator.
 
     Args:
-        use_cpu: Stay on the CPU although there is an accelerator.
-        device: A device by name (``"cuda:1"``); by default the accelerator that torch finds.
-        place_model: Whether `setup` moves the model; False for a model that is already spread or quantized.
+        use_cpu: Use the CPU even if there is an accelerator.
+        device: A device by name (``"cuda:1"``); None uses torch's accelerator, if there is one.
+        place_model: Whether `setup` moves the model; False for a model that is already dispatched or quantized.
 
     Raises:
-        ConfigError: A launcher started several processes, the device is not here, or it contradicts `use_cpu`.
+        ConfigError: A launcher started several processes, the device does not exist, or it contradicts `use_cpu`.
 
     Example:
         >>> SingleDeviceStrategy(use_cpu=True).device_type
@@ -47,14 +47,14 @@ class SingleDeviceStrategy(Strategy):
 
 
 class MPSStrategy(SingleDeviceStrategy):
-    """Train in this process alone, on an Apple GPU; `"single"` takes one by itself, and the CPU where there is none.
+    """Train in one process on an Apple GPU; `"single"` also selects one and uses the CPU if there is none.
 
     Args:
-        use_cpu: Refused: it contradicts the name.
+        use_cpu: Not supported: it contradicts the name.
         place_model: See `SingleDeviceStrategy`.
 
     Raises:
-        ConfigError: See `SingleDeviceStrategy`; or torch sees no such GPU.
+        ConfigError: See `SingleDeviceStrategy`; or torch finds no Apple GPU.
 
     Source: the documented `use_mps_device`.
     """
@@ -70,7 +70,7 @@ class MPSStrategy(SingleDeviceStrategy):
 
 
 def _absence(device: torch.device) -> str | None:
-    """Return why a device cannot be used here, as far as torch can tell."""
+    """Return why torch cannot use a device here; None if it can."""
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         return f"torch sees {torch.cuda.device_count()} CUDA devices."
     if device.type == "mps" and not torch.backends.mps.is_available():

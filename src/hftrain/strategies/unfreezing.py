@@ -1,4 +1,4 @@
-"""Parameters that are frozen, unfrozen or added while an engine averages the gradients of those it was made for."""
+"""Parameters that are frozen, unfrozen or added after an engine was created for the trainable ones."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _WITHIN_UPDATE = (1 << 20) - 1
 
 
 def follow_parameters(wrapped: DistributedDataParallel, strategy: DistributedStrategy) -> None:
-    """Let a wrapper average the gradients of all parameters that require one, whenever they came to. Collective.
+    """Keep a DDP wrapper averaging the gradients of all parameters that require one. Collective.
 
-    DDP averages those that required one when it was made; the others' gradients would differ by rank, and the copies of
-    the model drift apart. Before each forward pass that records gradients it is compared which do, which takes some 40
-    nanoseconds for each parameter. All ranks must change the same ones: a rank that does not is named in an error.
+    DDP averages only the gradients of parameters that required one when it was created; replicas would diverge in the
+    others. Each forward pass that records gradients therefore first compares the `requires_grad` flags, which takes
+    about 40 nanoseconds per parameter. All ranks must change the same ones; an error names a rank that does not.
     """
     follow(wrapped, strategy, _Averaged)
 
 
 def follow(outermost: nn.Module, strategy: DistributedStrategy, kind: type[Follower]) -> None:
-    """Let one object of `kind` look at a model's parameters before each forward pass, for this run too. Collective."""
+    """Attach one `Follower` of class `kind` to a model, or reuse it, for this run. Collective."""
     follower = vars(outermost).get(_FOLLOWER)
     if follower is None:
         follower = kind(outermost)
@@ -48,11 +48,11 @@ def follow(outermost: nn.Module, strategy: DistributedStrategy, kind: type[Follo
 
 
 class FixedParameters:
-    """Which parameters of a model require a gradient, for an engine that cannot follow when that changes.
+    """The trainable parameters of a model, for an engine that does not support changing them.
 
     Args:
         model: The model.
-        engine: Its name for the error.
+        engine: The engine's name for the error.
     """
 
     def __init__(self, model: nn.Module, *, engine: str) -> None:
@@ -63,7 +63,7 @@ class FixedParameters:
         self._is_stale = _mark_additions(self, set(map(id, self._parameters)))
 
     def check(self) -> None:
-        """Raise `StrategyError` if other parameters require a gradient than at first."""
+        """Raise `StrategyError` if the set of trainable parameters has changed."""
         found = list(map(requires_grad, self._parameters))
         if found != self._flags:
             names = [name for name, now, before in zip(self._names, found, self._flags, strict=True) if now != before]
@@ -80,14 +80,14 @@ class FixedParameters:
 
 
 class _Agreement:
-    """Find out whether all ranks change the same parameters before the same forward pass.
+    """Check that all ranks change the same parameters before the same forward pass.
 
-    No step pays for it. A rank that notices a change leaves a note and waits for the others' notes; for a rank that has
-    gone on without a change, its watch's thread answers.
+    Steps without a change have no overhead. A rank with a change posts a note and waits for the others' notes; on a
+    rank that has continued without a change, the watch's thread answers.
 
     Args:
-        strategy: Launched, with a watch.
-        passes: Where this rank is, as its only element: a number that grows with each forward pass, on all ranks alike.
+        strategy: A launched strategy with a watch.
+        passes: A one-element list with this rank's position, which increases with each forward pass on every rank.
     """
 
     def __init__(self, strategy: DistributedStrategy, passes: list[int]) -> None:
@@ -101,10 +101,10 @@ class _Agreement:
         self.watch.chore = self._answer
 
     def check(self, change: list[str]) -> None:
-        """Wait for the other ranks' changes. Collective among the ranks that change something.
+        """Wait for the other ranks' changes. Collective among the ranks that change parameters.
 
         Raises:
-            StrategyError: Another rank changes others, or none.
+            StrategyError: Another rank changes other parameters, or none.
         """
         at = self._changed_at = self._passes[0]
         self._post(at, change)
@@ -132,7 +132,7 @@ class _Agreement:
         self._board.post(f"rank {self._rank}", json.dumps([at, change]))
 
     def _answer(self) -> None:
-        """Tell that this rank has gone on without a change; called by the watch's thread."""
+        """Post that this rank has continued without a change; called by the watch's thread."""
         at = int(self._board.read("change") or -1)
         if self._passes[0] > at and at not in (-1, self._changed_at, self._answered):
             self._answered = at
@@ -140,10 +140,10 @@ class _Agreement:
 
 
 class Follower:
-    """Notice, before a forward pass that records gradients, which parameters begin or cease to require one.
+    """Detect, before a forward pass that records gradients, which parameters start or stop requiring one.
 
     Args:
-        outermost: What is called; this object becomes its forward pre-hook.
+        outermost: The outermost module; this object becomes its forward pre-hook.
     """
 
     def __init__(self, outermost: nn.Module) -> None:
@@ -159,12 +159,12 @@ class Follower:
         raise NotImplementedError
 
     def join(self, strategy: DistributedStrategy) -> None:
-        """Agree with the other ranks from now on, where there are any. Collective."""
+        """Check changes against the other ranks from now on, if there are any. Collective."""
         if strategy.watch is not None and (self._agreement is None or self._agreement.watch is not strategy.watch):
             self._agreement = _Agreement(strategy, self._passes)
 
     def _note(self, outermost: nn.Module) -> None:
-        """Note the parameters that there are now, and which of them require a gradient."""
+        """Record the current parameters and which of them require a gradient."""
         named = self._named(outermost)
         self._names, self._parameters = [name for name, _ in named], [parameter for _, parameter in named]
         self._flags = list(map(requires_grad, self._parameters))
@@ -172,9 +172,9 @@ class Follower:
         self._known.update(map(id, self._parameters))
 
     def _look(self, outermost: Any) -> None:
-        """Act if other parameters require a gradient than before; collective then."""
+        """Act if the set of trainable parameters has changed. Collective if so."""
         self._is_stale[0] = False
-        # Held until the end, or a new parameter could take the place in memory of one that is gone.
+        # Keep references, so that a new parameter cannot reuse the id of a freed one.
         held, before = self._parameters, self._trained()
         self._note(outermost)
         now = self._trained()
@@ -195,21 +195,21 @@ class Follower:
         raise NotImplementedError
 
     def _check(self, outermost: Any, begun: list[nn.Parameter]) -> None:
-        """Raise if the engine cannot follow."""
+        """Raise if the engine does not support the change."""
 
     def _act(self, outermost: Any, begun: list[nn.Parameter]) -> None:
-        """Do what the engine needs to follow. Collective."""
+        """Apply the change to the engine. Collective."""
 
 
 class _Averaged(Follower):
-    """The parameters that DDP's reducer was made for."""
+    """The parameters for which DDP's reducer was created."""
 
     def __call__(self, outermost: Any, inputs: Any) -> None:
         if not torch.is_grad_enabled():
             return
         if self._is_stale[0] or list(map(requires_grad, self._parameters)) != self._flags:
             self._look(outermost)
-        # Ranks may have unequal numbers of passes before they meet in one, and go on from there together.
+        # Ranks may run unequal numbers of passes before a synchronising one, from which they count in step again.
         before = self._passes[0]
         self._passes[0] = (before | _WITHIN_UPDATE if outermost.require_backward_grad_sync else before) + 1
 
@@ -219,26 +219,26 @@ class _Averaged(Follower):
     def _act(self, outermost: Any, begun: list[nn.Parameter]) -> None:
         for parameter in begun:
             torch.distributed.broadcast(parameter.detach(), src=0, group=outermost.process_group)
-        # What unpickling does: a reducer for what requires a gradient, all else as it was.
+        # As unpickling does: create a reducer for the trainable parameters and keep everything else.
         outermost.__setstate__(outermost.__getstate__())
         for hook, state in outermost._comm_hooks:
             torch.distributed._register_comm_hook(outermost.reducer, state, hook)  # type: ignore[attr-defined]
 
 
-# The hooks of `_mark_additions`, each with its owner. They are not removed when that is freed, which may be while torch
-# walks over its hooks, but when the next are added.
+# The hooks of `_mark_additions`, each with its owner. They are removed when the next ones are added, not when the owner
+# is freed, because that may happen while torch iterates over its hooks.
 _HOOKS: list[tuple[weakref.ref[Any], Any]] = []
 
 
 def _mark_additions(owner: object, known: set[int]) -> list[bool]:
-    """Return a list whose only element becomes True when any module gets a parameter or module that is not known.
+    """Return a one-element list that becomes True when any module gets an unknown parameter or module.
 
-    It does for as long as `owner` lives.
+    It is updated as long as `owner` is alive.
     """
     mark = [False]
 
     def note(module: nn.Module, name: str, new: Any) -> None:
-        # Engines put parameters back that they took out.
+        # Engines remove parameters and register them again.
         if id(new) not in known:
             mark[0] = True
 
@@ -246,13 +246,13 @@ def _mark_additions(owner: object, known: set[int]) -> list[bool]:
         gone[1].remove()
         _HOOKS.remove(gone)
     for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
-        # `note` holds the mark and the numbers alone, so that the model can be freed.
+        # `note` refers only to the mark and the ids, so that the model can be freed.
         _HOOKS.append((weakref.ref(owner), register(note)))
     return mark
 
 
 def refuse_added(names: list[str]) -> None:
-    """Raise `StrategyError` if there are names of parameters that were added and are to be trained."""
+    """Raise `StrategyError` if there are names of added trainable parameters."""
     if names:
         raise StrategyError(
             f"Cannot add {names[0]!r} to a model that is split while the training runs.",

@@ -1,4 +1,4 @@
-"""What processes must know of each other when one of them fails, or does not come: no collective can tell."""
+"""Detect and report failed or missing ranks without a collective."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from hftrain.strategies.links import Links
 
 _POLL_S = 1.0
 _NOTICE_S = 1.5 * _POLL_S
-# On a busy machine the others look late; those that are gone never do.
+# Other ranks poll late on a busy machine; ranks that are gone never do.
 _HEARD_S = 6 * _POLL_S
-# A process whose peer failed usually ends by itself: the next exchange tells it.
+# A process whose peer failed usually ends by itself because its next collective fails.
 _GRACE_S = 5.0
 _ANSWER_S = 3 * _POLL_S
-# How gloo, NCCL and a save that all take part in word the failure of somebody else.
+# Patterns in the messages of gloo, NCCL and collective saves about another rank's failure.
 _BROKEN = re.compile(r"gloo|nccl|connection (closed|reset|refused)|another process failed|pair closure", re.IGNORECASE)
 _LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
 class RankWatch:
-    """Let one process's error end all, and let each tell where it is, through notes that a thread looks for.
+    """End all ranks when one fails, and report where each rank is, with notes on a board that a thread polls.
 
-    The process that fails prints its traceback and then leaves a note. One that only notices that another is gone
-    prints a line instead of a traceback, and one that notices nothing is ended a few seconds later. A process that is
-    under way pays nothing: the thread looks once a second.
+    A process that fails prints its traceback and then posts a note. A process that only fails because another is gone
+    prints one line instead of a traceback, and one that notices nothing is ended a few seconds later. Training steps
+    have no overhead: the thread polls once a second.
 
     Args:
-        board: Shared by the processes, and nobody else's.
-        rank: This process's number.
-        world_size: How many there are.
-        link_timeout_s: How long another machine may be silent before this process is ended; 0 forever. See `Links`.
+        board: The board that only this group's watches use.
+        rank: This process's rank.
+        world_size: The number of processes.
+        link_timeout_s: How long another machine may be silent before this process is ended; 0 disables it. See `Links`.
 
     Attributes:
-        where: Says in words what this process does now; called when somebody asks.
-        chore: What the thread does each time it looks; None for nothing.
+        where: Returns a description of what this process is doing; called when another rank asks.
+        chore: Called by the thread at each poll; None for nothing.
     """
 
     def __init__(self, board: Board, *, rank: int, world_size: int, link_timeout_s: float = 0.0) -> None:
@@ -69,7 +69,7 @@ class RankWatch:
         self._links = Links(board, rank=rank, timeout_s=link_timeout_s, on_lost=self._lose) if link_timeout_s else None
 
     def stop(self) -> None:
-        """Stop listening, and leave uncaught errors to whom they were left before; safe to call twice."""
+        """Stop the thread and restore `sys.excepthook`; safe to call twice."""
         self._is_over.set()
         if self._links is not None:
             self._links.close()
@@ -78,9 +78,9 @@ class RankWatch:
             sys.excepthook = self._hooks[0]
 
     def late(self, error: BaseException, *, timeout_s: float) -> StrategyError | None:
-        """Return what to raise where a collective waited in vain: who did not come, and where they are instead.
+        """Return the error to raise when a collective timed out: which ranks are missing and where they are.
 
-        None for any other error. Takes a few seconds.
+        Returns None for any other error. Takes a few seconds.
         """
         if not (is_broken_exchange(error) and _LATE.search(str(error))):
             return None
@@ -92,7 +92,7 @@ class RankWatch:
         )
 
     def missing(self) -> tuple[str, str]:
-        """Return which ranks did not come to where this one waits, and where each one is, in words; takes seconds."""
+        """Return which ranks are missing where this one waits, and where each rank is, as text; takes seconds."""
         answers = self._ask()
         missing = [rank for rank in range(self.world_size) if rank != self.rank and not _waits(answers.get(rank))]
         places = "; ".join(f"rank {rank} {_told(answers.get(rank))}" for rank in sorted({*missing, *answers}))
@@ -100,10 +100,10 @@ class RankWatch:
         return late, places
 
     def failure_elsewhere(self, *, wait_s: float = 0.0) -> str | None:
-        """Return which other process failed, and how, as soon as one says so; None if none does."""
+        """Return which other process failed and how, as soon as one posts it; None if none does within `wait_s`."""
         deadline = time.monotonic() + wait_s
         while True:
-            # Whoever keeps the notes may be gone when the second thread asks.
+            # Cache it: the process that serves the store may be gone when the second thread reads.
             self._failure = self._failure or self._read("failed")
             if self._failure is not None and not self.has_failed:
                 self._post(f"heard {self.rank}", "")
@@ -113,7 +113,7 @@ class RankWatch:
             time.sleep(0.05)
 
     def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print an error nobody caught, and tell the others; in place of `sys.excepthook`."""
+        """Print an uncaught error and post it to the other ranks; replaces `sys.excepthook`."""
         if is_broken_exchange(error):
             failure = self.failure_elsewhere(wait_s=_ANSWER_S)
             if failure is not None:
@@ -129,7 +129,7 @@ class RankWatch:
             self._await_others()
 
     def _await_others(self) -> None:
-        """Return when the others have looked: this process may keep the notes, which go with it."""
+        """Wait until the others have read the note, because the store may end with this process."""
         deadline = time.monotonic() + _HEARD_S
         while time.monotonic() < deadline and not self._is_over.is_set():
             if all(self._read(f"heard {rank}") is not None for rank in range(self.world_size)):
@@ -142,7 +142,7 @@ class RankWatch:
             if failure is not None:
                 if not self._is_over.wait(_GRACE_S):
                     self._end_line(failure)
-                    # The main thread waits in a collective that nobody will end, where no exception reaches it.
+                    # The main thread waits in a collective that never ends and that no exception can interrupt.
                     os._exit(1)
                 return
             asked = self._read("asked")
@@ -155,17 +155,17 @@ class RankWatch:
             os._exit(1)
 
     def _is_orphan(self) -> bool:
-        """Tell whether the torchrun that started this process and kept the notes was killed.
+        """Return whether the torchrun that started this process and served the store was killed.
 
-        The process group lives on, but nobody waits for its end, and the job that is started next may share its folder.
+        The process group still works, but no launcher waits for it, and the next job may use the same folder.
         """
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.getppid() != self._parent
 
     def _lose(self, failure: str) -> None:
-        """End this process, which cannot reach another one; its main thread may wait for that one in a collective."""
+        """End this process after it lost another rank, because its main thread may wait for that rank forever."""
         self.has_failed = True
         self._end_line(failure)
-        # The store may be out of reach as well, and then does not return.
+        # The store may be unreachable as well, and the call would then block.
         threading.Thread(target=self._post, args=("failed", failure), daemon=True).start()
         time.sleep(_NOTICE_S)
         os._exit(1)
@@ -178,7 +178,7 @@ class RankWatch:
             self._is_over.set()
 
     def _ask(self) -> dict[int, Any]:
-        """Return what every process's thread says of where its process is; some may not answer in time."""
+        """Return the position that each other rank's thread reports; some ranks may not answer in time."""
         self._gave_up = True
         before = self._read("asked")
         self._post("asked", f"{self.rank} {time.time()}")
@@ -188,13 +188,13 @@ class RankWatch:
             time.sleep(0.05)
             for rank in range(self.world_size):
                 answer = json.loads(self._read(f"at {rank}") or "[null]")
-                # Whoever of those who asked was answered.
+                # Accept an answer to any rank's new question.
                 if rank != self.rank and answer[0] not in (None, before):
                     answers[rank] = answer
         return answers
 
     def _place(self) -> tuple[bool, str, str]:
-        """Return whether the process waits for others, what it does, and where in its code."""
+        """Return whether the process waits for others, what it is doing, and the line of user code."""
         waits = self._gave_up or waits_for_others(self._watched)
         return waits, self.where(), user_line(self._watched)
 
@@ -215,13 +215,13 @@ class RankWatch:
             return None
 
     def _cut(self) -> None:
-        """Note that whoever kept the notes is gone, and with them everybody's group, unless it was torchrun's."""
+        """Record that the store is gone, and with it all ranks' groups unless torchrun served it."""
         self._is_cut = True
         self._is_over.set()
 
 
 def is_broken_exchange(error: BaseException) -> bool:
-    """Tell whether an error only says that an exchange with other processes failed."""
+    """Return whether an error only reports that communication with other ranks failed."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_BROKEN.search(str(error))))
 
 

@@ -1,4 +1,4 @@
-"""What several strategies ask of a model: that it is whole, and that there is something to train."""
+"""Checks that several strategies share: the model is not sharded and has trainable parameters."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from hftrain.core.parameters import is_partitioned
 
 
 def check_whole(model: nn.Module, *, name: str, world_size: int) -> None:
-    """Raise where another strategy has split a model: what it left would train or exchange parts as if whole.
+    """Raise if another strategy has sharded a model, because this one would treat the shards as full tensors.
 
     Args:
-        model: The model, in no wrapper that its strategy knows.
-        name: The strategy that is to take it.
+        model: The model without a wrapper that belongs to the strategy.
+        name: The name of the strategy that will train it.
         world_size: The number of processes.
 
     Raises:
-        ConfigError: FSDP or ZeRO-3 has split it.
+        ConfigError: FSDP or ZeRO-3 has sharded it.
     """
-    # In a group of one, FSDP's parts are the whole; ZeRO-3 leaves empty parameters there too.
+    # In a group of one, FSDP's shards are full tensors; ZeRO-3 leaves empty parameters there too.
     by_fsdp = world_size > 1 and any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules())
     by_zero = is_partitioned(model)
     if by_fsdp or by_zero:
@@ -31,7 +31,7 @@ def check_whole(model: nn.Module, *, name: str, world_size: int) -> None:
 
 
 def check_trainable(model: nn.Module, *, name: str) -> None:
-    """Raise where a strategy is to exchange or split the gradients of a model that has none.
+    """Raise if a model has no gradients that a strategy could exchange or shard.
 
     Raises:
         ConfigError: No parameter requires a gradient.
