@@ -101,7 +101,7 @@ def _panels(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
             odd = [step for step, value in run.points(metric) if not math.isfinite(value)]
             if odd:
                 named = ", ".join(map(_number, odd[:_MAX_NAMED])) + (", ..." if len(odd) > _MAX_NAMED else "")
-                panel["notes"].append(f"{label}: {len(odd)} values are NaN or infinite, at step {named}")
+                panel["notes"].append(f"{label}: NaN or infinite at step {named}")
     last = [*_TITLES]
     evaluated = {run.subject(name) for run in runs for name in run.metrics() if name != run.subject(name)}
 
@@ -250,7 +250,7 @@ def _times(run: RunRecord) -> Iterable[tuple[str, str, str]]:
             start = event.get("resumed_from")
             where = event.get("environment", {})
             text = f"resumed from {start}" if start else "began"
-            text += f", {where.get('processes', 1)} process(es) on {where.get('hosts', 1)} host(s)"
+            text += f"; processes: {where.get('processes', 1)}, machines: {where.get('hosts', 1)}"
             yield when, step, text
             session = next((each for each in run.sessions if each[0][0] == event["at"]), [])
             later = [each["event"] for each in run.events[number + 1 :]]

@@ -77,9 +77,9 @@ def test_tables_tell_best_arguments_checkpoints_and_resumes(tmp_path: Path) -> N
     assert "adam_beta1" not in arguments
     happened = [row[1:] for row in rows_of(page, "Time line")[1:]]
     assert happened == [
-        ["0", "began, 1 process(es) on 1 host(s)"],
+        ["0", "began; processes: 1, machines: 1"],
         ["4", "did all steps"],
-        ["4", "resumed from checkpoint-4, 1 process(es) on 1 host(s)"],
+        ["4", "resumed from checkpoint-4; processes: 1, machines: 1"],
         ["6", "did all steps"],
     ]
     saved = {row[0]: row for row in rows_of(page, "Checkpoints")[1:]}
@@ -110,7 +110,7 @@ def test_run_of_transformers_is_shown_without_reading_its_pickle(tmp_path: Path)
     page = write(tmp_path, tmp_path / "out", tmp_path / "ours")
     assert "Not known of out." in page
     page = write(tmp_path, tmp_path / "out")
-    assert "1 values are NaN or infinite, at step 20" in page
+    assert "NaN or infinite at step 20" in page
     assert "the checkpoints hold them as a pickle, which is not read" in page
     assert "has no journal.jsonl" in page
     assert rows_of(page, "Evaluations")[1][2] == "0.5"
