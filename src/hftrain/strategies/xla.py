@@ -1,4 +1,4 @@
-"""One process that drives XLA devices (TPUs): one, or several that share the batch, and on wish the model."""
+"""One process that drives one or several XLA devices (TPUs), which share the batch and optionally the model."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _REENTRANT = ("use_reentrant", True)
 class XLAStrategy(Strategy):
     """Train on XLA devices through `torch_xla`, in one process.
 
-    Operations are recorded, and run when a step ends; the same shapes compile once. With several devices the compiler
-    splits the work among them (SPMD): this process holds the whole batch, of which each device computes a part, and the
-    gradients are exchanged where the compiler puts it, once per step.
+    Operations are recorded and run when a step ends; each set of shapes is compiled once. With several devices the
+    compiler distributes the work (SPMD): this process holds the whole batch, each device computes a part of it, and
+    the compiler inserts one gradient exchange per step.
 
-    With `wraps` and one device, the model is wrapped by torch_xla's own FSDP instead, which wants a process for each
-    device; with several, the compiler splits it, and a warning says so. A wrapped model is trained once.
+    With `wraps` and one device, torch_xla's own FSDP wraps the model instead. It needs one process per device, so with
+    several devices the compiler shards the model and a warning says so. A wrapped model can be trained only once.
 
     `launch` starts the XLA client, which must happen before the process's first backward pass on any device.
 
     Args:
         place_model: Whether `setup` moves the model.
-        num_devices: How many devices must be there to split batches over; None: one, or all there are with `shards`.
-        shards: Split parameters, gradients and optimizer state over the devices, too.
-        wraps: Use torch_xla's wrapper where there is one device.
-        settings: What the wrapper is to be told.
-        layer_classes: Names of the classes of the layers that are gathered one by one; None takes the model's own hint.
-        min_num_params: Choose them by their number of parameters instead.
-        recomputes: Let these layers compute their activations once more in the backward pass.
+        num_devices: The required number of devices; None uses one, or all available ones with `shards`.
+        shards: Also shard parameters, gradients and optimizer state over the devices.
+        wraps: Use torch_xla's wrapper if there is one device.
+        settings: Options of the wrapper.
+        layer_classes: Class names of the layers that become units; None uses the model's own hint.
+        min_num_params: Choose the layers by their number of parameters instead.
+        recomputes: Recompute the activations of these layers in the backward pass.
 
     Raises:
         MissingDependencyError: torch_xla is not installed.
@@ -104,10 +104,10 @@ class XLAStrategy(Strategy):
         return None
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise unless a model can be split as asked for; touches no device.
+        """Raise if a model cannot be sharded as requested; touches no device.
 
         Raises:
-            ConfigError: It has no layer of a class that was named, or none to recompute.
+            ConfigError: The model has no layer of a named class, or none to recompute.
         """
         if self.recomputes and not self._units(model):
             raise ConfigError(
@@ -117,12 +117,12 @@ class XLAStrategy(Strategy):
             )
 
     def launch(self) -> None:
-        """Start the XLA client and take the device; doing so again changes nothing.
+        """Start the XLA client and select the device; a second call changes nothing.
 
-        Splitting over devices switches the process to SPMD, for as long as it lives.
+        Using several devices switches the process to SPMD until it exits.
 
         Raises:
-            StrategyError: There are several replicas or machines, or another number of devices than was asked for.
+            StrategyError: There are several replicas or machines, or the number of devices differs from `num_devices`.
         """
         if self._device is not None:
             return
@@ -130,7 +130,7 @@ class XLAStrategy(Strategy):
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
 
-        # Other ways to count the devices settle that they are not used as one.
+        # Other ways to count the devices initialise the client without SPMD.
         self._is_wrapping = self.wraps and xr.global_runtime_device_count() == 1 and not xr.is_spmd()
         splits = not self._is_wrapping and (self.shards or (self.num_cores or 1) > 1)
         if not splits:
@@ -138,7 +138,7 @@ class XLAStrategy(Strategy):
         elif not xr.is_spmd():
             xr.use_spmd()
         device = torch_xla.device()
-        # Merely naming the device does not start a client in SPMD.
+        # In SPMD, requesting the device does not start the client.
         torch.zeros((), device=device)
         torch_xla.sync()
         if splits:
@@ -157,7 +157,7 @@ class XLAStrategy(Strategy):
         xm.set_rng_state(torch.initial_seed() % 2**31)
 
     def close(self) -> None:
-        """Let go of the device; SPMD stays on, and the client runs, until the process ends."""
+        """Release the device; SPMD and the client stay active until the process exits."""
         for handle in (self._step_end, self._forward_start):
             if handle is not None:
                 handle.remove()
@@ -167,7 +167,7 @@ class XLAStrategy(Strategy):
         super().close()
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
-        """Place a model, split it on wish, and make its optimizer, whose `step` ends XLA's. Mutates the model."""
+        """Place and optionally shard a model; create an optimizer whose `step` ends the XLA step. Mutates the model."""
         if make_optimizer is not None and self._is_wrapped(model):
             raise StrategyError(
                 f"Cannot train {type(self.unwrap(model)).__name__} again with torch_xla's FSDP wrapper.",
@@ -178,7 +178,7 @@ class XLAStrategy(Strategy):
             _recompute(self._units(self.unwrap(model)))
         model, optimizer = super().setup(model, make_optimizer, policy)
         if optimizer is not None and self._is_wrapping:
-            # Only now, for an optimizer to see parameters by their names and in their shapes.
+            # Wrap after creating the optimizer, which needs the original parameter names and shapes.
             self._wrapped = WrappedModel(self.unwrap(model), self._units(self.unwrap(model)), self.settings)
             self._wrapped.adopt(optimizer)
             model = self._wrapped.root
@@ -189,9 +189,9 @@ class XLAStrategy(Strategy):
         return model, optimizer
 
     def recompute(self, model: nn.Module, options: Mapping[str, Any]) -> Callable[[], None]:
-        """Let the layers of a model recompute their activations; torch's checkpoint knows no XLA device.
+        """Recompute the activations of a model's layers; torch's checkpoint does not support XLA devices.
 
-        They are those of ``"layer_classes"``, or those that the strategy or the model's own hint names.
+        The layers are those of ``"layer_classes"``, or those that the strategy or the model's own hint names.
         """
         classes = options.get("layer_classes")
         if classes is None:
@@ -223,10 +223,10 @@ class XLAStrategy(Strategy):
         return undo
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device, keeping its parameters the objects they are. Mutates the model."""
+        """Move a model to the device and keep the identity of its parameters. Mutates the model."""
         if not self.place_model or self._is_wrapped(model):
             return model
-        # Otherwise torch makes new parameters, which parts the tied ones from each other and all from an optimizer.
+        # Otherwise torch creates new parameters, which breaks weight tying and an optimizer's references.
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
@@ -237,7 +237,7 @@ class XLAStrategy(Strategy):
         return model
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Return the module to evaluate; each of its forward passes first runs what was recorded before."""
+        """Return the module to evaluate; each of its forward passes first runs pending operations."""
         self.after_evaluation(model)
         called = self._wrapped.root if self._wrapped and self._is_wrapped(model) else self.unwrap(model)
         self._forward_start = called.register_forward_pre_hook(_end_step)
@@ -266,7 +266,7 @@ class XLAStrategy(Strategy):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Run a micro-step by itself, so that what XLA compiles does not grow with their number."""
+        """Run a micro-step separately, so that the compiled graph does not grow with the number of micro-steps."""
         yield
         _end_step()
 
@@ -275,7 +275,7 @@ class XLAStrategy(Strategy):
         return super().count_trainable(model) if wrapped is None else wrapped.count_trainable()
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the whole state in host memory; tied tensors stay tied. Ends no step: a save changes no randomness."""
+        """Return the full state in host memory, with tied tensors tied. Ends no step, so RNG states do not change."""
         if self._wrapped is not None and self._is_wrapped(model):
             return self._wrapped.state()
         copies: dict[int, torch.Tensor] = {}
@@ -296,7 +296,7 @@ class XLAStrategy(Strategy):
         return found
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole optimizer's state in host memory."""
+        """Return the full optimizer state in host memory."""
         if self._wrapped is not None and self._is_wrapped(model):
             return self._wrapped.optimizer_state(optimizer)
         state: dict[str, Any] = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
@@ -312,13 +312,13 @@ class XLAStrategy(Strategy):
                     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                         self._split_tensor(value)
 
-    # -- how it is done ------------------------------------------------------------------------------------------
+    # -- implementation ------------------------------------------------------------------------------------------
 
     def _is_wrapped(self, model: nn.Module) -> bool:
         return self._wrapped is not None and self.unwrap(model) is self._wrapped.bare
 
     def _make_mesh(self, num_found: int) -> None:
-        """Make the devices the process's global mesh, for user code to find."""
+        """Set the devices as the process's global mesh, which user code can read."""
         import torch_xla.distributed.spmd as spmd
 
         if self.num_cores not in (None, num_found):
@@ -333,7 +333,7 @@ class XLAStrategy(Strategy):
         spmd.set_global_mesh(self._mesh)
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Move a batch's tensor to the devices, a part to each; whole where it cannot be cut evenly."""
+        """Shard a batch's tensor over the devices; replicate it if it cannot be divided evenly."""
         if tensor.device.type == "xla":
             return tensor
         if not tensor.dim() or not len(tensor) or len(tensor) % self._num_parts:
@@ -346,13 +346,13 @@ class XLAStrategy(Strategy):
         return sent
 
     def _split(self, model: nn.Module) -> None:
-        """Split a model's parameters over the devices; those that are split stay as they are."""
+        """Shard a model's parameters over the devices; sharded ones are unchanged."""
         if self.shards and not self._is_wrapping:
             for parameter in model.parameters():
                 self._split_tensor(parameter)
 
     def _split_tensor(self, tensor: torch.Tensor) -> None:
-        """Split a tensor along the longest of its dimensions that can be cut evenly; else every device has it whole."""
+        """Shard a tensor along its longest evenly divisible dimension; without one, keep it replicated."""
         import torch_xla.distributed.spmd as spmd
 
         dims = [dim for dim, size in enumerate(tensor.shape) if size and size % self._num_parts == 0]
@@ -377,7 +377,7 @@ def _check_alone(count: int, what: str) -> None:
 
 
 def _recompute(units: Iterable[nn.Module]) -> list[nn.Module]:
-    """Let units recompute their activations, behind a barrier without which XLA would see through it; return them."""
+    """Make units recompute their activations, behind a barrier against XLA's optimisation; return changed units."""
     from torch_xla.distributed.fsdp import checkpoint_module
 
     changed = [unit for unit in units if "forward" not in vars(unit)]
@@ -387,7 +387,7 @@ def _recompute(units: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _end_step(*_: Any) -> None:
-    """Hand what was recorded to the device; does not wait for it, and moves XLA's random numbers on."""
+    """Submit recorded operations to the device without waiting; advances XLA's random number generator."""
     import torch_xla
 
     torch_xla.sync()

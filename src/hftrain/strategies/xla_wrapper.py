@@ -1,4 +1,4 @@
-"""torch_xla's own FSDP wrapper around a model on one device."""
+"""torch_xla's own FSDP wrapper for a model on one device."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hftrain.core.tree import map_tensors
 
 
 class WrappedModel:
-    """Wrap a placed model and its units, and keep its parameters known by their own names; mutates the model.
+    """Wrap a placed model and its units and keep track of the original parameter names. Mutates the model.
 
-    The wrapper takes the parameters out of their modules and trains one flat piece of each in their place.
+    The wrapper removes the parameters from their modules and trains a flat shard of each instead.
 
     Args:
-        model: On the device.
-        units: Its parts that become units of their own, inner ones first.
+        model: The model on the device.
+        units: The modules to wrap separately, inner ones first.
         settings: Options of the wrapper.
 
     Attributes:
@@ -55,17 +55,17 @@ class WrappedModel:
             for home, name in places:
                 setattr(home, name, wrapped)
         self.root: Any = XlaFullyShardedDataParallel(model, **settings)
-        # The wrapper leaves it to the parameter that it took out to tell its piece.
+        # The wrapper records a removed parameter's shard on that parameter.
         self._piece_of: dict[Any, Any] = {parameter: parameter._sharded_param for parameter in shapes}
         self._shapes = {self._piece_of[parameter]: shape for parameter, shape in shapes.items()}
-        # Their names are those from before: a parameter is no longer in its module.
+        # Restore the names from before the wrapping; parameters are no longer in their modules.
         self._buffers = {
             name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): buffer
             for name, buffer in self.root.named_buffers()
         }
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Let an optimizer that was made for the parameters update the pieces instead; mutates it."""
+        """Make an optimizer of the original parameters update the shards instead; mutates it."""
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 piece = self._piece_of[parameter]
@@ -75,15 +75,15 @@ class WrappedModel:
                     optimizer.state[piece] = {key: self._cut(value, piece) for key, value in entry.items()}
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state's names, and which of them are one and the same."""
+        """Return the state's tensors by name; tied names hold the same object."""
         return {name: self._parameters.get(name, self._buffers.get(name)) for name in self._names}
 
     def count_trainable(self) -> int:
-        """Return how many numbers training may change."""
+        """Return the number of trainable elements."""
         return sum(shape.numel() for piece, shape in self._shapes.items() if piece.requires_grad)
 
     def state(self) -> dict[str, Any]:
-        """Return the whole state in host memory; tied tensors stay tied."""
+        """Return the full state in host memory, with tied tensors tied."""
         copies: dict[int, torch.Tensor] = {}
         for tensor in self.own_state().values():
             if tensor is not None and id(tensor) not in copies:
@@ -93,10 +93,10 @@ class WrappedModel:
         return {name: copies.get(id(tensor)) for name, tensor in self.own_state().items()}
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> Any:
-        """Put a whole state in, and return torch's missing and unexpected keys.
+        """Load a full state; return torch's missing and unexpected keys.
 
         Raises:
-            RuntimeError: Names or shapes do not fit, as torch says it.
+            RuntimeError: Names or shapes do not match.
         """
         own = self.own_state()
         missing = [name for name in own if name not in state]
@@ -117,7 +117,7 @@ class WrappedModel:
         return _IncompatibleKeys(missing, unexpected)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state in host memory, in the shapes of the parameters."""
+        """Return an optimizer's state in host memory, with the shapes of the original parameters."""
         state: dict[str, Any] = map_tensors(optimizer.state_dict(), torch.Tensor.cpu)
         pieces = _pieces(optimizer)
         for index, entry in state["state"].items():
@@ -125,7 +125,7 @@ class WrappedModel:
         return state
 
     def fit_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return what `optimizer_state` returned in the shapes of the pieces."""
+        """Return a result of `optimizer_state` with the shapes of the shards."""
         pieces = _pieces(optimizer)
         entries = {
             index: {key: self._cut(value, pieces[index]) for key, value in entry.items()}
@@ -134,14 +134,14 @@ class WrappedModel:
         return {**state, "state": entries}
 
     def _whole(self, value: Any, piece: Any) -> Any:
-        """Return what has the shape of a piece in that of its parameter; of no piece, the value itself."""
+        """Reshape a value of a shard's shape to its parameter's shape; return other values unchanged."""
         if piece is None or not isinstance(value, torch.Tensor) or value.shape != piece.shape:
             return value
         shape = self._shapes[piece]
         return value[: shape.numel()].view(shape) if value.dim() == 1 else value[: shape[0]]
 
     def _cut(self, value: Any, piece: Any) -> Any:
-        """Return what has the shape of a parameter in that of its piece, filled up with zeros."""
+        """Reshape a value of a parameter's shape to its shard's shape, padded with zeros; others are unchanged."""
         if piece is None or not isinstance(value, torch.Tensor) or value.shape != self._shapes[piece]:
             return value
         if piece.dim() == 1:

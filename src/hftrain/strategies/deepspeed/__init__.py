@@ -1,4 +1,4 @@
-"""DeepSpeed: its engine runs backward, clipping, scaling and the update; the config says how much is split."""
+"""DeepSpeed: its engine runs backward, clipping, scaling and the update; the config sets the ZeRO stage."""
 
 from __future__ import annotations
 

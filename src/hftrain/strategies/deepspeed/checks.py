@@ -1,4 +1,4 @@
-"""What in a DeepSpeed config DeepSpeed would pass over, do differently, or refuse only after the launch."""
+"""Checks for settings that DeepSpeed would ignore, apply differently or reject only after the launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hftrain.core.parameters import whole_shape
 from hftrain.strategies.deepspeed.config import find, refused
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
-# The keys that a run fills or is made by. DeepSpeed passes over a key that it does not know.
+# The keys that a run fills or depends on. DeepSpeed ignores unknown keys.
 _KEYS = (
     "zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "torch_autocast", "gradient_clipping",
     "gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu",
@@ -25,13 +25,13 @@ _BUFFER_SIZE = 100_000_000  # DeepSpeed's own
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Raise where a key is misspelled, or a section is not one.
+    """Raise if a key is misspelled or a section is not a dict.
 
     Raises:
-        ConfigError: Either.
+        ConfigError: A key or section is invalid.
     """
     for key in config:
-        # A key with something before or after it was set aside by somebody.
+        # A key with a leading or trailing "_" or "#" was disabled on purpose.
         near = (
             [] if str(key).strip("_#") in _KEYS else difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=_LIKENESS)
         )
@@ -51,10 +51,10 @@ def check_keys(config: Mapping[str, Any]) -> None:
 
 
 def check_offload(config: Mapping[str, Any]) -> None:
-    """Raise where something is to be offloaded that the stage of ZeRO does not offload, or not there.
+    """Raise if the ZeRO stage does not support a requested offload.
 
     Raises:
-        ConfigError: DeepSpeed would leave it where it is, or put it elsewhere.
+        ConfigError: DeepSpeed would silently keep it in memory or offload it elsewhere.
     """
     stage = int(find(config, "zero_optimization.stage") or 0)
     for part, least in zip(_OFFLOADS, (1, 3), strict=True):
@@ -71,10 +71,10 @@ def check_offload(config: Mapping[str, Any]) -> None:
 
 
 def check_for_training(config: Mapping[str, Any], model: nn.Module, *, world_size: int) -> None:
-    """Raise where DeepSpeed could not train a model with a config that is filled. Imports DeepSpeed.
+    """Raise if DeepSpeed cannot train a model with a filled config. Imports DeepSpeed.
 
     Raises:
-        ConfigError: It could not.
+        ConfigError: See `check_nvme`, `check_with_deepspeed` and `check_buffers`.
     """
     check_nvme(config)
     check_with_deepspeed(config)
@@ -82,10 +82,10 @@ def check_for_training(config: Mapping[str, Any], model: nn.Module, *, world_siz
 
 
 def check_with_deepspeed(config: Mapping[str, Any]) -> None:
-    """Raise where DeepSpeed refuses the section of ZeRO, or knows no optimizer or schedule of that name. Imports it.
+    """Raise if DeepSpeed rejects the ZeRO section or does not have the named optimizer or schedule. Imports it.
 
     Raises:
-        ConfigError: Either; with what DeepSpeed says of it.
+        ConfigError: DeepSpeed rejects the config; the message holds its reason.
     """
     from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
@@ -107,10 +107,10 @@ def check_with_deepspeed(config: Mapping[str, Any]) -> None:
 
 
 def check_nvme(config: Mapping[str, Any]) -> None:
-    """Raise where a config offloads to NVMe and DeepSpeed cannot; asks it whether it could compile what it takes.
+    """Raise if a config offloads to NVMe and DeepSpeed cannot, for example because libaio is missing.
 
     Raises:
-        ConfigError: There is no path, or no libaio.
+        ConfigError: There is no `nvme_path`, or libaio is missing.
     """
     parts = [part for part in _OFFLOADS if find(config, f"zero_optimization.{part}.device") == "nvme"]
     if not parts:
@@ -130,10 +130,10 @@ def check_nvme(config: Mapping[str, Any]) -> None:
 
 
 def check_buffers(config: Mapping[str, Any], model: nn.Module, *, world_size: int) -> None:
-    """Raise where a process's part of a parameter does not fit the buffers through which it goes to NVMe and back.
+    """Raise if a process's shard of a parameter does not fit the buffers for NVMe offload.
 
     Raises:
-        ConfigError: So it is.
+        ConfigError: `buffer_size` is too small.
     """
     offload = find(config, "zero_optimization.offload_param")
     if not offload or offload.get("device") != "nvme":
@@ -147,7 +147,7 @@ def check_buffers(config: Mapping[str, Any], model: nn.Module, *, world_size: in
 
 
 def _told(error: Exception) -> list[str]:
-    """Return what pydantic says of each key, or the error's own words."""
+    """Return pydantic's message for each key, or the error's own message."""
     if not hasattr(error, "errors"):
         return [str(error)]
     return [f"{'.'.join(map(str, each['loc'])) or 'all of it'}: {each['msg']}" for each in error.errors()]

@@ -1,4 +1,4 @@
-"""A DeepSpeed config: read, checked, and its "auto" values filled, with every contradiction in one error."""
+"""Read and check a DeepSpeed config and fill its "auto" values; one error lists all contradictions."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ AUTO = "auto"
 STAGES = (0, 1, 2, 3)
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _PREFETCH = "stage3_prefetch_bucket_size"
-# Of these the engine splits the work in ways that the loaders do not follow.
+# With these the engine divides the work in ways that hftrain's loaders do not support.
 _PARALLEL = (("tensor_parallel", "autotp_size"), ("sequence_parallel_size",))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fill:
-    """One value that the run has for a key of the config.
+    """The run's value for one key of the config.
 
     Args:
-        key: The key, nested ones joined by dots (``"optimizer.params.lr"``).
-        value: What it is in this run.
-        name: The argument that says so, for the error.
-        must_match: Whether another value in the config is an error; else the config's stands.
-        creates: Whether the key is added where the config does not have it.
+        key: The key; nested keys are joined by dots (``"optimizer.params.lr"``).
+        value: The value in this run.
+        name: The argument that sets it, for the error.
+        must_match: Whether a different value in the config is an error; otherwise the config's value is kept.
+        creates: Whether the key is added if the config does not have it.
     """
 
     key: str
@@ -45,7 +45,7 @@ def read_config(given: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """Return a copy of a config, from a dict or the path of a JSON file.
 
     Raises:
-        ConfigError: The file cannot be read, or it holds no settings, or settings that cannot work here.
+        ConfigError: The file cannot be read, or its settings are invalid or not supported here.
     """
     if isinstance(given, (str, Path)):
         try:
@@ -60,7 +60,7 @@ def read_config(given: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         raise refused(f"it is {a_kind(given)}, not a dict.", "Pass a JSON object, or a dict.")
     config: dict[str, Any] = copy.deepcopy(dict(given))
     if "bfloat16" in config and "bf16" not in config:
-        config["bf16"] = config.pop("bfloat16")  # the key's old name, which DeepSpeed still takes
+        config["bf16"] = config.pop("bfloat16")  # the key's old name, which DeepSpeed still accepts
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):
         raise refused(f"zero_optimization is {zero!r}, not a dict.", "Use a dict such as {'stage': 2}.")
@@ -77,10 +77,10 @@ def read_config(given: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def with_preset(config: dict[str, Any] | None, *, stage: int | None, offload: bool) -> dict[str, Any]:
-    """Return a config that does what a strategy's name says.
+    """Return a config with the stage and offload of a strategy's name.
 
     Raises:
-        ConfigError: The config says another stage, or no offload.
+        ConfigError: The config sets another stage, or no offload.
     """
     is_own = config is None
     config = {"zero_optimization": {}} if config is None else config
@@ -100,7 +100,7 @@ def with_preset(config: dict[str, Any] | None, *, stage: int | None, offload: bo
                 reason = f"The strategy's name means offload, and the config's {part} says that nothing is offloaded."
                 raise refused(reason, f"Take the name without offload, or leave {part} out.")
     if find(config, "zero_optimization.offload_param.device") == "nvme" and zero.get(_PREFETCH, AUTO) == AUTO:
-        # DeepSpeed 0.19 asks the drive twice for what ends the forward pass and begins the backward one, and fails.
+        # DeepSpeed 0.19 reads parameters used by both the end of forward and the start of backward twice, and fails.
         zero[_PREFETCH] = 0
     if is_own and zero["stage"] == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
@@ -108,10 +108,10 @@ def with_preset(config: dict[str, Any] | None, *, stage: int | None, offload: bo
 
 
 def fill(config: dict[str, Any], values: Iterable[Fill]) -> None:
-    """Put the run's values where the config says "auto"; mutates the config.
+    """Replace "auto" values of the config by the run's values; mutates the config.
 
     Raises:
-        ConfigError: Values of the config contradict the run; all of them are listed.
+        ConfigError: Values of the config contradict the run; the error lists all of them.
     """
     mismatches = []
     for each in values:
@@ -135,7 +135,7 @@ def fill(config: dict[str, Any], values: Iterable[Fill]) -> None:
 
 
 def model_values(model: nn.Module) -> list[Fill]:
-    """Return the bucket sizes that DeepSpeed recommends for a model's hidden size; none if it has no such size.
+    """Return the bucket sizes that DeepSpeed recommends for a model's hidden size; empty without a hidden size.
 
     Source: the documented ZeRO-3 config.
     """
@@ -154,7 +154,7 @@ def model_values(model: nn.Module) -> list[Fill]:
 
 
 def precision_values(config: dict[str, Any], half: str | None) -> list[Fill]:
-    """Return what the precision says of the config's sections; adds the one that is at work if there is none."""
+    """Return the precision's values for the config; adds the active precision's section if it is missing."""
     autocast = config.get("torch_autocast") or {}
     if half is not None and autocast.get("enabled"):
         wanted = str(HALVES[half]).removeprefix("torch.")
@@ -166,7 +166,7 @@ def precision_values(config: dict[str, Any], half: str | None) -> list[Fill]:
 
 
 def hidden_size(model: nn.Module) -> int | None:
-    """Return the width of a model as its config tells it, the largest where it tells several."""
+    """Return the hidden size in a model's config, or the largest of several; None without one."""
     config = getattr(model, "config", None)
     for each in (config, getattr(config, "text_config", None)):
         size = getattr(each, "hidden_size", None)
@@ -179,7 +179,7 @@ def hidden_size(model: nn.Module) -> int | None:
 
 
 def find(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a nested key, None where there is none."""
+    """Return the value of a nested key; None if it is missing."""
     node: Any = config
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
@@ -187,7 +187,7 @@ def find(config: Mapping[str, Any], key: str) -> Any:
 
 
 def find_auto(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the keys that still say "auto"."""
+    """Yield the keys whose value is still "auto"."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from find_auto(value, f"{prefix}{key}.")
@@ -202,5 +202,5 @@ def _same(present: Any, value: Any) -> bool:
 
 
 def refused(reason: str, remedy: str, **received: Any) -> ConfigError:
-    """Return the error that refuses a config."""
+    """Return the error for a config that cannot be used."""
     return ConfigError("Cannot use the DeepSpeed config:", reason, remedy, **received)

@@ -1,4 +1,4 @@
-"""What DeepSpeed keeps for a whole Python process, and what its engine tells."""
+"""DeepSpeed's process-wide state, and the gradient norm of its engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hftrain.core.errors import StrategyError
 
 
 def join_processes(*, device_type: str, backend: str | None) -> None:
-    """Let DeepSpeed use the process group that there is. Collective.
+    """Make DeepSpeed use the existing process group. Collective.
 
     Raises:
-        StrategyError: DeepSpeed has chosen another kind of device.
+        StrategyError: DeepSpeed has selected another device type.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -25,13 +25,13 @@ def join_processes(*, device_type: str, backend: str | None) -> None:
             f"Set the environment variable DS_ACCELERATOR={device_type} before the start.",
         )
     if found == "cpu":
-        # Or DeepSpeed compiles an exchange through shared memory, for minutes, at the first start. Gloo does it.
+        # Otherwise DeepSpeed compiles shared-memory collectives for minutes at the first start. Gloo is used instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
 def forget_groups() -> None:
-    """Let DeepSpeed forget the process groups that it made, for another launch would find them, and they are gone."""
+    """Clear DeepSpeed's destroyed process groups, so that another launch does not find them."""
     from deepspeed.comm import comm
     from deepspeed.utils import groups
 
@@ -40,7 +40,7 @@ def forget_groups() -> None:
 
 
 class LastNorm:
-    """The norm of the last update's gradients, asked of the engine when somebody logs it."""
+    """The gradient norm of the last update, read from the engine when it is logged."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

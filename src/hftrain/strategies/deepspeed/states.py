@@ -1,7 +1,7 @@
-"""The optimizer's state inside a DeepSpeed engine, as plain tensors: taken out for a checkpoint, and put back.
+"""Save and restore the optimizer state of a DeepSpeed engine as plain tensors.
 
-DeepSpeed writes and reads its own checkpoints as pickles, and reading one runs what is in it. A checkpoint here holds
-tensors and numbers only, so the state is read from the engine's parts instead.
+DeepSpeed's own checkpoints are pickles, which can run code when they are read. A checkpoint here holds only tensors
+and numbers, so the state is read from the engine's attributes instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from hftrain.core.errors import CheckpointError, StrategyError
 from hftrain.core.types import Shard
 
-# Where DeepSpeed's optimizers keep the float32 tensors they update: of ZeRO-3, ZeRO-1/2, and those for 16-bit models.
+# The attributes with the float32 tensors that DeepSpeed's optimizers update: ZeRO-3, ZeRO-1/2 and 16-bit models.
 _MASTERS = (
     "fp32_partitioned_groups_flat",
     "single_partition_of_fp32_groups",
@@ -35,15 +35,15 @@ _LAYOUTS = {
 
 
 def is_plain(engine: Any) -> bool:
-    """Tell whether an engine updates the model's own parameters with an unwrapped optimizer."""
+    """Return whether an engine updates the model's own parameters with an unwrapped optimizer."""
     return engine.optimizer is engine.basic_optimizer
 
 
 def take_state(engine: Any) -> dict[str, Any]:
-    """Return this process's part of the optimizer's state, without copying what is in memory.
+    """Return this process's shard of the optimizer state, without copying what is in memory.
 
     Raises:
-        StrategyError: DeepSpeed keeps it in a form that is not known here.
+        StrategyError: DeepSpeed stores the state in an unsupported form.
     """
     base, state = engine.basic_optimizer, {}
     for index, master in enumerate(_masters(engine)):
@@ -58,7 +58,7 @@ def take_state(engine: Any) -> dict[str, Any]:
 
 
 def split_off(state: dict[str, Any], *, rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Shard]]:
-    """Part a state into what is the same in every process, and this process's pieces of the rest."""
+    """Split a state into the values that are equal on all ranks and this process's shards of the others."""
     plain: dict[int, dict[str, Any]] = {}
     pieces = {}
     for index, entry in state["state"].items():
@@ -73,10 +73,10 @@ def split_off(state: dict[str, Any], *, rank: int, world_size: int) -> tuple[dic
 
 
 def put_state(engine: Any, state: dict[str, Any], *, rank: int, world_size: int) -> None:
-    """Restore what `take_state` returned, or all processes' pieces of it put together; mutates the engine.
+    """Restore a result of `take_state`, or the joined shards of all processes; mutates the engine.
 
     Raises:
-        CheckpointError: It is not from DeepSpeed, or from another stage, precision or number of processes.
+        CheckpointError: The state is not from DeepSpeed, or from another stage, precision or number of processes.
     """
     saved = state.get("deepspeed", {}).get("layout")
     if saved is not None and saved != _layout(engine):
@@ -100,7 +100,7 @@ def _put_entry(own: dict[str, Any], master: torch.Tensor, saved: dict[str, Any],
     master.data.copy_(entry.pop(_MASTER))
     for key, value in entry.items():
         if isinstance(own.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
-            # In place, because DeepSpeed may hold the tensor elsewhere too.
+            # In place, because DeepSpeed may hold other references to the tensor.
             own[key].copy_(value.view_as(own[key]))
         else:
             own[key] = value.to(master.device) if isinstance(value, torch.Tensor) and value.dim() else value
@@ -108,9 +108,9 @@ def _put_entry(own: dict[str, Any], master: torch.Tensor, saved: dict[str, Any],
 
 @contextmanager
 def swapped_in(engine: Any, index: int) -> Iterator[bool]:
-    """Have a part of the optimizer's state in memory, and tell whether it had to be read from the drive for that.
+    """Load a part of the optimizer state from NVMe if it is offloaded; yield whether it was.
 
-    What is changed inside is written back.
+    Changes made inside the context are written back.
     """
     optimizer = engine.optimizer
     is_away = getattr(optimizer, "swap_optimizer", False) and optimizer._swappable_optimizer_subgroup(index)
@@ -128,7 +128,7 @@ def _copied(value: Any) -> Any:
 
 
 def _layout(engine: Any) -> str:
-    """Return what decides which process holds what: stages 1 and 2 split alike."""
+    """Return how the state is divided among processes; stages 1 and 2 use the same layout."""
     stage = engine.zero_optimization_stage()
     takes_turns = getattr(engine.optimizer, "round_robin_gradients", False)
     return "whole" if stage == 0 else "each" if stage == 3 else "turns" if takes_turns else "flat"
@@ -147,13 +147,13 @@ def _masters(engine: Any) -> list[torch.Tensor]:
 
 
 def _scalers(engine: Any) -> list[Any]:
-    """Return the objects that may hold the scale of the loss: the optimizer itself, or one that it has."""
+    """Return the objects that may hold the loss scale: the optimizer and its scalers."""
     found = (getattr(engine.optimizer, name, None) for name in ("loss_scaler", "loss_scale_config"))
     return [engine.optimizer, *(part for part in found if hasattr(part, "__dict__"))]
 
 
 def _own(value: Any, master: torch.Tensor, *, rank: int, world_size: int) -> Any:
-    """Return this process's piece of a tensor that all processes share."""
+    """Return this process's shard of a tensor that was joined from all processes."""
     if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() == master.numel():
         return value
     if value.numel() != world_size * master.numel():

@@ -1,4 +1,4 @@
-"""Train with DeepSpeed's engine, which splits optimizer state, gradients and parameters by the stage of ZeRO."""
+"""Train with DeepSpeed's engine; the ZeRO stage sets whether optimizer state, gradients and parameters are sharded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from hftrain.strategies.lockstep import SplittingStrategy
 from hftrain.strategies.unfreezing import FixedParameters
 from hftrain.strategies.whole import check_trainable
 
-# Known once the data is open.
+# Filled by `plan`, once the run's number of updates is known.
 _PLANNED = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
 _GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
@@ -49,28 +49,28 @@ _GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 class DeepSpeedStrategy(SplittingStrategy):
     """Train with DeepSpeed; its engine runs backward, clipping, loss scaling and the update.
 
-    ZeRO stage 0 splits nothing, 1 the optimizer's state, 2 the gradients too, 3 the parameters too. A Trainer fills
-    the config's "auto" values from the arguments; without a Trainer, write every value.
+    ZeRO stage 0 shards nothing, stage 1 the optimizer state, stage 2 also the gradients and stage 3 also the
+    parameters. A Trainer fills the config's "auto" values from the arguments; without a Trainer, set every value.
 
     Args:
         use_cpu: See `DistributedStrategy`.
-        backend: Likewise.
-        timeout_s: Likewise.
+        backend: See `DistributedStrategy`.
+        timeout_s: See `DistributedStrategy`.
         place_model: Not used: DeepSpeed's engine places the model.
-        config: A DeepSpeed config, or the path of one; None makes one of `stage` and `offload` alone.
-        stage: The stage of ZeRO; None takes the config's, or 2 without one.
-        offload: Keep optimizer state, and with stage 3 parameters, in host memory.
+        config: A DeepSpeed config or the path of one; None builds one from `stage` and `offload`.
+        stage: The ZeRO stage; None uses the config's, or 2 without a config.
+        offload: Keep the optimizer state, and with stage 3 the parameters, in host memory.
 
     Attributes:
-        config: The config as it stands, filled as far as is known.
-        makes: What the config makes instead of the Trainer: ``"optimizer"``, ``"scheduler"``.
-        schedule: The schedule the config made; None before `setup`, or where it makes none.
+        config: The current config, with all values filled that are known so far.
+        makes: What the config defines instead of the Trainer: ``"optimizer"``, ``"scheduler"``.
+        schedule: The schedule that the config defines; None before `setup` or if it defines none.
 
     Units:
         timeout_s: seconds.
 
     Raises:
-        ConfigError: The config cannot be read, contradicts `stage`, or says what DeepSpeed would pass over.
+        ConfigError: The config cannot be read, contradicts `stage`, or has settings that DeepSpeed would ignore.
         MissingDependencyError: DeepSpeed is not installed.
 
     Source: the documented `deepspeed`; Rajbhandari et al., ZeRO, 2020.
@@ -114,27 +114,27 @@ class DeepSpeedStrategy(SplittingStrategy):
 
     @property
     def stage(self) -> int:
-        """The stage of ZeRO."""
+        """The ZeRO stage."""
         return int(self.config["zero_optimization"].get("stage", 0))
 
     # -- the config ----------------------------------------------------------------------------------------------
 
     def fill_config(self, values: Iterable[Fill], *, half: str | None = None) -> None:
-        """Fill the config as it was given with a run's values; mutates `config`.
+        """Fill the original config with a run's values; replaces `config`.
 
         Args:
-            values: What the run says.
-            half: ``"bf16"`` or ``"fp16"`` where the run computes in it.
+            values: The run's values.
+            half: ``"bf16"`` or ``"fp16"`` if the run computes in it.
 
         Raises:
-            ConfigError: The config contradicts the run; all contradictions are listed.
+            ConfigError: The config contradicts the run; the error lists all contradictions.
         """
         config = read_config(self._given)
         fill(config, [*values, *precision_values(config, half)])
         self.config = config
 
     def plan(self, *, num_steps: int, num_warmup_steps: int) -> None:
-        # DeepSpeed refuses a warm-up over no step, and makes two of one. Whoever writes 0 hears so from it.
+        # DeepSpeed rejects a warm-up of 0 steps and turns 1 into 2. Keep an explicit 0, so that DeepSpeed reports it.
         least = 0 if find(self.config, _PLANNED[1]) == 0 else 1
         values = (num_steps, max(least, num_warmup_steps))
         planned = zip(_PLANNED, values, strict=True)
@@ -145,11 +145,11 @@ class DeepSpeedStrategy(SplittingStrategy):
             fill(self.config, [Fill(key="gradient_clipping", value=max_norm, name="max_grad_norm", creates=True)])
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise unless the config can be completed for a model; touches no device.
+        """Raise if the config cannot be completed for a model; touches no device.
 
         Raises:
-            ConfigError: A value says "auto" and nothing is known that it could be, DeepSpeed knows no such setting,
-                nothing is to be trained, what offload to NVMe takes is not here, or another strategy split it.
+            ConfigError: An "auto" value cannot be determined, DeepSpeed rejects a setting, no parameter requires a
+                gradient, a requirement of NVMe offload is missing, or another strategy has sharded the model.
         """
         if self.stage != 3 or not is_partitioned(model):
             super().check_model(model)
@@ -171,7 +171,7 @@ class DeepSpeedStrategy(SplittingStrategy):
             return
         super().launch()
         if "LOCAL_RANK" not in os.environ:
-            # DeepSpeed reads it, even where no launcher set it.
+            # DeepSpeed reads it even if no launcher set it.
             os.environ["LOCAL_RANK"], self._sets_local_rank = str(self.local_rank), True
         try:
             join_processes(device_type=self.device_type, backend=self.backend)
@@ -190,11 +190,11 @@ class DeepSpeedStrategy(SplittingStrategy):
             self._sets_local_rank = False
 
     def scaler_factory(self, device: torch.device) -> GradScaler:
-        """Make one that does nothing: the engine scales."""
+        """Return a disabled scaler, because the engine scales the loss."""
         return GradScaler(device.type, enabled=False)
 
     def accelerator_options(self) -> dict[str, Any]:
-        """Return the documented plugin, always the same."""
+        """Return the documented plugin, the same object in every call."""
         if self._plugin is None:
             from accelerate import DeepSpeedPlugin
 
@@ -204,7 +204,7 @@ class DeepSpeedStrategy(SplittingStrategy):
     # -- the model -----------------------------------------------------------------------------------------------
 
     def building(self) -> AbstractContextManager[Any]:
-        """Return the context to build a model in: with stage 3, each layer is split as soon as it is made."""
+        """Return the context in which to build a model; with stage 3, each layer is sharded when it is created."""
         if self.stage != 3 or self._device is None:
             return nullcontext()
         import deepspeed
@@ -213,11 +213,11 @@ class DeepSpeedStrategy(SplittingStrategy):
         return context
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
-        """Give a model to a new engine, with the optimizer or the one of the config. Collective; mutates the model.
+        """Create an engine for a model, with the given or the config's optimizer. Collective; mutates the model.
 
         Returns:
-            The engine, and the optimizer inside: its groups hold the learning rates. The parameters in them may be
-            DeepSpeed's own.
+            The engine and its inner optimizer, whose groups hold the learning rates. Their parameters may be
+            DeepSpeed's own tensors.
         """
         if make_optimizer is None:
             return super().setup(model, None, policy)
@@ -228,20 +228,20 @@ class DeepSpeedStrategy(SplittingStrategy):
         half = next((name for name, dtype in HALVES.items() if dtype == policy.compute_dtype), None)
         fill(config, [*model_values(model), *precision_values(config, half)])
         if "train_batch_size" not in config:
-            config.setdefault("train_micro_batch_size_per_gpu", 1)  # without a Trainer; nothing but its timers read it
-        # Neither is what people choose one by one: they chose the optimizer.
+            config.setdefault("train_micro_batch_size_per_gpu", 1)  # without a Trainer; only its timers read it
+        # Accept any optimizer: the user has chosen it.
         config = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **config}
         optimizer = None if "optimizer" in self.makes else make_optimizer(model)
         engine = self._engine = self._initialize(model, optimizer, config)
         self._trained = FixedParameters(self.unwrap(engine), engine="DeepSpeed")
-        # Else it counts micro-steps, and the last update of an epoch may have fewer.
+        # Otherwise it counts micro-steps, and the last update of an epoch may have fewer.
         engine.set_gradient_accumulation_boundary(True)
-        # The loop steps it, at the end of each update, as it does with others.
+        # The loop steps the schedule at the end of each update, as with other strategies.
         self.schedule, engine.lr_scheduler = engine.lr_scheduler, None
         return engine, engine.basic_optimizer
 
     def place(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device; with stage 3, split it instead. Collective; mutates the model."""
+        """Move a model to the device; with stage 3, shard it instead. Collective; mutates the model."""
         if is_partitioned(model):
             return model
         if self.stage != 3:
@@ -260,7 +260,7 @@ class DeepSpeedStrategy(SplittingStrategy):
     def for_evaluation(self, model: nn.Module) -> nn.Module:
         """Return the model without its engine, with rank 0's buffers. Collective; mutates the buffers.
 
-        With stage 3 its forward passes talk to the other processes: call `finish_forwards` after the last batch.
+        With stage 3 its forward passes are collective: call `finish_forwards` after the last batch.
         """
         bare = self.unwrap(model)
         if self._engine is not None:
@@ -273,7 +273,7 @@ class DeepSpeedStrategy(SplittingStrategy):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Tell the engine that more micro-steps of the same update follow."""
+        """Mark a micro-step that is not the last one of its update."""
         self._engine.set_gradient_accumulation_boundary(False)
         try:
             yield
@@ -281,31 +281,31 @@ class DeepSpeedStrategy(SplittingStrategy):
             self._engine.set_gradient_accumulation_boundary(True)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Accumulate the gradients of a loss, which is weighed already. Collective."""
+        """Accumulate the gradients of an already weighted loss. Collective."""
         self._engine.backward(loss, scale_wrt_gas=False, **options)
 
     def step(self) -> bool:
-        """Clip, update the parameters and drop the gradients; False if an overflow made it skip. Collective."""
+        """Clip, update the parameters and drop the gradients; return False if an overflow skipped it. Collective."""
         self._trained.check()
         self._engine.step()
         return bool(self._engine.was_step_applied())
 
     def zero_grad(self) -> None:
-        """Do nothing: `step` dropped the gradients, and the buffers they lay in are the engine's."""
+        """Do nothing, because `step` drops the gradients and the engine owns their buffers."""
 
     @property
     def last_norm(self) -> Any:
-        """What turns, when it is read, into the norm of the last update's gradients; None where nobody knows it."""
-        # Stage 0 in float32 clips the gradients without telling.
+        """The gradient norm of the last update, read when it is converted to a float; None if unknown."""
+        # Stage 0 in float32 does not report the norm.
         return None if is_plain(self._engine) else LastNorm(self._engine)
 
     # -- states --------------------------------------------------------------------------------------------------
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the whole model's state in the dtype the engine computes in. Collective.
+        """Return the full model state in the engine's compute dtype. Collective.
 
-        With stage 3 the main process gets it, gathered, if the config's `stage3_gather_16bit_weights_on_model_save`
-        says so; else it is empty.
+        With stage 3 it is gathered on the main process if the config sets `stage3_gather_16bit_weights_on_model_save`;
+        otherwise it is empty.
         """
         bare = self.unwrap(model)
         if not is_partitioned(bare):
@@ -344,17 +344,17 @@ class DeepSpeedStrategy(SplittingStrategy):
         return split_off(take_state(self._engine), rank=self.rank, world_size=self.world_size)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Restore a whole state, the same in every process. Collective; mutates the optimizer.
+        """Load a full state, equal on all ranks. Collective; mutates the optimizer.
 
         Raises:
-            CheckpointError: It was saved with other settings of DeepSpeed than the current ones.
+            CheckpointError: The state was saved with different DeepSpeed settings.
         """
         if is_plain(self._engine) and "deepspeed" not in state:
             optimizer.load_state_dict(state)
         else:
             put_state(self._engine, state, rank=self.rank, world_size=self.world_size)
 
-    # -- how it is done ------------------------------------------------------------------------------------------
+    # -- implementation ------------------------------------------------------------------------------------------
 
     def _initialize(self, model: nn.Module, optimizer: Optimizer | None, config: dict[str, Any]) -> Any:
         import deepspeed
@@ -370,7 +370,7 @@ class DeepSpeedStrategy(SplittingStrategy):
         return engine
 
     def _cast_floats_to(self, dtype: torch.dtype) -> None:
-        """Let batches come in the dtype of the engine's parameters."""
+        """Cast the floating-point tensors of batches to the dtype of the engine's parameters."""
         move = self._move
 
         def move_and_cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -385,7 +385,7 @@ class DeepSpeedStrategy(SplittingStrategy):
         return {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
 
     def _release(self) -> None:
-        """Let go of an engine, and of the hooks that it put into the model."""
+        """Destroy the engine and remove its hooks from the model."""
         engine, self._engine = self._engine, None
         if engine is not None:
             for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):

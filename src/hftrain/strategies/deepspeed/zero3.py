@@ -1,4 +1,4 @@
-"""Models whose parameters ZeRO-3 split: each process holds a flat piece of every parameter."""
+"""Models sharded by ZeRO-3: each process holds a flat shard of every parameter."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hftrain.strategies.deepspeed.config import HALVES, find
 
 
 def split_for_nvme(model: nn.Module, config: dict[str, Any]) -> None:
-    """Split a float32 model whose parameters go to NVMe, before its engine would. Collective; mutates the model."""
+    """Shard a float32 model for NVMe offload before its engine does. Collective; mutates the model."""
     is_away = find(config, "zero_optimization.offload_param.device") == "nvme"
     if not is_away or is_partitioned(model) or any(find(config, f"{half}.enabled") for half in HALVES):
         return
     import deepspeed
 
-    # DeepSpeed 0.19's engine makes buffers of 16 bits for parameters of 32, on a device without float16.
+    # On a device without float16, DeepSpeed 0.19's engine creates 16-bit buffers for 32-bit parameters.
     deepspeed.zero.Init(module=model, config_dict_or_path=config)
 
 
 @contextmanager
 def settled(engine: Any) -> Iterator[None]:
-    """Let no parameter of an engine be whole, or on its way, as DeepSpeed does for its own checkpoints. Collective.
+    """Release gathered and prefetched parameters, as DeepSpeed does for its own checkpoints. Collective.
 
-    The last forward pass may have fetched what it took for the next layers, and what is on its way cannot be split.
+    The last forward pass may have prefetched parameters, and a parameter in flight cannot be partitioned.
     """
     optimizer: Any = getattr(engine, "optimizer", None)
     if hasattr(optimizer, "checkpoint_event_prologue"):
@@ -41,9 +41,9 @@ def settled(engine: Any) -> Iterator[None]:
 
 
 def rows_of(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Shard]:
-    """Return this process's rows of every tensor in a model's state; one parameter at a time is whole. Collective.
+    """Return this process's rows of every tensor in a model's state; gathers one parameter at a time. Collective.
 
-    Rows, and not the flat pieces as they lie, so that any number of processes can put them together.
+    Rows, unlike ZeRO's flat shards, can be joined by any number of processes.
     """
     import deepspeed
 
@@ -63,9 +63,9 @@ def rows_of(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Shard]
 
 
 def whole_of(model: nn.Module, *, is_main: bool) -> dict[str, Any]:
-    """Return the whole state of a model in host memory, in the main process; elsewhere nothing. Collective.
+    """Return a model's full state in host memory on the main process, an empty dict on the others. Collective.
 
-    DeepSpeed's own way takes parameters that are on NVMe for one and the same, and returns the first for all.
+    DeepSpeed's own function treats all parameters on NVMe as tied and returns the first one for all.
     """
     import deepspeed
 
@@ -84,10 +84,10 @@ def whole_of(model: nn.Module, *, is_main: bool) -> dict[str, Any]:
 
 
 def load_whole(model: nn.Module, state: Mapping[str, Any], *, is_main: bool) -> None:
-    """Put a whole state into a split model, one parameter at a time; what is split already stays. Collective.
+    """Load a full state into a sharded model, one parameter at a time; skips sharded values. Collective.
 
     Raises:
-        RuntimeError: Shapes do not fit; as torch says it.
+        RuntimeError: Shapes do not match.
     """
     import deepspeed
 

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state split among processes, with torch's composable `fully_shard`."""
+"""Parameters, gradients and optimizer state sharded over processes, with torch's composable `fully_shard`."""
 
 from __future__ import annotations
 

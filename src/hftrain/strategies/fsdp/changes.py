@@ -1,4 +1,4 @@
-"""Parameters that are frozen, unfrozen or added while a model is split."""
+"""Parameters that are frozen, unfrozen or added while a model is sharded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRAPPER = "_fsdp_wrapped_module."
 
 
 class SplitParameters(Follower):
-    """The parameters that FSDP has split, with either engine."""
+    """The parameters that FSDP has sharded, with either engine."""
 
     def __init__(self, outermost: nn.Module) -> None:
         super().__init__(outermost)
@@ -26,18 +26,18 @@ class SplitParameters(Follower):
         self._is_within_update = False
 
     def __call__(self, outermost: Any, inputs: Any) -> None:
-        # What is compiled takes no notes.
+        # Compiled code must not contain this check.
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if self._is_stale[0] or list(map(requires_grad, self._parameters)) != self._flags:
             self._look(outermost)
         self._passes[0] += 1
-        # The older engine's own.
+        # An attribute of the older engine only.
         self._is_within_update = not vars(outermost).get("_sync_gradients", True)
 
     def _named(self, outermost: Any) -> list[tuple[str, nn.Parameter]]:
-        split_again(outermost)  # or it holds other parameters in the place of those that are split
-        # The older engine may have them gathered, too.
+        split_again(outermost)  # otherwise it holds gathered parameters instead of the sharded ones
+        # The older engine may also hold gathered parameters.
         known = list(zip(self._names, self._parameters, strict=True))
         found = [(name.replace(_WRAPPER, ""), p) for name, p in outermost.named_parameters()]
         return known + [(name, p) for name, p in found if id(p) not in self._known]
@@ -56,9 +56,9 @@ class SplitParameters(Follower):
 
 
 def split_again(model: nn.Module) -> None:
-    """Let go of the parameters that a model has gathered; not within a pass. Mutates it.
+    """Free a model's gathered parameters; must not be called within a pass. Mutates the model.
 
-    A forward pass that an error ended leaves the engine in the middle of it, where it splits nothing.
+    After a forward pass that raised an error, the engine's state is mid-forward, in which it would not reshard.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,4 +1,4 @@
-"""States of split tensors: put together, taken apart, and handed out in pieces."""
+"""Gather, split and shard the states of sharded tensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hftrain.core.types import Shard
 
 
 def gather(tree: Any, *, device: torch.device, keeps: bool) -> Any:
-    """Put every split tensor of a nested structure together, on the CPU; collective.
+    """Gather every sharded tensor of a nested structure on the CPU. Collective.
 
     Args:
-        tree: The same structure in every process; a tensor that appears twice appears twice in the answer.
-        device: Where the exchange runs.
-        keeps: Whether this process wants the answer; else split tensors become None, and take no memory.
+        tree: The same structure on every process; a tensor that appears twice appears twice in the result.
+        device: The device of the communication.
+        keeps: Whether this process needs the result; otherwise sharded tensors become None to save memory.
     """
     known: dict[int, torch.Tensor | None] = {}
 
@@ -35,18 +35,18 @@ def gather(tree: Any, *, device: torch.device, keeps: bool) -> Any:
 
 
 def split_like(value: Any, like: Any) -> Any:
-    """Return this process's part of a whole tensor, split as `like` is; anything else is returned as it is."""
+    """Return this process's shard of a full tensor, sharded as `like`; return anything else unchanged."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(like, DTensor):
         return value
     if value.shape != like.shape:
-        return value  # whoever loads it says so, or knows that it belongs to no single element
+        return value  # the loading code reports the mismatch or handles such values
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def pieces(state: Mapping[str, Any], *, is_main: bool) -> dict[str, Shard]:
-    """Return what this process writes of a flat state: its rows of split tensors; the main process writes the others.
+    """Return this process's part of a flat state: its rows of sharded tensors, and the rest on the main process.
 
-    Where processes hold copies of each other's rows, the first of them writes.
+    If several processes hold replicas of the same rows, the first one writes them.
     """
     found = {}
     for name, value in state.items():
@@ -60,11 +60,11 @@ def pieces(state: Mapping[str, Any], *, is_main: bool) -> dict[str, Shard]:
 
 
 def _rows(tensor: DTensor) -> Shard | None:
-    """Return this process's rows; None where another writes them, or there are none."""
+    """Return this process's rows; None if another process writes them or there are none."""
     mesh, local = tensor.device_mesh, tensor.to_local()
     *copies, part = mesh.get_coordinate() or [0]
     if any(copies) or not local.numel():
         return None
-    # Rows are handed out as torch.chunk does.
+    # Rows are divided as by torch.chunk.
     per_process = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
     return Shard(local.detach(), part * per_process, tensor.shape[0])

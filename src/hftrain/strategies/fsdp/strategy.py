@@ -1,4 +1,4 @@
-"""Train with parameters, gradients and optimizer state split among processes."""
+"""Train with parameters, gradients and optimizer state sharded over processes."""
 
 from __future__ import annotations
 
@@ -34,39 +34,39 @@ STATE_DICT_TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 
 
 class FSDPStrategy(SplittingStrategy):
-    """Train with torch's composable `fully_shard`: each process keeps a part of every parameter.
+    """Train with torch's composable `fully_shard`: each process keeps a shard of every parameter.
 
-    A unit's parameters are gathered when its forward or backward pass needs them and let go afterwards; gradients are
-    averaged and split in one go. The model is changed in place: its parameters become `DTensor` objects.
+    A unit's parameters are gathered for its forward and backward pass and freed afterwards; gradients are averaged and
+    sharded by one reduce-scatter. The model is changed in place: its parameters become `DTensor` objects.
 
     Args:
         use_cpu: See `DistributedStrategy`.
-        backend: Likewise.
-        timeout_s: Likewise.
-        place_model: Likewise; parameters that are split are always on the device, or the CPU with `offload`.
-        sharding: ``"full_shard"`` splits parameters, gradients and optimizer state; ``"shard_grad_op"`` keeps the
-            gathered parameters from the forward to the backward pass; ``"no_shard"`` splits nothing;
-            ``"hybrid_shard"`` and ``"hybrid_shard_zero2"`` do as the first two within a machine, and keep copies in
-            step between machines.
-        offload: Keep parameters, gradients and optimizer state in host memory, and update there.
-        auto_wrap: Make units of the model's parts; else the whole model is one unit, gathered at once.
-        layer_classes: Names of the parts' classes; None takes the model's own hint (`_no_split_modules`).
-        min_num_params: Choose parts by their number of parameters instead.
-        reshard_after_forward: Whether, or into groups of how many processes, gathered parameters are split again
-            after the forward pass; None as `sharding` says.
+        backend: See `DistributedStrategy`.
+        timeout_s: See `DistributedStrategy`.
+        place_model: See `DistributedStrategy`; sharded parameters are always on the device, or the CPU with `offload`.
+        sharding: ``"full_shard"`` shards parameters, gradients and optimizer state; ``"shard_grad_op"`` keeps the
+            gathered parameters from the forward to the backward pass; ``"no_shard"`` shards nothing;
+            ``"hybrid_shard"`` and ``"hybrid_shard_zero2"`` act as the first two within a machine and replicate across
+            machines.
+        offload: Keep and update parameters, gradients and optimizer state in host memory.
+        auto_wrap: Make units of the model's layers; otherwise the whole model is one unit, gathered at once.
+        layer_classes: Class names of the layers; None uses the model's own hint (`_no_split_modules`).
+        min_num_params: Choose modules by their number of parameters instead.
+        reshard_after_forward: Whether gathered parameters are resharded after the forward pass, or the size of the
+            groups to reshard over; None follows `sharding`.
         forward_prefetch: Gather the next unit's parameters while one computes; for models that run in the order in
-            which their parts are defined.
-        sync_module_states: Start from the first process's parameters and buffers everywhere.
-        cpu_ram_efficient_loading: Let the other processes build the model on the meta device, without weights.
-        activation_checkpointing: Let each unit compute its activations once more in the backward pass.
-        state_dict_type: What checkpoints hold: each process's part, or the whole gathered by the first process.
-        shard_size: How many processes share one copy with a hybrid sharding; None takes those of a machine.
+            which their modules are defined.
+        sync_module_states: Broadcast rank 0's parameters and buffers at the start.
+        cpu_ram_efficient_loading: Allow other ranks to build the model on the meta device, without weights.
+        activation_checkpointing: Recompute each unit's activations in the backward pass.
+        state_dict_type: Whether checkpoints hold each process's shards or the full state gathered on rank 0.
+        shard_size: The number of processes that share one replica in hybrid sharding; None uses those of a machine.
 
     Units:
         timeout_s: seconds.
 
     Raises:
-        ConfigError: Options that contradict each other, or that do not exist.
+        ConfigError: Options contradict each other or do not exist.
 
     Source: the documented `fsdp` and `fsdp_config`; Zhao et al., PyTorch FSDP, 2023.
     """
@@ -96,7 +96,7 @@ class FSDPStrategy(SplittingStrategy):
     ) -> None:
         super().__init__(use_cpu=use_cpu, backend=backend, timeout_s=timeout_s, place_model=place_model)
         if offload and backend is None and self.device_type != "cpu":
-            # The norm of gradients in host memory is summed there.
+            # Gradients in host memory need a CPU backend to sum their norm.
             self.backend = f"cpu:gloo,{self.device_type}:{self.backend}"
         self.sharding, self.offload, self.shard_size = sharding, offload, shard_size
         self.auto_wrap, self.min_num_params = auto_wrap, min_num_params
@@ -116,11 +116,11 @@ class FSDPStrategy(SplittingStrategy):
         return "torch has no process group that serves MPS" if device_type == "mps" else None
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise unless a model can be split; touches no device.
+        """Raise if a model cannot be sharded; touches no device.
 
         Raises:
-            ConfigError: It has no part to make a unit of that was named or is needed, nothing to train, a parameter
-                without dimensions, no weights, or was split by another strategy.
+            ConfigError: The model has no module of a named class or none for recomputation, nothing to train, a
+                parameter without dimensions, no weights, or was sharded by another strategy.
         """
         if self._split_root(model) is not None:
             return
@@ -145,9 +145,9 @@ class FSDPStrategy(SplittingStrategy):
             raise ConfigError(f"Cannot train {type(model).__name__} with strategy={self.name!r}.", reason, remedy)
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer | None, policy: PrecisionPolicy) -> Placed:
-        """Split a model in place, and make its optimizer from the parts. Collective; mutates the model.
+        """Shard a model in place and create its optimizer from the shards. Collective; mutates the model.
 
-        A model that is split already only gets its optimizer.
+        A model that is already sharded only gets an optimizer.
 
         Raises:
             ConfigError: See `check_model`.
@@ -175,9 +175,9 @@ class FSDPStrategy(SplittingStrategy):
         return model if self._split_root(model) is not None else super().place(model)
 
     def for_evaluation(self, model: nn.Module) -> nn.Module:
-        """Return the split model, whose forward passes talk to the other processes. Collective; mutates the buffers.
+        """Return the sharded model, whose forward passes are collective. Collective; mutates the buffers.
 
-        Call `finish_forwards` after the last batch: processes hold different numbers of batches.
+        Call `finish_forwards` after the last batch, because ranks may have different numbers of batches.
         """
         root = self._split_root(model)
         if root is None:
@@ -253,7 +253,7 @@ class FSDPStrategy(SplittingStrategy):
         super().load_optimizer_state(model, optimizer, {**state, "state": split})
 
     def accelerator_options(self) -> dict[str, Any]:
-        """Return the documented plugin, always the same: checkpoints follow its `set_state_dict_type`."""
+        """Return the documented plugin, always the same object: checkpoints follow its `set_state_dict_type`."""
         if self._plugin is None:
             from accelerate import FullyShardedDataParallelPlugin
 
@@ -265,7 +265,7 @@ class FSDPStrategy(SplittingStrategy):
             )
         return {**super().accelerator_options(), "fsdp_plugin": self._plugin}
 
-    # -- how it is done ------------------------------------------------------------------------------------------
+    # -- implementation ------------------------------------------------------------------------------------------
 
     def _check_options(self) -> None:
         check_choice(self.name, layer_classes=self.layer_classes, min_num_params=self.min_num_params)
@@ -306,7 +306,7 @@ class FSDPStrategy(SplittingStrategy):
         return find_units(model, layer_classes=self.layer_classes, min_num_params=self.min_num_params)
 
     def _mesh(self) -> DeviceMesh:
-        """Return the processes as a row, or as rows of copies."""
+        """Return a mesh with the dimension "shard", preceded by "replicate" if there are several replicas."""
         size = min(self._group_size, self.world_size)
         if size == self.world_size:
             return init_device_mesh(self.device_type, (size,), mesh_dim_names=("shard",))
@@ -314,23 +314,23 @@ class FSDPStrategy(SplittingStrategy):
         return init_device_mesh(self.device_type, shape, mesh_dim_names=("replicate", "shard"))
 
     def _split_root(self, model: nn.Module) -> nn.Module | None:
-        """Return the outermost unit of a model that is split; None if it is not."""
+        """Return the outermost unit of a sharded model; None if the model is not sharded."""
         return model if isinstance(model, FSDPModule) else None
 
     def _engine_options(self) -> dict[str, Any]:
-        """Return what the documented plugin says of this engine."""
+        """Return the documented plugin's options for this engine."""
         return {"fsdp_version": 2, "reshard_after_forward": bool(self.reshard_after_forward)}
 
     def _state(self, model: nn.Module) -> dict[str, Any]:
-        """Return a model's state, what is split as `DTensor`; names of one and the same stay so. Collective."""
+        """Return a model's state, sharded tensors as `DTensor` and tied names with the same object. Collective."""
         return dict(self.unwrap(model).state_dict(keep_vars=True))
 
     def _optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state, what is split as `DTensor`. Collective."""
+        """Return an optimizer's state, sharded tensors as `DTensor`. Collective."""
         return optimizer.state_dict()
 
     def _split(self, model: nn.Module, units: list[nn.Module], policy: PrecisionPolicy) -> nn.Module:
-        """Split a model, start from the first process's weights, and return the outermost unit."""
+        """Shard a model, broadcast rank 0's weights if requested, and return the outermost unit."""
         whole = dict(_tensors(model)) if self.is_main else {}
         mesh = self._mesh()
         offload = CPUOffloadPolicy(pin_memory=self.device_type != "cpu") if self.offload else OffloadPolicy()
@@ -343,7 +343,7 @@ class FSDPStrategy(SplittingStrategy):
                 mp_policy=MixedPrecisionPolicy(**casting),
                 offload_policy=offload,
             )
-        # Losses are computed from what the outermost unit returns.
+        # Return full precision from the outermost unit, because losses are computed from its outputs.
         outermost = MixedPrecisionPolicy(**casting, output_dtype=policy.param_dtype if casting else None)
         fully_shard(model, mesh=mesh, mp_policy=outermost, offload_policy=offload)
         if self.forward_prefetch:
@@ -355,14 +355,14 @@ class FSDPStrategy(SplittingStrategy):
         return model
 
     def _cast_options(self, policy: PrecisionPolicy) -> dict[str, Any]:
-        # Beside autocast, to gather half as much. On the CPU autocast leaves some operations (layer_norm) alone, which
-        # then fail where a float32 buffer meets a cast parameter; there parameters are gathered as they are.
+        # In addition to autocast, to halve the gathered bytes. Not on the CPU, where autocast does not cast some
+        # operations (layer_norm), which then fail if a float32 buffer meets a cast parameter.
         if policy.autocast and self.device_type != "cpu":
             return {"param_dtype": policy.compute_dtype, "reduce_dtype": policy.reduce_dtype}
         return {}
 
     def _send_out(self, model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-        """Give every process its part of the first one's parameters, and its buffers; one tensor at a time."""
+        """Broadcast rank 0's parameters and buffers, one tensor at a time; each rank keeps its shards."""
         if any(tensor.is_meta for _, tensor in _tensors(model)):
             model.to_empty(device="cpu" if self.offload else self.device)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Which parts of a model are gathered, used and let go together."""
+"""Choose the units of a model: modules whose parameters are gathered and freed together."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hftrain.core.errors import ConfigError, suggest
 
 
 def check_choice(strategy: str, *, layer_classes: Sequence[str] | None, min_num_params: int) -> None:
-    """Raise where two ways to choose a strategy's units are asked for; see `find_units`."""
+    """Raise if both ways to choose a strategy's units are set; see `find_units`."""
     if min_num_params and layer_classes:
         reason = "min_num_params and transformer_layer_cls_to_wrap are two ways to choose what is wrapped."
         raise ConfigError(f"Cannot use strategy={strategy!r}.", reason, "Keep one of the two.")
 
 
 def find_units(model: nn.Module, *, layer_classes: Sequence[str] | None, min_num_params: int) -> list[nn.Module]:
-    """List the parts of a model that become units of their own, inner ones first; the rest is one more unit.
+    """List the modules of a model that become separate units, inner ones first; the rest is one more unit.
 
-    A part that shares a parameter with what lies outside of it (tied embeddings) stays in the outermost unit.
+    A module that shares a parameter with modules outside of it (tied embeddings) stays in the outermost unit.
 
     Args:
-        model: The whole model, which is none of the parts.
-        layer_classes: Names of the parts' classes; None takes the model's own hint, `_no_split_modules`.
-        min_num_params: Cut by the number of parameters instead; 0 does not.
+        model: The whole model; it is not listed itself.
+        layer_classes: Class names of the modules; None uses the model's own hint, `_no_split_modules`.
+        min_num_params: Choose modules by their number of parameters instead; 0 disables this.
 
     Raises:
-        ConfigError: No part is of a class that was named.
+        ConfigError: No module is of a named class.
 
     Source: the documented `transformer_layer_cls_to_wrap` and `min_num_params`.
     """
@@ -46,9 +46,9 @@ def find_units(model: nn.Module, *, layer_classes: Sequence[str] | None, min_num
 
 
 def recompute_activations(units: Sequence[nn.Module]) -> None:
-    """Let each unit compute its activations once more in the backward pass instead of keeping them; mutates them.
+    """Make each unit recompute its activations in the backward pass instead of storing them; mutates the units.
 
-    Not torch's checkpoint wrapper, which is a module of its own and would change the parameters' names.
+    Does not use torch's checkpoint wrapper, a module that would change the parameter names.
     """
     for unit in units:
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
@@ -68,7 +68,7 @@ def _by_class(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
 
 
 def _by_size(module: nn.Module, minimum: int) -> Iterator[nn.Module]:
-    """Yield parts whose parameters, less those of parts inside them, are at least `minimum`."""
+    """Yield modules with at least `minimum` parameters, not counting those of yielded modules inside them."""
     num_params = sum(parameter.numel() for parameter in module.parameters())
     if size_based_auto_wrap_policy(module, True, num_params, min_num_params=minimum):
         for child in module.children():

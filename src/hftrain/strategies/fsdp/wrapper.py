@@ -1,4 +1,4 @@
-"""The older engine of FSDP, torch's wrapper, for what only it does."""
+"""The older FSDP engine, torch's wrapper class, for features that only it has."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _PREFIX = "_fsdp_wrapped_module."
 class FSDP1Strategy(FSDPStrategy):
     """Train with torch's older `FullyShardedDataParallel`, which wraps the model and each of its units.
 
-    Do not call the bare model while it is wrapped: the outermost unit gathers what it needs. Each parameter that an
-    optimizer sees is one dimension of the elements that this process has, so that optimizers which look at whole
-    matrices (Muon, Adafactor) are for `FSDPStrategy`. Checkpoints are the same as with that.
+    Do not call the unwrapped model: only the outermost unit gathers its parameters. An optimizer sees each parameter
+    as this process's elements in one dimension; optimizers that need whole matrices (Muon, Adafactor) need
+    `FSDPStrategy`. Checkpoints are the same as with `FSDPStrategy`.
 
     Args:
         backward_prefetch: When to gather the next unit in the backward pass: before this unit's gradients are computed
             (``"backward_pre"``), after (``"backward_post"``), or when it is needed (``"no_prefetch"``).
-        limit_all_gathers: Whether the host waits, so that not more than two units are being gathered.
+        limit_all_gathers: Whether the host waits, so that at most two units are gathered at a time.
         **options: See `FSDPStrategy`; `reshard_after_forward` follows from `sharding`.
 
     Raises:
@@ -69,7 +69,7 @@ class FSDP1Strategy(FSDPStrategy):
         super().__init__(**options)
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise unless a model can be split; touches no device.
+        """Raise if a model cannot be sharded; touches no device.
 
         Raises:
             ConfigError: See `FSDPStrategy.check_model`; or a unit has parameters of several dtypes.
@@ -101,7 +101,7 @@ class FSDP1Strategy(FSDPStrategy):
         return context
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients of the whole model, of which each process has its part; see `Strategy`."""
+        """Clip the gradients of the whole model by their norm over all shards; see `Strategy`."""
         assert self._root is not None
         return self._root.clip_grad_norm_(max_norm, norm_type)
 
@@ -124,7 +124,7 @@ class FSDP1Strategy(FSDPStrategy):
         if root is None:
             return super().load_model_state(model, state, strict=strict)
         own = self.own_state(model)
-        # What `own_state` filled in stays as it is.
+        # Skip the values that came from `own_state`.
         new = {name: value for name, value in state.items() if value is None or value is not own.get(name)}
         with self._as(StateDictType.FULL_STATE_DICT, root):
             found = root.load_state_dict(new, strict=False)
@@ -147,7 +147,7 @@ class FSDP1Strategy(FSDPStrategy):
         with self._as(StateDictType.FULL_STATE_DICT, root):
             optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(root, optimizer, named))
 
-    # -- how it is done ------------------------------------------------------------------------------------------
+    # -- implementation ------------------------------------------------------------------------------------------
 
     def _check_options(self) -> None:
         reason, remedy = None, ""
@@ -169,7 +169,7 @@ class FSDP1Strategy(FSDPStrategy):
         return {"fsdp_version": 1, "sharding_strategy": self._torch_sharding(), "use_orig_params": True}
 
     def _torch_sharding(self) -> ShardingStrategy:
-        """Return torch's name for the sharding; for copies that one process each holds, that of copies."""
+        """Return torch's name for the sharding; NO_SHARD if each replica is on one process."""
         parts = min(self._group_size, self.world_size)
         if parts == 1:
             return ShardingStrategy.NO_SHARD
@@ -184,9 +184,9 @@ class FSDP1Strategy(FSDPStrategy):
         sharding = self._torch_sharding()
         options: dict[str, Any] = {
             "sharding_strategy": sharding,
-            # Without a mesh, hybrid sharding takes every process for a machine of its own, and averages nothing.
+            # Without a mesh, hybrid sharding treats every process as a separate machine and averages nothing.
             "device_mesh": None if sharding is ShardingStrategy.NO_SHARD else self._mesh(),
-            # On the CPU everything is in host memory, and torch's offload wants an accelerator.
+            # On the CPU everything is in host memory, and torch's offload needs an accelerator.
             "cpu_offload": CPUOffload(offload_params=True) if self.offload and self.device_type != "cpu" else None,
             "mixed_precision": MixedPrecision(**self._cast_options(policy)),
             "backward_prefetch": _PREFETCHES[self.backward_prefetch],
@@ -206,7 +206,7 @@ class FSDP1Strategy(FSDPStrategy):
         return self._root
 
     def _wrap(self, unit: nn.Module, options: dict[str, Any]) -> FullyShardedDataParallel:
-        """Wrap a unit, the units inside of which are wrapped already, with the first process's weights in it."""
+        """Wrap a unit whose inner units are already wrapped; first receive rank 0's weights if requested."""
         if self.sync_module_states:
             self._receive(unit)
         with warnings.catch_warnings():
@@ -214,8 +214,9 @@ class FSDP1Strategy(FSDPStrategy):
             return FullyShardedDataParallel(unit, **options)
 
     def _receive(self, unit: nn.Module) -> None:
-        """Take a unit's tensors from the first process; those without memory get it here. Not torch's own way of it,
-        which no CPU can go.
+        """Receive a unit's tensors from rank 0 and allocate those on the meta device.
+
+        torch's own function does not support the CPU.
         """
         received: dict[int, torch.Tensor] = {}
         for part in _parts(unit, ()):
@@ -242,7 +243,7 @@ class FSDP1Strategy(FSDPStrategy):
             return super()._state(model)
         with self._as(self._form(), root):
             state = root.state_dict()
-        # Names of one and the same stay so.
+        # Give tied names the same object.
         first: dict[int, str] = {}
         own = self.own_state(model)
         return {name: state[first.setdefault(id(own[name]), name) if own[name] is not None else name] for name in own}
@@ -258,18 +259,18 @@ class FSDP1Strategy(FSDPStrategy):
         return {"state": {numbers[name]: entry for name, entry in state["state"].items()}, "param_groups": groups}
 
     def _form(self) -> StateDictType:
-        """Return the form in which what is split comes as `DTensor`, and what is not as it is."""
+        """Return the state dict type in which sharded tensors are `DTensor` and others are plain."""
         splits = self._torch_sharding() is not ShardingStrategy.NO_SHARD
         return StateDictType.SHARDED_STATE_DICT if splits else StateDictType.FULL_STATE_DICT
 
     @contextmanager
     def _as(self, form: StateDictType, root: nn.Module) -> Iterator[None]:
-        # Nothing is moved to the host by torch: on a CPU it lets go of memory that is still in use.
+        # Do not let torch offload to the host: on a CPU it frees memory that is still in use.
         settings: tuple[Any, Any] = FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False)
         if form is StateDictType.SHARDED_STATE_DICT:
             settings = ShardedStateDictConfig(), ShardedOptimStateDictConfig(offload_to_cpu=False)
         with warnings.catch_warnings():
-            # What is to replace it does offload.
+            # Its replacement always offloads.
             warnings.filterwarnings("ignore", "FSDP.state_dict_type", FutureWarning)
             warnings.filterwarnings("ignore", "When using ``NO_SHARD``", UserWarning)
             with FullyShardedDataParallel.state_dict_type(root, form, *settings):
@@ -277,7 +278,7 @@ class FSDP1Strategy(FSDPStrategy):
 
 
 def _parts(unit: nn.Module, units: Any) -> Iterator[nn.Module]:
-    """Yield a unit and the modules inside of it, without other units and theirs."""
+    """Yield a unit and its modules, without other units and their modules."""
     yield unit
     for child in unit.children():
         if child not in units and not isinstance(child, FullyShardedDataParallel):
