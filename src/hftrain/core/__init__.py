@@ -1,1 +1,1 @@
-"""What every package shares: errors, registry, events, progress, seeds, results. Imports no other package."""
+"""Code shared by all packages: errors, registry, events, progress, seeds, results. Imports no other package."""

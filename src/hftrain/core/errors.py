@@ -1,4 +1,4 @@
-"""What can go wrong, by who can mend it."""
+"""The package's errors, by what the user has to fix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ConfigError(HFTrainError, ValueError):
 
 
 class UnknownArgumentError(ConfigError, TypeError):
-    """A keyword that a function does not take; a `TypeError` too, which code for several versions catches."""
+    """A function does not take a keyword; also a `TypeError`, which code that supports several versions catches."""
 
 
 class MissingDependencyError(HFTrainError, ImportError):
@@ -35,7 +35,7 @@ class CheckpointError(HFTrainError, RuntimeError):
 
 
 class NonFiniteError(CheckpointError):
-    """A checkpoint was not written because weights or losses are NaN or infinite, as `on_nonfinite` asks."""
+    """A checkpoint was not written because weights or losses are NaN or infinite, as set by `on_nonfinite`."""
 
 
 class TaskError(HFTrainError, TypeError):
@@ -43,7 +43,7 @@ class TaskError(HFTrainError, TypeError):
 
 
 def explain(asked: str, reason: str, remedy: str, /, **received: Any) -> str:
-    """Word an error in the project's three parts, followed by the values received that they do not show yet.
+    """Compose an error message of the project's three parts and the received values that they do not show yet.
 
     Args:
         **received: The offending settings, shown as ``name=value``, on one line and shortened.
@@ -64,7 +64,7 @@ def shorten(value: object, width: int = 120) -> str:
 
 
 def a_kind(value: object) -> str:
-    """Return the name of a value's type, with its article.
+    """Return the name of a value's type with an indefinite article.
 
     Example:
         >>> a_kind(3), a_kind([])
@@ -75,7 +75,7 @@ def a_kind(value: object) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Word a hint for a misspelt name: close matches first, else the whole list; capitals and hyphens do not count.
+    """Compose a hint for a misspelt name: close matches, else the whole list; case and hyphens are ignored.
 
     Example:
         >>> suggest("ddpp", ["ddp", "single"])

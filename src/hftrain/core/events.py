@@ -1,4 +1,4 @@
-"""The loop as pseudocode, with every event in place.
+"""The training loop as pseudocode, with every event.
 
 ::
 

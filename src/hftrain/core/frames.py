@@ -1,4 +1,4 @@
-"""Where a thread is in the code, as far as it is the user's."""
+"""The user's line that a thread is executing, or that raised an error."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _PYTHON = os.path.dirname(os.__file__)
 
 
 def waits_for_others(thread: int) -> bool:
-    """Return whether a thread is in an exchange with other processes; a backward pass may be one.
+    """Return whether a thread may be waiting for other processes: in torch.distributed or in a backward pass.
 
-    Frames of the user's own code within a backward pass are innermost then, and count as not waiting.
+    A thread that runs the user's own code within a backward pass does not count as waiting.
     """
     frame = sys._current_frames().get(thread)
     return frame is not None and frame.f_code.co_filename.startswith(_WAITING)
 
 
 def user_line(thread: int) -> str:
-    """Return the innermost line of the user's own code that a thread is in, or of any code if none is the user's.
+    """Return the innermost line of user code that a thread is executing, or of any code if none is the user's.
 
     Example:
         >>> import threading
@@ -41,7 +41,7 @@ def user_line(thread: int) -> str:
 
 
 def raising_line(trace: TracebackType | None) -> str | None:
-    """Return the innermost line of the user's own code that an error came through; None if it met none.
+    """Return the innermost line of user code in a traceback; None if it has none.
 
     Example:
         >>> try:
@@ -60,5 +60,5 @@ def raising_line(trace: TracebackType | None) -> str | None:
 
 
 def _is_library(path: str) -> bool:
-    """Return whether a file is torch's, ours or Python's own; packages that are installed count as the user's."""
+    """Return whether a file belongs to torch, hftrain or Python; installed packages count as the user's."""
     return path.startswith((*_OURS, "<frozen")) or (path.startswith(_PYTHON) and "site-packages" not in path)

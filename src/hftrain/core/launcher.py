@@ -1,4 +1,4 @@
-"""Who started this process and its siblings: the one place that reads the variables of launchers."""
+"""How this process and its siblings were launched: the only module that reads launcher variables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Names(NamedTuple):
 
 
 _TORCH = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# The size is that of the step: a batch script and `salloc` have SLURM_NTASKS too, and are alone.
+# The step's size is read, not SLURM_NTASKS, which a batch script and `salloc` also have although they run alone.
 _SLURM = _Names("SLURM", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_GTIDS")
 _LSF = _Names(
     "LSF",
@@ -33,7 +33,7 @@ _LSF = _Names(
     "JSM_NAMESPACE_LOCAL_RANK",
     "JSM_NAMESPACE_LOCAL_SIZE",
 )
-# The first that says all of its names but the last decides. mpirun comes before SLURM, which starts its helpers.
+# The first entry whose variables, but the last, are set is used. mpirun before SLURM, which starts mpirun's helpers.
 _LAUNCHERS = (
     _Names(
         "Open MPI",
@@ -55,9 +55,9 @@ _LAUNCHERS = (
     _LSF,
     _Names("PMI", "PMI_RANK", "PMI_SIZE"),
 )
-# What names one start of processes, so that two on a machine meet at two ports.
+# Variables that identify a launch, so that two launches on a machine use different ports.
 _START_IDS = ("PMIX_NAMESPACE", "LSB_JOBID", "PBS_JOBID")
-# Below the range of Linux from which programs get ports by chance; the number is a prime.
+# Below Linux's ephemeral port range; the number of ports is a prime.
 _FIRST_PORT, _NUM_PORTS = 15000, 16381
 
 
@@ -66,11 +66,11 @@ class Launch:
     """The launcher's description of this process.
 
     Args:
-        launcher: Its name; None for a process that nobody launched, or that was launched alone (except by torchrun).
+        launcher: Its name; None without a launcher, or if it started a single process (except torchrun).
         rank: The global rank of this process.
-        world_size: How many there are.
-        local_rank: This process among those of its machine; None if the launcher does not say.
-        local_world_size: How many there are on this machine; likewise.
+        world_size: The number of processes.
+        local_rank: The rank of this process on its machine; None if unknown.
+        local_world_size: The number of processes on this machine; None if unknown.
     """
 
     launcher: str | None = None
@@ -83,11 +83,11 @@ class Launch:
 def read_launch() -> Launch:
     """Return the description read from the current environment.
 
-    torch's names decide if both RANK and WORLD_SIZE are set, as torchrun, `accelerate launch`, Kubeflow and Ray Train
-    set them; then come the launchers of `_LAUNCHERS`, and what SageMaker says of its machines.
+    RANK and WORLD_SIZE are used if both are set, as by torchrun, `accelerate launch`, Kubeflow and Ray Train;
+    otherwise the variables of `_LAUNCHERS`, then SageMaker's list of machines.
 
     Raises:
-        ConfigError: A variable holds no number, or a launcher tells the rank and not how many there are.
+        ConfigError: A variable does not hold a number, or a launcher sets the rank but not the number of processes.
     """
     rank, world_size = _number(_TORCH.rank), _number(_TORCH.world_size)
     if rank is None or world_size is None:
@@ -106,10 +106,10 @@ def read_launch() -> Launch:
 
 
 def announce_launch() -> None:
-    """Say in torch's variables what another launcher said in its own; changes `os.environ`, once.
+    """Set torch's variables from those of another launcher; mutates `os.environ`, once.
 
-    torch's rendezvous, accelerate and DeepSpeed read nothing else. Where the processes meet is said too, unless
-    MASTER_ADDR and MASTER_PORT are set, and left open where nothing tells it.
+    torch's rendezvous, accelerate and DeepSpeed read only these. MASTER_ADDR and MASTER_PORT are set too, unless they
+    are set already or the address is unknown.
     """
     launch = read_launch()
     is_foreign = launch.launcher != _TORCH.launcher
@@ -127,7 +127,7 @@ def announce_launch() -> None:
 
 
 def first_of_node_list(nodes: str) -> str:
-    """Return the first of SLURM's list of nodes.
+    """Return the first node of a SLURM node list.
 
     Example:
         >>> first_of_node_list("gpu[007-012,20]-ib,login1")
@@ -140,7 +140,7 @@ def first_of_node_list(nodes: str) -> str:
 def _read(names: _Names) -> Launch:
     rank, world_size = _number(names.rank) or 0, _number(names.world_size)
     if world_size is None:
-        # A rank that something else has left in the shell counts for nothing: a run as rank 1 of one saves no model.
+        # A stale RANK in the shell must be ignored: a single process with rank 1 would save no model.
         return Launch()
     if rank >= world_size:
         raise ConfigError(
@@ -158,32 +158,32 @@ def _read(names: _Names) -> Launch:
 
 
 def _is_alone(names: _Names) -> bool:
-    """Return whether a launcher started one process only, whatever else its variables say."""
+    """Return whether a launcher started only one process, even if its variables describe more."""
     if _number(names.world_size) == 1:
         return True
     if names is not _SLURM or _number(names.rank) != 0:
         return False
-    # A batch script that a task of another job has submitted inherits that task's variables, but not this one.
+    # A batch script submitted from a task of another job inherits that task's variables, but not this one.
     on_first_node = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     is_inherited = on_first_node is not None and int(on_first_node[0]) != _number(names.local_world_size)
     return is_inherited or ("SLURM_PTY_PORT" in os.environ and _is_in_shell())
 
 
 def _is_in_shell() -> bool:
-    """Return whether a user started this at a terminal: with `srun --ntasks=4 --pty bash` the other shells have ended.
+    """Return whether this was started in an `srun --ntasks=4 --pty bash` shell, whose other tasks have ended.
 
-    A shell puts each command into a process group of its own. Steps that are started in it inherit its variables, and
-    their tasks lead no session; `srun --ntasks=4 --pty python train.py` leads one, and is the task itself.
+    A shell puts each command into its own process group. Steps started in it inherit its variables, but their tasks
+    are not session leaders. With `srun --ntasks=4 --pty python train.py`, this process is the task and leads one.
     """
     task = _number("SLURM_TASK_PID") or 0
     try:
         return os.getsid(task) == task and (os.getpgrp() != task or hasattr(sys, "ps1"))
-    except OSError:  # in a container with process numbers of its own
+    except OSError:  # in a container with its own process IDs
         return os.isatty(0)
 
 
 def _read_sagemaker() -> Launch | None:
-    """Return which of SageMaker's machines this is, where its job starts the script once on each."""
+    """Return the description of a SageMaker job, which starts the script once per machine."""
     text, host = os.environ.get("SM_HOSTS"), os.environ.get("SM_CURRENT_HOST")
     if not text or not host:
         return None
@@ -204,7 +204,7 @@ def _read_sagemaker() -> Launch | None:
 
 
 def _first_machine(launch: Launch) -> str | None:
-    """Return the machine of rank 0, or None if unknown."""
+    """Return the address of rank 0's machine, or None if unknown."""
     if launch.local_world_size == launch.world_size:
         return "127.0.0.1"
     if launch.launcher == "SageMaker":
@@ -213,14 +213,14 @@ def _first_machine(launch: Launch) -> str | None:
     if nodes:
         return first_of_node_list(nodes)
     hosts = os.environ.get("LSB_MCPU_HOSTS", "").split()[::2]  # each is followed by its number of slots
-    # jsrun starts nothing on the first, which runs the script of the job.
+    # jsrun starts nothing on the first host, which runs the job script.
     return next(iter(hosts[1:] if launch.launcher == _LSF.launcher else hosts), None)
 
 
 def _meeting_port(launch: Launch) -> int:
-    """Return a port for the processes to meet at: the same for all of a start, another for another start."""
+    """Return the rendezvous port: the same for all processes of a launch, usually different for another launch."""
     if launch.launcher == _SLURM.launcher:
-        # Jobs of an array have numbers in a row, and so have the steps of a job.
+        # Jobs of an array are numbered consecutively, and so are the steps of a job.
         offset = (_number("SLURM_JOB_ID") or 0) + 4099 * (_number("SLURM_STEP_ID") or 0)
     else:
         offset = zlib.crc32("".join(os.environ.get(name, "") for name in _START_IDS).encode())
@@ -228,10 +228,10 @@ def _meeting_port(launch: Launch) -> int:
 
 
 def _number(name: str | None) -> int | None:
-    """Return what a variable says, None where it is not set; some launchers set -1 to say that they are none."""
+    """Return a variable's integer, or None if it is unset or -1, as some launchers set it outside of a launch."""
     value = os.environ.get(name, "").strip() if name else ""
     if name == _SLURM.local_world_size and value:
-        return value.count(",") + 1  # the tasks of this node, by rank
+        return value.count(",") + 1  # SLURM_GTIDS lists the ranks of this node
     if value and not value.removeprefix("-").isdecimal():
         raise ConfigError(
             f"Cannot use the environment variable {name}={value!r}:",

@@ -20,12 +20,12 @@ _IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
 
 
 def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return the `__getattr__`, the `__dir__` and the `__all__` of a package whose names live in other modules.
+    """Return `__getattr__`, `__dir__` and `__all__` for a package whose names are defined in other modules.
 
-    Its ``__init__.pyi``, which type checkers read in place of its ``__init__.py``, is the only list of them.
+    Its ``__init__.pyi``, which type checkers read instead of ``__init__.py``, is the only list of the names.
 
     Args:
-        own: Public names that it defines itself.
+        own: Public names that the package defines itself.
 
     Example:
         >>> get, _, names = lazy_names("hftrain")
@@ -45,7 +45,7 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
             setattr(sys.modules[package], name, value)
             return value
         message = _missing(package, name, public)
-        # `from package import name` would replace the message of an AttributeError by a sentence of its own.
+        # `from package import name` would replace the message of an AttributeError by its own.
         frame = sys._getframe(1)
         is_from = frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM
         raise (
@@ -61,7 +61,7 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
 
 
 def _imported(module: str) -> ModuleType:
-    """Import a module without looking for garbage meanwhile: a pass over all that torch made takes as long as ours."""
+    """Import a module with garbage collection off: a pass over torch's objects takes as long as our own imports."""
     if not gc.isenabled():
         return importlib.import_module(module)
     gc.disable()

@@ -1,4 +1,4 @@
-"""What Lightning's names are called here, for the errors that meet them. Imports nothing of it."""
+"""Lightning's names and their equivalents here, for error messages. Does not import Lightning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LIGHTNING_NAMES = {
     "seed_everything": "Use set_seed.",
 }
 
-# Lightning's events, by the event here that comes at the same time.
+# Lightning's events, and the event here that fires at the same time.
 _EVENTS = {
     "on_after_backward": "on_pre_optimizer_step",
     "on_before_optimizer_step": "on_pre_optimizer_step",
@@ -58,7 +58,7 @@ _EVENTS = {
     "on_validation_end": "on_evaluate",
     "on_validation_epoch_end": "on_evaluate",
 }
-# Its events that nothing here corresponds to, and what to do.
+# Lightning's events without an equivalent here, and what to do.
 _OTHER_EVENTS = {
     "on_before_backward": "Override training_step of a Trainer subclass.",
     "on_exception": "Wrap train() in try and except.",
@@ -74,7 +74,7 @@ _OTHER_EVENTS = {
 }  # fmt: skip
 # Keras's events.
 _KERAS = {"on_batch_begin": "on_step_begin", "on_batch_end": "on_step_end"}
-# What events are called from memory.
+# Common wrong names of events.
 _MISNOMERS = {
     "on_batch_start": "on_step_begin",
     "on_checkpoint_save": "on_save",
@@ -94,18 +94,18 @@ def _define(events: dict[str, str]) -> dict[str, str]:
     return {name: f"Define {event}(self, args, state, control, **kwargs)." for name, event in events.items()}
 
 
-# Other libraries' methods of a callback, which nothing here calls, and what to do.
+# Callback methods of other libraries, which nothing here calls, and what to do.
 CALLBACK_METHODS = {
     **_define({**_EVENTS, **_KERAS}),
     **_OTHER_EVENTS,
     "on_save_checkpoint": "Define on_save, or derive from ExportableState too; its state is saved in each checkpoint.",
 }
 
-# Names that are often written for an event.
+# The same, for wrong names of events.
 CALLBACK_MISNOMERS = _define(_MISNOMERS)
 
 _EVALUATES = "Define evaluation_step(self, batch); a torchmetrics child of the task sums over batches."
-# Other libraries' methods of a module, likewise.
+# Module methods of other libraries, which nothing here calls, and what to do.
 MODULE_METHODS = {
     "backward": "Return the loss, whose backward pass the Trainer runs, or override training_step of the Trainer.",
     **{name: f"Do it in {event} of a TrainerCallback." for name, event in _EVENTS.items()},
@@ -140,12 +140,12 @@ MODULE_METHODS = {
     "validation_step_end": _EVALUATES,
 }
 
-# Names that are often written for a method of a module.
+# Common wrong names of module methods.
 MODULE_MISNOMERS = dict.fromkeys(
     ("eval_step", "evaluate_step", "val_step", "valid_step"), "Define evaluation_step(self, batch)."
 )
 
-# Attributes of a module that its methods use, and what to do.
+# Attributes of a Lightning module that user methods use, and what to do.
 MODULE_ATTRIBUTES = {
     "all_gather": "Return the values as outputs, which are gathered over processes.",
     "current_epoch": "A TrainerCallback gets it as state.epoch.",
@@ -169,7 +169,7 @@ MODULE_ATTRIBUTES = {
     "trainer": "A task does not know its Trainer; a TrainerCallback gets args, state and control.",
 }
 
-# Keywords of its Trainer, and what to do.
+# Keywords of Lightning's Trainer, and what to do.
 TRAINER_KEYWORDS = {
     "accelerator": "A GPU is used if there is one; set use_cpu=True in TrainingArguments to avoid it.",
     "accumulate_grad_batches": "Set gradient_accumulation_steps in TrainingArguments.",
@@ -213,7 +213,7 @@ TRAINER_KEYWORDS = {
     "val_check_interval": "Set eval_strategy='steps' and eval_steps in TrainingArguments.",
 }
 
-# Attributes of its Trainer, and what to do.
+# Attributes of Lightning's Trainer, and what to do.
 TRAINER_ATTRIBUTES = {
     "callbacks": "Read callback_handler.callbacks.",
     "callback_metrics": "Read state.log_history.",

@@ -20,7 +20,7 @@ def get_logger(name: str = ROOT) -> logging.Logger:
 
 
 def set_verbosity(level: int) -> None:
-    """Set the level of every logger of the package; a stream handler is added if nothing else would print."""
+    """Set the level of every logger of the package; adds a stream handler if there is no other handler."""
     root = logging.getLogger(ROOT)
     root.setLevel(level)
     if not root.hasHandlers():
@@ -31,10 +31,10 @@ def set_verbosity(level: int) -> None:
 
 @contextmanager
 def sharing_verbosity(library: str = "transformers") -> Iterator[None]:
-    """Log as much as another library was told to, where nobody said how much this package logs.
+    """Use another library's log level, unless the level of this package is set.
 
-    A script that asks transformers for its messages (`set_verbosity_info`) means those of the run too. What it asked
-    for counts if it is more than warnings; the library's handlers show the messages if nothing else would.
+    A script that turns on transformers' messages (`set_verbosity_info`) expects those of the run too. The other level
+    is used only if it shows more than warnings; its handlers are used if this package has none.
     """
     ours, theirs = logging.getLogger(ROOT), logging.getLogger(library)
     is_asked = logging.NOTSET < theirs.level < logging.WARNING
@@ -66,7 +66,7 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that points at the user's line: the last outside of this package, torch and wrappers."""
+    """Issue a warning that points at the user's line: the innermost one outside of this package, torch and wrappers."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_inside(frame):
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""The documented functions on nested tensors and arrays, for code that gathers predictions on its own.
+"""The documented functions on nested tensors and arrays, for code that gathers predictions itself.
 
 The loops use `hftrain.core.tree` and `hftrain.loops.gather`, which copy less.
 """
@@ -109,7 +109,7 @@ def torch_distributed_zero_first(local_rank: int) -> Iterator[None]:
     """Context manager in which the first process of a node runs before the others. Collective.
 
     Args:
-        local_rank: This process's rank on its node; -1 where there is one process, which does not wait.
+        local_rank: This process's rank on its node; -1 for a single process, which does not wait.
 
     Source: the documented `torch_distributed_zero_first`.
     """
@@ -121,7 +121,7 @@ def torch_distributed_zero_first(local_rank: int) -> Iterator[None]:
 
 
 def denumpify_detensorize(metrics: Any) -> Any:
-    """Return metrics with one-element tensors and NumPy numbers as plain numbers.
+    """Convert the one-element tensors and NumPy numbers in metrics to plain numbers.
 
     Source: the documented `denumpify_detensorize`.
     """

@@ -1,4 +1,4 @@
-"""Notes at the end of a traceback: where an error comes from, and the values that it met."""
+"""Notes at the end of a traceback: the origin of an error and the values involved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_SHOWN = 12
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a line to the end of an error's traceback, once; Python 3.10 shows no notes, so there it is logged.
+    """Add a line to the end of an error's traceback, once; on Python 3.10, which shows no notes, it is logged.
 
     Example:
         >>> error = ValueError("no")

@@ -1,4 +1,4 @@
-"""Optional packages: asked for by requirement, refused with the command that installs them."""
+"""Optional packages: checked by requirement, with the install command in the error."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def is_available(requirement: str) -> bool:
 
 
 def require(requirement: str, *, feature: str, extra: str | None = None) -> None:
-    """Raise unless an optional package is installed, in a version that the requirement allows.
+    """Raise unless an optional package is installed in a version that the requirement allows.
 
     Args:
-        feature: What needs it, as the user wrote it (``"strategy='deepspeed'"``).
+        feature: The setting that needs it, as the user wrote it (``"strategy='deepspeed'"``).
     """
     if not _cache(requirement):
         package = re.split(r"[^\w.-]", requirement)[0]
@@ -32,11 +32,11 @@ def require(requirement: str, *, feature: str, extra: str | None = None) -> None
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """Return the versions of those of these packages that are installed."""
+    """Return the versions of the given packages, without those that are not installed."""
     return {package: found for package in packages if (found := _version(package)) is not None}
 
 
-@cache  # it is asked for at each save, and parses the package's metadata
+@cache  # read at each save, and parsing the package's metadata is slow
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -45,7 +45,7 @@ def _version(package: str) -> str | None:
 
 
 def _cache(requirement: str) -> Any:
-    # Here, because its parser of requirements takes long to import.
+    # Imported here because the requirement parser is slow to import.
     from lightning_utilities.core.imports import RequirementCache
 
     return RequirementCache(requirement)

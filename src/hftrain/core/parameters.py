@@ -1,4 +1,4 @@
-"""Parameters that ZeRO-3 has split: they are empty, and note what they are when they are whole."""
+"""Parameters that ZeRO-3 has split: they are empty and keep their full shape in an attribute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
-    """Return the shape of a parameter when it is whole."""
+    """Return the full shape of a parameter, even if ZeRO-3 has split it."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 

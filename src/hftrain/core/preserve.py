@@ -1,4 +1,4 @@
-"""Leave objects as they were found."""
+"""Restore objects after use."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 @contextmanager
 def preserved(*owners: Any) -> Iterator[None]:
-    """Put back all attributes of objects at the end: containers of plain values with what they held, others as such.
+    """Restore all attributes of objects at the end: containers of plain values by content, others by reference.
 
-    Each object gets its whole ``__dict__`` back in one piece, so no attribute can be missed. Objects without one are
-    left alone.
+    The whole ``__dict__`` of each object is restored, so no attribute can be missed. Objects without one are left
+    alone.
     """
     found = [owner for owner in owners if hasattr(owner, "__dict__")]
     kept = [
@@ -26,7 +26,7 @@ def preserved(*owners: Any) -> Iterator[None]:
         yield
     finally:
         for owner, attributes in zip(found, kept, strict=True):
-            # Past a __setattr__ that checks names.
+            # Bypasses a __setattr__ that checks names.
             object.__setattr__(owner, "__dict__", attributes)
 
 

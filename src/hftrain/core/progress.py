@@ -17,8 +17,8 @@ class Progress:
         step: optimizer updates done. epoch: passes begun before the current one.
         micro_steps_in_epoch: micro-batches of this rank used in the current pass.
         samples: samples trained on, all ranks together. tokens: input tokens trained on, all ranks together.
-        offset_in_epoch: samples of the current pass before the first of its micro-batches, which a resume with another
-        batch size leaves where they do not fill one. cut_epochs: passes that a callback ended early.
+        offset_in_epoch: samples of the current pass before its first micro-batch, left over by a resume with another
+        batch size if they do not fill a micro-batch. cut_epochs: passes that a callback ended early.
     """
 
     step: int = 0
@@ -31,7 +31,7 @@ class Progress:
 
     @property
     def is_within_epoch(self) -> bool:
-        """Whether a part of the current pass is done."""
+        """Whether part of the current pass is done."""
         return bool(self.micro_steps_in_epoch or self.offset_in_epoch)
 
     def state_dict(self) -> dict[str, int]:
@@ -65,17 +65,17 @@ class TrainerControl:
             setattr(self, name, bool(value))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores, in the documented form."""
+        """Return the state that a checkpoint stores, in the documented form."""
         return {"args": dict(self.__dict__), "attributes": {}}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> TrainerControl:
-        """Build the control that returned `state`."""
+        """Rebuild a control from its `state`."""
         return cls(**state["args"])
 
 
 def check_flags(control: TrainerControl) -> None:
-    """Warn once of a flag that was set and that nothing reads: a misspelt one."""
+    """Warn once about a flag that was set but that nothing reads, such as a misspelt one."""
     if len(control.__dict__) > len(fields(TrainerControl)):
         known = {field.name for field in fields(TrainerControl)}
         for name in sorted(control.__dict__.keys() - known):
@@ -89,8 +89,8 @@ class Cadence:
 
     Args:
         unit: ``"no"``, ``"steps"``, ``"epoch"`` or ``"best"`` (which is due on a new best metric, decided elsewhere).
-        every: Steps between two, for ``"steps"``.
-        delay: Steps or epochs (following `unit`) before the first one.
+        every: Steps between two occurrences, for ``"steps"``.
+        delay: Steps or epochs (depending on `unit`) before the first occurrence.
 
     Example:
         >>> Cadence(unit="steps", every=5).is_due_at_step(10)
@@ -106,5 +106,5 @@ class Cadence:
         return self.unit == "steps" and self.every > 0 and step % self.every == 0 and step >= self.delay
 
     def is_due_at_epoch(self, epoch: float) -> bool:
-        """Return whether it is due at an epoch's end, `epoch` passes being done."""
+        """Return whether it is due at an epoch's end, after `epoch` passes."""
         return self.unit == "epoch" and epoch >= self.delay

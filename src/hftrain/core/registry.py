@@ -1,4 +1,4 @@
-"""Names to classes, resolved on first use."""
+"""Registries that map names to classes, resolved on first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Entry:
     target: str | Callable[..., Any]
     preset: dict[str, Any] = field(default_factory=dict)
     summary: str = ""
-    # The entry point that it came from, as messages call it.
+    # The entry point that defined it, as shown in messages.
     point: str = ""
 
 
@@ -28,13 +28,13 @@ class Registry(Generic[T]):
     """Create objects of one kind by name.
 
     A target is a class, a factory, or ``"package.module:Name"``, which is imported on first use. A preset holds
-    keyword arguments that come with the name. Packages add their own names through the entry-point group.
+    default keyword arguments of a name. Other packages add names through the entry-point group.
 
     Args:
-        kind: What the names stand for, as error messages should call it (``"strategy"``).
+        kind: The kind of object, as shown in error messages (``"strategy"``).
         group: The entry-point group that other packages use.
-        elsewhere: What other libraries call things, and the name here, for the error that meets it.
-        gone: Names that stood for something once, why they no longer do, and what to do instead.
+        elsewhere: Other libraries' names and the corresponding names here, for the error about an unknown name.
+        gone: Removed names, each with the reason and what to do instead.
 
     Example:
         >>> registry = Registry[dict]("box", group="hftrain.boxes")
@@ -69,7 +69,7 @@ class Registry(Generic[T]):
         return sorted(name for name, entry in self._entries.items() if with_entry_points or not entry.point)
 
     def usable_names(self) -> list[str]:
-        """List all known names but those whose entry point cannot be imported, which a warning names."""
+        """List the known names whose entry point can be imported; a warning lists the others."""
         found = []
         for name in self.names():
             try:
@@ -80,11 +80,11 @@ class Registry(Generic[T]):
         return found
 
     def summary(self, name: str) -> str:
-        """Return the one line that describes a name."""
+        """Return the one-line description of a name."""
         return self._entry(name).summary
 
     def resolve(self, name: str) -> tuple[Callable[..., T], dict[str, Any]]:
-        """Return the class (or factory) and the preset behind a name."""
+        """Return the class (or factory) and the preset of a name."""
         entry = self._entry(name)
         target = entry.target
         if isinstance(target, str):
@@ -102,7 +102,7 @@ class Registry(Generic[T]):
         return target, dict(entry.preset)
 
     def create(self, name: str, /, **kwargs: Any) -> T:
-        """Build the object behind a name; `kwargs` win over the preset."""
+        """Create the object of a name; `kwargs` override the preset."""
         target, preset = self.resolve(name)
         return target(**{**preset, **kwargs})
 
@@ -131,6 +131,6 @@ class Registry(Generic[T]):
             elif point.name in self._entries:
                 warn_once(f"Entry point {origin} is skipped: the name is taken.")
             else:
-                # Not its value, which may end in extras.
+                # Built from the parts: point.value may end in extras.
                 target = f"{point.module}:{point.attr}"
                 self._entries[point.name] = _Entry(target=target, summary=f"from {target}", point=origin)

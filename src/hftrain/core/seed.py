@@ -1,4 +1,4 @@
-"""Random number generators: set, captured and put back."""
+"""Random number generators: seeding, capturing and restoring."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import numpy
 import torch
 
-# Generators that torch's own seed does not reach: how to read and how to set each.
+# Generators that torch.manual_seed does not set: functions that capture and restore each.
 _added: dict[str, tuple[Callable[[], int], Callable[[int], None]]] = {}
 
 
 def add_generator(name: str, *, capture: Callable[[], int], restore: Callable[[int], None]) -> Callable[[], None]:
-    """Treat one more generator, whose state is one number, as the others; returns what undoes it."""
+    """Seed, capture and restore another generator, whose state is one integer; return a function that undoes it."""
     _added[name] = capture, restore
 
     def forget() -> None:
@@ -80,7 +80,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put back what `capture_rng` returned; generators of devices that are absent here are left alone."""
+    """Restore the state that `capture_rng` returned; the state of absent devices is ignored."""
     _check(state)
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -99,7 +99,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def _check(state: dict[str, Any]) -> None:
-    """Raise ValueError for what the generators would take without looking: NumPy reads where the position points."""
+    """Raise ValueError for states that the generators do not check: NumPy reads at any position it is given."""
     _, _, gauss = state["python"]
     _, keys, position, has_gauss, cached = state["numpy"]
     is_fit = type(position) is int and 0 <= position <= 624 and len(keys) == 624 and has_gauss in (0, 1)
@@ -108,7 +108,7 @@ def _check(state: dict[str, Any]) -> None:
 
 
 def _devices() -> Iterator[tuple[str, Any]]:
-    """Yield name and module of each kind of accelerator that is there; each has one generator for each device."""
+    """Yield name and module of each available kind of accelerator; it has one generator per device."""
     for name in ("cuda", "xpu", "npu", "hpu", "mlu", "musa"):
         device: Any = getattr(torch, name, None)
         if device is not None and device.is_available():
@@ -116,21 +116,21 @@ def _devices() -> Iterator[tuple[str, Any]]:
 
 
 def _generators(device: Any) -> Any:
-    """Return where a kind of accelerator has its generators: some have them in a module below only."""
+    """Return the module with an accelerator's generator functions; for some kinds it is the submodule `random`."""
     return device if hasattr(device, "get_rng_state_all") else device.random
 
 
 def draw_as_a_loader() -> None:
-    """Draw what a DataLoader without a generator of its own draws at each pass, from torch's global generator.
+    """Draw the number from torch's global generator that a DataLoader without its own generator draws at each pass.
 
-    Dropout's numbers are then those of a plain loop over such a loader.
+    Dropout then draws the same numbers as in a plain loop over such a loader.
     """
     torch.empty((), dtype=torch.int64, device="cpu").random_()
 
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Leave every generator as it was found."""
+    """Restore every generator at the end."""
     state = capture_rng()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Older forms of the documented hooks keep working: signatures are looked at once, at construction."""
+"""Support for older signatures of the documented hooks, which are inspected once, at construction."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_overrides(kind: type, base: type) -> None:
     """Raise if a subclass overrides a public method of its base with one that cannot be called in its place.
 
     Raises:
-        TaskError: It names the method and the signature to give it.
+        TaskError: The message names the method and the signature it needs.
     """
     for name, method in inspect.getmembers(base, inspect.isfunction):
         override = inspect.getattr_static(kind, name)
@@ -79,7 +79,7 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 
 def takes_trial(model_init: Callable[..., Any]) -> bool:
-    """Return whether a function that makes models wants the trial of a hyper-parameter search."""
+    """Return whether a `model_init` function takes the trial of a hyper-parameter search."""
     parameters = inspect.signature(model_init).parameters.values()
     return any(p.name == "trial" or (p.default is p.empty and p.kind < p.VAR_POSITIONAL) for p in parameters)
 
@@ -87,10 +87,10 @@ def takes_trial(model_init: Callable[..., Any]) -> bool:
 def taking(function: Callable[..., Any], num_positional: int, name: str) -> Callable[..., Any]:
     """Return a function that takes `name` by keyword or as its last positional argument.
 
-    Where `function` takes it by keyword only, or in another place, it is handed on so; where not at all, dropped.
+    If `function` takes it by keyword only or in another position, it is passed by keyword; if not at all, dropped.
 
     Args:
-        num_positional: How many positional arguments come before.
+        num_positional: Number of positional arguments before it.
         name: The argument that newer signatures have.
     """
     parameters = inspect.signature(function).parameters
@@ -111,7 +111,7 @@ def taking(function: Callable[..., Any], num_positional: int, name: str) -> Call
 
 
 def in_context(prepare: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a training step that runs in the context that `prepare` gives, on the micro-batch it gives."""
+    """Return a training step that runs in the context and on the micro-batch that `prepare` returns."""
 
     def run(model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         make_context, inputs = prepare(model, inputs)
@@ -122,9 +122,9 @@ def in_context(prepare: Callable[..., Any], step: Callable[..., Any]) -> Callabl
 
 
 def call_with(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    """Call a hook with those of the documented values that its signature has a name for, in whatever generation.
+    """Call a hook, of any documented generation, with the documented values that its signature names.
 
-    One that takes ``*args`` gets them all, in order; arguments of other names are taken for the values in their order.
+    A hook that takes ``*args`` gets all values in order. If it requires other names, values are passed by position.
     """
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):

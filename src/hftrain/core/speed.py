@@ -1,4 +1,4 @@
-"""How fast something went."""
+"""Speed metrics."""
 
 from __future__ import annotations
 

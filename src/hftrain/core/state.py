@@ -14,7 +14,7 @@ from typing import Any
 
 from hftrain.core.history import HistoryText
 
-# Only there: what is nested deeper is indented further, and a line break within a text is escaped.
+# Occurs only once: deeper entries are indented further, and line breaks within strings are escaped.
 _NO_HISTORY = '\n  "log_history": []'
 
 
@@ -55,15 +55,15 @@ class TrainerState:
         return "".join(self.json_parts())
 
     def json_parts(self, history: HistoryText | None = None) -> list[str]:
-        """Return the state as JSON text in pieces, of which those of the log history may be known already.
+        """Return the state as JSON text in pieces; those of the log history may have been made already.
 
         Args:
-            history: Has taken the history to write; None takes the state's.
+            history: The text of the history, which it has captured; None captures the state's.
         """
         if history is None:
             history = HistoryText()
             history.take(self.log_history or [])
-        # Not dataclasses.asdict, which copies the whole history.
+        # dataclasses.asdict would copy the whole history.
         text = json.dumps({**vars(self), "log_history": []}, indent=2, sort_keys=True) + "\n"
         entries = history.parts()
         if not entries:
@@ -78,7 +78,7 @@ class TrainerState:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> TrainerState:
-        """Build the state from what its JSON text holds."""
+        """Build the state from its decoded JSON."""
         known = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in content.items() if name in known})
 
@@ -104,9 +104,9 @@ class TrainerState:
 
 
 def find_misfit(content: Any) -> str | None:
-    """Say what keeps JSON data from being a `TrainerState`, or return None if nothing does.
+    """Return why JSON data is not a valid `TrainerState`, or None if it is.
 
-    Names that are unknown or absent are not an error: other versions write others.
+    Unknown or absent names are not an error: other versions write different ones.
     """
     if not isinstance(content, dict):
         return f"it holds a {type(content).__name__} instead of an object"
@@ -115,7 +115,7 @@ def find_misfit(content: Any) -> str | None:
             continue
         value = content[name]
         kinds = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
-        # transformers writes an interval of -1 as a negative number of steps.
+        # transformers stores an interval of -1 as a negative number of steps.
         is_interval = name in ("logging_steps", "eval_steps", "save_steps") and type(value) is int
         if not is_interval and not any(_is_of(value, typing.get_origin(kind) or kind) for kind in kinds):
             return f"{name} is {value!r:.80}"

@@ -1,4 +1,4 @@
-"""Names of transformers' training modules that hftrain lacks, with what to use, for the errors that meet them."""
+"""Names of transformers' training modules that hftrain lacks, and what to use instead, for error messages."""
 
 from __future__ import annotations
 

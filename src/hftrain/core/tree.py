@@ -1,6 +1,6 @@
 """Nested batches and outputs: tensors in tuples, lists and mappings.
 
-These run for every batch. `dict` is asked for before `Mapping`, whose check is a Python call.
+These run for every batch. `dict` is tested before `Mapping`, whose instance check is a slow Python call.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Apply `function` to every tensor of a nested structure; other leaves and the containers' types are kept."""
+    """Apply `function` to every tensor of a nested structure; keeps other leaves and the container types."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
-    if isinstance(tree, (int, float, str)):  # a random number generator has thousands
+    if isinstance(tree, (int, float, str)):  # the state of a random number generator has thousands
         return tree
     if isinstance(tree, (dict, Mapping)):
         items = {
@@ -31,7 +31,7 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _rebuild_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Keep the mapping's type where its constructor takes a dict, as `BatchEncoding` and `ModelOutput` do."""
+    """Rebuild a mapping; its type is kept if the constructor takes a dict, as in `BatchEncoding` and `ModelOutput`."""
     try:
         return type(tree)(items)  # type: ignore[call-arg]
     except TypeError:
@@ -39,15 +39,15 @@ def _rebuild_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def is_samples(batch: Any) -> bool:
-    """Return whether a batch is a list of samples that no collator has joined: mappings, one for each."""
+    """Return whether a batch is a list of uncollated samples, each a mapping."""
     return isinstance(batch, list) and bool(batch) and isinstance(batch[0], (dict, Mapping))
 
 
 def batch_size_of(batch: Any) -> int | None:
     """Return how many samples a batch holds, or None if that is unknown.
 
-    A mapping's ``"labels"`` tell, else what most of its tensors agree on, the first of several; so does a list of
-    mappings, which are samples.
+    The size is that of a mapping's ``"labels"``, else the commonest among the tensors (the first of equally common
+    ones). For a list of mappings it is the length, because these are samples.
     """
     if isinstance(batch, torch.Tensor):
         return int(batch.shape[0]) if batch.dim() > 0 else None
@@ -72,14 +72,14 @@ def batch_size_of(batch: Any) -> int | None:
 
 
 def detach(tree: Any) -> Any:
-    """Return the same structure with its tensors cut from their graph."""
+    """Return the same structure with its tensors detached from the graph."""
     return map_tensors(tree, torch.Tensor.detach)
 
 
 def is_alike(saved: Any, own: Any, *, is_deep: bool = True) -> bool:
-    """Return whether a saved value can stand where an object has `own`: of the same kind, and as long.
+    """Return whether a saved value can replace an object's value `own`: same kind, same length.
 
-    None stands for a value still to come and is like everything; so is a list that is empty so far.
+    None marks a value that is not set yet and matches everything; an empty list `own` matches every list.
 
     Args:
         is_deep: Look into lists and mappings too.
@@ -103,5 +103,5 @@ def is_alike(saved: Any, own: Any, *, is_deep: bool = True) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    is_plain = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)  # what torch takes
+    is_plain = isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)  # int64, as torch
     return is_plain or (isinstance(value, torch.Tensor) and value.numel() == 1)

@@ -1,4 +1,4 @@
-"""Values that packages exchange: what a task returns, what a run returns, what a strategy may know of numerics."""
+"""Types shared by packages: results of tasks and runs, and the precision settings that a strategy sees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StepOutput:
     Args:
         loss: The mean loss over the batch's items: a 0-d tensor with its graph, or None.
         outputs: The model outputs; kept only if predictions are requested.
-        labels: The targets of `outputs`, kept likewise.
+        labels: The targets of `outputs`, kept in the same cases.
         logs: Values to average over the steps of the logging window (training) or the samples (evaluation).
     """
 
@@ -30,14 +30,14 @@ class StepOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionPolicy:
-    """All that a strategy may know about precision.
+    """The precision settings that a strategy sees.
 
     Args:
-        param_dtype: The dtype parameters are kept in.
-        compute_dtype: The dtype matrix products run in.
-        reduce_dtype: The dtype gradients are exchanged in.
-        loss_scaling: Whether a gradient scaler is at work.
-        autocast: Whether operations are cast one by one.
+        param_dtype: The dtype of parameters.
+        compute_dtype: The dtype of matrix products.
+        reduce_dtype: The dtype in which gradients are reduced.
+        loss_scaling: Whether a gradient scaler is used.
+        autocast: Whether autocast chooses the dtype of each operation.
         matmul: ``"highest"`` or ``"high"`` (TF32), None to leave torch's setting.
     """
 
@@ -51,7 +51,7 @@ class PrecisionPolicy:
 
 
 class Owns(enum.Flag):
-    """What a strategy's own engine takes over from the step."""
+    """The parts of a step that a strategy's own engine takes over."""
 
     NOTHING = 0
     BACKWARD = enum.auto()
@@ -66,9 +66,9 @@ class Shard(NamedTuple):
     """One process's rows of a tensor that is split along its first dimension.
 
     Args:
-        rows: The rows; the whole tensor where `start` is None.
-        start: The number of the first row.
-        length: How many rows there are in all processes together.
+        rows: The rows; the whole tensor if `start` is None.
+        start: The index of the first row.
+        length: The number of rows over all processes.
     """
 
     rows: torch.Tensor

@@ -1,4 +1,4 @@
-"""Methods that a user defines and nothing would ever call."""
+"""Detection of user-defined methods that nothing calls."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def check_uncalled(
 ) -> None:
     """Raise if a user's class defines another library's hook, and warn if it seems to misspell one of hftrain's.
 
-    A method that the class, its file or a file on the call stack uses is a helper and may have any name, and so may
-    those that the class lists in `not_hooks`.
+    A method that the class, its file or a file on the call stack uses is a helper and may have any name; so may the
+    methods that the class lists in `not_hooks`.
 
     Args:
-        kind: The class; bases from other packages are not looked at.
-        called: The names that are called.
+        kind: The class; bases from other packages are ignored.
+        called: The names of hooks that hftrain calls.
         hooks: Names that other libraries call, with what to do instead.
-        misnomers: Names that are often written for one that is called, likewise.
+        misnomers: Common wrong names of hooks, with what to do instead.
     """
     called, hooks, misnomers = set(called), hooks or {}, misnomers or {}
     spellings = {_squeeze(name): name for name in called}
@@ -60,13 +60,13 @@ def is_meant(kind: type, name: str) -> bool:
 
 
 def word_uncalled(kind: type, name: str, remedy: str) -> str:
-    """Word that nothing calls a method, with what to do instead, and what to do if it is a helper."""
+    """Compose the message that nothing calls a method, with what to do instead and what to do for a helper."""
     meant = f"If other code calls it, set not_hooks = ({name!r},) in the class."
     return explain(f"{kind.__name__} defines {name}:", "nothing calls it, so it would do nothing.", f"{remedy} {meant}")
 
 
 def _own_methods(kind: type, called: set[str]) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the user's methods that are not called, and their functions; none that has a called name as well."""
+    """Yield names and functions of the user's methods that are not called; aliases of called methods are left out."""
     for owner in kind.__mro__:
         if _package(owner.__module__) in _OTHERS:
             continue
@@ -111,7 +111,7 @@ def _is_used(name: str, function: FunctionType) -> bool:
 
 
 def _uses(node: ast.AST, name: str) -> bool:
-    """Return whether code reads an attribute, by a dot or getattr, outside the functions of that name."""
+    """Return whether code reads an attribute, by a dot or getattr, outside functions of the same name."""
     match node:
         case ast.FunctionDef(name=own) | ast.AsyncFunctionDef(name=own) if own == name:
             return False

@@ -1,1 +1,1 @@
-"""The one package where a strategy and a precision meet: what a step calls, and which pairs can work."""
+"""Combination of a strategy and a precision: the calls of a step, and which pairs work."""

@@ -1,4 +1,4 @@
-"""Join a strategy and a precision into the calls of a step; nothing else reads what a strategy owns."""
+"""Combine a strategy and a precision into the calls of a step."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def assemble_stepper(
     untrained: Iterable[torch.Tensor] = (),
     average_unclipped: Callable[[], None] | None = None,
 ) -> Stepper:
-    """Resolve who does what in a step: the precision, unless the strategy's own engine takes it over.
+    """Choose the implementation of each part of a step: the precision's, or that of the strategy's own engine.
 
     Args:
         strategy: Launched and set up.
         precision: Opened on the strategy's device.
         optimizer: As `Strategy.setup` returned it; its parameters are clipped.
         max_grad_norm: The largest norm of all gradients together; None or 0 turns clipping off.
-        args: Tell it instead, as `max_grad_norm`, and are read at each step: a callback may change it.
-        unclipped: Parameters of the optimizer that are left as they are, and not counted; read again at each step.
+        args: An object whose `max_grad_norm` replaces that argument; read at each step, as a callback may change it.
+        unclipped: Parameters of the optimizer to exclude from clipping and from the norm; read at each step.
         untrained: Parameters of the model that the optimizer does not hold. Their gradients are cleared after each
-            step, and clipped and counted with the others, unless these are unscaled first: nothing unscales them.
-        average_unclipped: Averages the gradients of `unclipped` over all processes; called once those of a step are
-            complete, if there are any.
+            step. They are clipped and counted with the others, unless those are unscaled first: nothing unscales these.
+        average_unclipped: Averages the gradients of `unclipped` over all processes; called once the gradients of a
+            step are complete, if `unclipped` is not empty.
 
     Raises:
-        StrategyError: The strategy declares more than it provides, or takes over only a part that needs another.
+        StrategyError: `Strategy.owns` names a part without its method, or a part without another that it needs.
     """
     owns = strategy.owns
     engine: Any = strategy
@@ -89,7 +89,7 @@ def assemble_stepper(
 
 
 def _assemble_in_backward(precision: Precision, optimizer: UpdatesInBackward, max_norm: float) -> Stepper:
-    """Let the optimizer run the backward pass; its own step does what is left to do."""
+    """Let the optimizer run the backward pass; its `step` does the rest."""
     if max_norm > 0 and not optimizer.clips:
         logger.warning(
             "max_grad_norm=%s has no effect with %s: no gradient is left to clip.", max_norm, type(optimizer).__name__
@@ -121,7 +121,7 @@ def _make_clip(
             return None
         if unscale is not None:
             unscale()
-        # Read again, because a callback may add a parameter group.
+        # Read at each step because a callback may add a parameter group.
         parameters = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
         if untrained:
             held = set(map(id, parameters))
@@ -147,7 +147,7 @@ def _make_zero_grad(optimizer: Optimizer, untrained: list[torch.Tensor]) -> Call
 
 
 def _read_norm(norm: Any, unclipped: Sequence[torch.Tensor], average: Callable[[], None]) -> Callable[[], Any]:
-    """Return what stands in for clipping where the engine clips, or nobody."""
+    """Return the replacement for clipping if the engine clips or clipping is off."""
 
     def read() -> Any:
         if unclipped:
@@ -158,7 +158,7 @@ def _read_norm(norm: Any, unclipped: Sequence[torch.Tensor], average: Callable[[
 
 
 def _check_owns(strategy: Strategy, *, scales: bool) -> None:
-    """Raise unless what the strategy owns holds together."""
+    """Raise if the strategy's `owns` is inconsistent."""
     owns = strategy.owns
     both = Owns.BACKWARD | Owns.STEP
     reason = None

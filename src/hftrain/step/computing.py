@@ -1,4 +1,4 @@
-"""How steps compute at the moment: a run and an evaluation replace it for as long as they last."""
+"""The current settings of forward and backward passes, which a run or an evaluation replaces temporarily."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hftrain.step.stepper import Stepper
 
 @dataclass(slots=True)
 class Computing:
-    """How steps compute at the moment.
+    """The current settings of forward and backward passes.
 
     Attributes:
         backward: Runs backward on a loss.
-        autocast: Makes the precision's casting context.
-        input_dtype: What floating-point inputs are cast to; None leaves them as they are.
-        optimizer: The run's; None while nothing is trained.
-        syncs: Whether an update follows the micro-step that runs.
-        past: What a recurrent model hands from step to step (`past_index`).
+        autocast: Returns the precision's casting context.
+        input_dtype: The dtype that floating-point inputs are cast to; None leaves them as they are.
+        optimizer: The optimizer of the run; None outside of training.
+        syncs: Whether an update follows the current micro-step.
+        past: The output that a recurrent model passes from step to step (`past_index`).
     """
 
     backward: Callable[..., None]
@@ -34,5 +34,5 @@ class Computing:
     past: Any = None
 
     def use(self, how: Precision | Stepper, optimizer: torch.optim.Optimizer | None) -> None:
-        """Compute as a run's stepper says, or, between runs, as the precision alone does."""
+        """Use the calls of a run's stepper or, between runs, of the precision."""
         self.backward, self.autocast, self.optimizer = how.backward, how.autocast, optimizer

@@ -1,4 +1,4 @@
-"""Which strategy works with which precision on which device and with which optimizer, and why the others do not."""
+"""Which strategies, precisions, devices and optimizers work together, and why the others do not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEVICES: tuple[tuple[str, Capability | None], ...] = (
 
 
 def check_in_backward(optimizer: Any, *, strategy: Strategy, precision: Precision, accumulation: int) -> None:
-    """Raise if the optimizer updates during the backward pass and something else needs the gradients first.
+    """Raise if the optimizer updates during the backward pass but the gradients are needed afterwards.
 
     Args:
         optimizer: An optimizer or its class.
@@ -58,7 +58,7 @@ def check_in_backward(optimizer: Any, *, strategy: Strategy, precision: Precisio
 
 
 class LegalityRow(NamedTuple):
-    """One line of the legality table; `reason` is None where the pair works."""
+    """One line of the legality table; `reason` is None if the pair works."""
 
     strategy: str
     precision: str
@@ -67,12 +67,12 @@ class LegalityRow(NamedTuple):
 
 
 def check_legal(strategy: Strategy, precision: Precision) -> None:
-    """Raise unless a strategy and a precision work together on the device that the strategy will take.
+    """Raise unless a strategy and a precision work together on the device that the strategy will use.
 
-    Call before `Strategy.launch`: allocates nothing on a device, though torch asks the driver about a GPU.
+    Call before `Strategy.launch`: allocates nothing on a device, though torch queries the driver about a GPU.
 
     Raises:
-        ConfigError: They do not; the message says why. Or the strategy was made in another process.
+        ConfigError: They do not work together, or the strategy was created in another process.
     """
     strategy.check_processes()
     policy, kind = precision.policy, strategy.device_type
@@ -93,7 +93,7 @@ def find_device_refusal(policy: PrecisionPolicy, device_type: str, capability: C
     Args:
         policy: The precision.
         device_type: ``"cpu"``, ``"cuda"``, ``"mps"``, ...
-        capability: What a CUDA device can do; None elsewhere.
+        capability: The compute capability of a CUDA device; None for other devices.
     """
     if policy.matmul == "high" and device_type != "cuda":
         return "TF32 exists on CUDA devices only"
@@ -121,7 +121,7 @@ def legality_table() -> list[LegalityRow]:
 
 def _find_refusal(strategy: str, policy: PrecisionPolicy, kind: str, capability: Capability | None) -> str | None:
     factory, _ = strategies.resolve(strategy)
-    # Asked of the class, so that a strategy whose package is not installed has its rows too.
+    # A class attribute, so that a strategy whose package is not installed is listed too.
     refuses = factory.refuses if isinstance(factory, type) and issubclass(factory, Strategy) else Strategy.refuses
     return refuses(policy, kind) or find_device_refusal(policy, kind, capability)
 

@@ -1,8 +1,8 @@
-"""torch.compile: in place, so that nothing wraps the model and its state keeps its names.
+"""torch.compile in place: the model is not wrapped, so its state keeps its names.
 
-A model compiles its own call (`nn.Module.compile`). Wrappers that distribute it, made before or after, call it as ever:
+A model compiles its own call (`nn.Module.compile`). Distributed wrappers, created before or after, call it as usual:
 DDP's reducer and hooks stay outside the graph, and torch splits the graph where DDP's buckets end. Unwrapping, saving
-and evaluating need no case of their own, because there is no second module.
+and evaluating need no special case, because there is no second module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from hftrain.core.errors import ConfigError
 from hftrain.core.tree import batch_size_of
 
-# Back-ends of the documentation that torch has dropped since, and what does their work today.
+# Documented back-ends that torch has dropped since, and their successors.
 _SUCCESSORS = {
     "nvfuser": "'inductor'",
     "aot_nvfuser": "'inductor'",
@@ -56,7 +56,7 @@ class Compiler:
             _check_backend(config)
 
     def open(self) -> None:
-        """Tell accelerate's own objects, through the documented environment variables, what is compiled how.
+        """Set the documented environment variables from which accelerate's own objects read what to compile.
 
         Mutates `os.environ`; `close` puts it back.
         """
@@ -69,7 +69,7 @@ class Compiler:
                 os.environ[_PREFIX + name] = value
 
     def compile(self, model: nn.Module) -> None:
-        """Let the model compile its call, once; mutates the model until `close`."""
+        """Compile the model's call, once; mutates the model until `close`."""
         if self.config is None or any(model is other for other in self._compiled):
             return
         model.compile(backend=self.config.backend, mode=self.config.mode)
@@ -77,7 +77,7 @@ class Compiler:
         self._compiled.append(model)
 
     def close(self) -> None:
-        """Let every model run as written again, and put the environment back; safe to call twice."""
+        """Undo the compilation of every model and restore the environment; safe to call twice."""
         for model in self._compiled:
             model._compiled_call_impl = None
         self._compiled.clear()
@@ -90,10 +90,10 @@ class Compiler:
 
 
 class _Call:
-    """Call the compiled model, or the model as written for a rare smaller batch.
+    """Call the compiled model, or the uncompiled one for a rare smaller batch.
 
-    torch would compile again for the short batch that ends an epoch. Where smaller batches are no exception, it does:
-    its second graph then serves every size.
+    torch would compile again for the short last batch of an epoch. If smaller batches are frequent, it does, and its
+    second graph then serves every size.
     """
 
     def __init__(self, model: nn.Module, compiled: Any) -> None:
@@ -105,7 +105,7 @@ class _Call:
         self.num_short: dict[bool, int] = {True: 0, False: 0}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Training and evaluation have graphs, and mostly batch sizes, of their own.
+        # Training and evaluation have separate graphs, and usually different batch sizes.
         mode, size = self.model.training, batch_size_of((args, kwargs)) or 0
         full = self.full.setdefault(mode, size)
         self.num_calls[mode] += 1

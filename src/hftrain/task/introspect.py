@@ -1,4 +1,4 @@
-"""Properties read from a model: its labels, its inputs, whether it returns a loss, and where its layers are."""
+"""Properties read from a model: label names, inputs, whether it returns a loss, and the devices of its layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_ACCELERATOR = ("cpu", "disk", "meta")
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """Look through an adapter wrapper (`get_base_model`, as PEFT has it) to the model whose signature counts."""
+    """Return the model inside an adapter wrapper (one with PEFT's `get_base_model`), whose signature counts."""
     getter = getattr(model, "get_base_model", None)
     base = getter() if callable(getter) else model
     return base if isinstance(base, nn.Module) else model
@@ -54,8 +54,8 @@ def can_return_loss(model: nn.Module) -> bool:
 def accepts_item_count(model: nn.Module) -> bool:
     """Return whether the model normalises its own loss when it is given `num_items_in_batch`.
 
-    A model says so by the attribute `accepts_loss_kwargs` or by naming the argument. ``**kwargs`` counts only for
-    transformers-like models: any other model would swallow the number and its loss would be a plain mean.
+    A model declares it by the attribute `accepts_loss_kwargs` or by naming the argument. ``**kwargs`` counts only for
+    transformers-like models: any other model would ignore the number and return a plain mean.
     """
     base = base_model(model)
     declared = getattr(base, "accepts_loss_kwargs", None)
@@ -69,7 +69,7 @@ def accepts_item_count(model: nn.Module) -> bool:
 
 
 def takes_item_count(function: Callable[..., Any]) -> bool:
-    """Return whether a `compute_loss_func` can be handed `num_items_in_batch`: by name, or with any keyword."""
+    """Return whether a `compute_loss_func` accepts `num_items_in_batch`, by name or through ``**kwargs``."""
     called = function.forward if isinstance(function, nn.Module) else function
     parameters = inspect.signature(called).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -90,7 +90,7 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def own_reduction(model: nn.Module) -> str | None:
-    """Return what a CTC model's configuration says of its loss, ``"mean"`` (over samples) or ``"sum"``; else None."""
+    """Return the loss reduction in a CTC model's config, ``"mean"`` (over samples) or ``"sum"``; else None."""
     base = base_model(model)
     if not type(base).__name__.endswith("ForCTC"):
         return None
@@ -98,7 +98,7 @@ def own_reduction(model: nn.Module) -> str | None:
 
 
 def ignored_labels(model: nn.Module) -> tuple[int, ...]:
-    """Return the labels that a model's loss leaves out: -100, and what the configuration of a segmenter names."""
+    """Return the labels that a model's loss ignores: -100, and the `semantic_loss_ignore_index` of a segmenter."""
     other = getattr(getattr(base_model(model), "config", None), "semantic_loss_ignore_index", None)
     return (IGNORED_LABEL, other) if isinstance(other, int) and other != IGNORED_LABEL else (IGNORED_LABEL,)
 
@@ -128,7 +128,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def tensor_parallel_size(model: nn.Module, deepspeed_config: Any = None) -> int:
-    """Return over how many processes each layer is split: as the model says, else as the DeepSpeed config does."""
+    """Return the number of processes each layer is split over, from the model or else the DeepSpeed config."""
     size = getattr(model, "tp_size", None) or getattr(model, "_tp_size", None)
     if size is None and deepspeed_config:
         size = (deepspeed_config.get("tensor_parallel") or {}).get("autotp_size")

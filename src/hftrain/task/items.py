@@ -1,4 +1,4 @@
-"""What a model's loss is a mean over: found by comparing the loss of two samples with the losses of each."""
+"""Detect what a model's loss averages over, by comparing the loss of two samples together with their single losses."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hftrain.core.tree import batch_size_of
 LABELS, SHIFTED, SAMPLES, SUM = "labels", "shifted_labels", "samples", "sum"
 KINDS = (LABELS, SHIFTED, SAMPLES, SUM)
 
-_LEAST_GAP = 4e-3  # between two kinds' shares of a sample, so that a loss tells which it is
+_LEAST_GAP = 4e-3  # smallest difference between two kinds' shares of a sample that a loss can show
 _NUM_TRIED = 24
 
 
 @dataclass(frozen=True, slots=True)
 class MeanOver:
-    """What a loss is a mean over.
+    """The kind of item that a loss averages over.
 
     Args:
         kind: One of `KINDS`; ``"sum"`` is a loss that adds up over samples.
-        needs_count: The model's loss is such a mean only if it is given the number of items to divide by.
-        divides: Whether the loss divides by a number of items that it is given.
-        is_exact: Whether that reproduces the loss, rather than being the nearest.
-        is_final: Whether it was found, rather than assumed until a batch tells.
-        fits: The kinds that the batches tried so far cannot tell apart, where that is why it is not final.
+        needs_count: Whether the model's loss is such a mean only if it is given the number of items to divide by.
+        divides: Whether the loss divides by the number of items that it is given.
+        is_exact: Whether `kind` reproduces the loss; otherwise it is the nearest one.
+        is_final: Whether `kind` was detected; otherwise it is assumed until a batch shows it.
+        fits: The kinds that the batches tried so far cannot distinguish, if that is why `is_final` is False.
     """
 
     kind: str
@@ -45,11 +45,11 @@ class Pair:
     """Two samples of a batch with unequal numbers of items.
 
     Args:
-        one: A batch of the first sample; the whole batch where it cannot be cut.
-        other: A batch of the second; None where there is none.
-        both: A batch of the two.
-        twice: A batch of the first, repeated.
-        is_ragged: Whether samples hold unequal numbers of items, so that it matters what the loss is a mean over.
+        one: A batch of the first sample; the whole batch if it cannot be split.
+        other: A batch of the second sample; None without one.
+        both: A batch of the two samples.
+        twice: A batch that holds the first sample twice.
+        is_ragged: Whether samples hold unequal numbers of items, so that the kind of mean matters.
     """
 
     one: Any
@@ -59,19 +59,19 @@ class Pair:
     is_ragged: bool = True
 
     def parts(self) -> dict[str, Any]:
-        """Return what it is made of, by name; the samples themselves are not copied."""
+        """Return the fields by name; the samples are not copied."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def pick_pair(batch: Any, counts: Mapping[str, Sequence[int]] | None, *, even: bool) -> Pair | None:
-    """Take out of a batch the two samples that tell the kinds apart best.
+    """Take the two samples out of a batch that distinguish the kinds best.
 
     Args:
-        counts: How many items of each kind each sample holds; None where nothing is counted but samples.
-        even: Whether a batch helps whose samples tell no two kinds apart.
+        counts: The number of items of each kind in each sample; None if only samples can be counted.
+        even: Whether to accept a batch whose samples distinguish no two kinds.
 
     Returns:
-        None where the batch tells nothing.
+        None if the batch is of no use.
     """
     size = (batch_size_of(batch) or 0) if counts is None else len(next(iter(counts.values()), ()))
     first, last = 0, size - 1
@@ -89,11 +89,11 @@ def pick_pair(batch: Any, counts: Mapping[str, Sequence[int]] | None, *, even: b
 
 
 def pick_rows(counts: Sequence[Sequence[int]]) -> tuple[int, int, bool]:
-    """Return which two samples tell the kinds apart best, by how many items of each they hold, and whether they do.
+    """Return the indices of the two samples whose item counts distinguish the kinds best, and whether they do.
 
-    The first is the one that is tried alone.
+    The first sample is the one that is tried alone.
     """
-    # Of samples that hold equally many one is enough, and of many those that differ most.
+    # One sample per distinct row of counts is enough; of many rows, the extreme ones are tried.
     alike = {tuple(each): index for index, each in enumerate(counts) if any(each)}
     rows = sorted(each for each in alike if all(each)) or sorted(alike)
     if not rows:
@@ -105,7 +105,7 @@ def pick_rows(counts: Sequence[Sequence[int]]) -> tuple[int, int, bool]:
 
 
 def join_batches(batches: Sequence[Any]) -> Any:
-    """Return the samples of several batches as one; None where their tensors do not fit, or something else differs."""
+    """Return the samples of several batches as one batch; None if shapes of samples or other values differ."""
     first = batches[0]
     if not all(isinstance(batch, Mapping) and batch.keys() == first.keys() for batch in batches):
         return None
@@ -124,15 +124,15 @@ def join_batches(batches: Sequence[Any]) -> Any:
 
 
 def _separation(one: Sequence[int], other: Sequence[int]) -> tuple[float, float]:
-    """Return how well two samples tell all kinds apart, and how far apart the two are that differ most."""
+    """Return how well two samples distinguish all kinds, and the largest difference between two kinds."""
     ratios = [count / max(count + with_it, 1) for count, with_it in zip(one, other, strict=True)]
     gaps = [abs(left - right) for left, right in combinations(ratios, 2)]
-    # What is far enough apart to be told is not made up for by what is not.
+    # Gaps are capped: one wide gap must not compensate for a gap too narrow to detect.
     return sum(min(gap, 0.05) for gap in gaps) + 1e-3 * sum(gaps), max(gaps, default=0.0)
 
 
 def counted(labels: torch.Tensor, ignored: Sequence[int]) -> torch.Tensor:
-    """Return which labels count, as booleans; labels that are booleans are classes, and count."""
+    """Return a mask of the labels that count; boolean labels are classes and all count."""
     if labels.dtype == torch.bool:
         return torch.ones_like(labels)
     counts = labels != ignored[0]
@@ -142,7 +142,7 @@ def counted(labels: torch.Tensor, ignored: Sequence[int]) -> torch.Tensor:
 
 
 def take_samples(batch: Any, indices: list[int], size: int) -> Any:
-    """Return a batch of some samples of a batch of `size`; None where something in it is not one entry per sample."""
+    """Return a batch of some samples of a batch of `size`; None if a value does not have one entry per sample."""
     if isinstance(batch, torch.Tensor):
         return batch if not batch.dim() else batch[indices] if len(batch) == size else None
     if isinstance(batch, Mapping):
@@ -165,15 +165,15 @@ def find_mean(
     takes_count: bool,
     is_rough: bool,
 ) -> MeanOver:
-    """Find what a loss is a mean over.
+    """Detect what a loss averages over.
 
     Args:
         loss_of: Returns the loss of a batch, given a number of items to divide by or None.
-        rule: What is assumed where these samples do not tell.
-        kinds: What to consider, the likeliest first; of several that fit it is taken until a batch tells them apart.
-        count: kind, batch -> its number of items.
-        takes_count: Whether `loss_of` may make use of the number.
-        is_rough: Whether it computes in 16 bits.
+        rule: The kind to assume if these samples do not show it.
+        kinds: Candidates, the likeliest first. If several fit, the first is assumed until a batch distinguishes them.
+        count: kind, batch -> the batch's number of items of that kind.
+        takes_count: Whether `loss_of` may use the number.
+        is_rough: Whether the loss is computed in 16 bits.
     """
     counts = {kind: count(kind, pair.one) for kind in kinds}
     assumed, divided = MeanOver(rule, is_final=False), False
@@ -197,7 +197,7 @@ def find_mean(
             return needs_count
         raise ArithmeticError("the same samples gave two different losses: the model draws random numbers")
     if divided:
-        # What is left of the loss as the number grows is not divided: a router's loss, say.
+        # The limit of the loss for a large number is its undivided part, such as a router's loss.
         items = total / ((one - (2 * with_twice - with_count)) or math.nan)
         return _nearest_count(items, counts, is_rough=is_rough) or needs_count
     if not rest or not all(map(math.isfinite, rest)):
@@ -216,7 +216,7 @@ def _nearest_count(items: float, counts: Mapping[str, int], *, is_rough: bool) -
 
 
 def _one_of(fits: tuple[str, ...], *, divides: bool = False) -> MeanOver:
-    """Return the likeliest of the kinds that fit, as found only if it is the only one."""
+    """Return the likeliest of the kinds that fit, as final only if it is the only one."""
     is_final = len(fits) == 1
     return MeanOver(fits[0], divides=divides, is_final=is_final, fits=() if is_final else fits)
 
@@ -224,13 +224,13 @@ def _one_of(fits: tuple[str, ...], *, divides: bool = False) -> MeanOver:
 def _compare(
     one: float, other: float, both: float, twice: float, *, ratios: Mapping[str, float], epsilon: float
 ) -> MeanOver | None:
-    """Find the first sample's part in the loss of both, and whose ratio of items that is."""
+    """Compute the first sample's weight in the loss of both, and return the kind whose item ratio matches it."""
     scale, gap = max(abs(one), abs(other)), abs(one - other)
     if abs(twice - 2 * one) <= 1e-2 * scale and abs(both - one - other) <= 1e-2 * scale:
         return MeanOver(SUM) if scale else None
     noise = abs(twice - one)
     if noise > 1e-2 * scale:
-        # The same sample twice has another loss: samples are compared with each other.
+        # Repeating a sample changes the loss, so the loss compares samples with each other (contrastive).
         return MeanOver(SAMPLES, is_exact=False)
     noise = max(noise, epsilon * scale)
     if gap < 20 * noise:

@@ -1,4 +1,4 @@
-"""Liger kernels: faster parts for transformers models, put into the model in place."""
+"""Liger kernels: faster layers for transformers models, replaced in place."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hftrain.task.introspect import base_model, is_transformers_like
 
 
 def apply_liger_kernels(model: nn.Module, options: Mapping[str, bool] | None) -> None:
-    """Replace parts of a transformers model by Liger kernels; any other model is left as it is, with a warning.
+    """Replace layers of a transformers model by Liger kernels; warn about any other model and leave it unchanged.
 
     Args:
-        model: Mutated; adapters are looked through.
-        options: Which kernels, by Liger's names; None for Liger's choice.
+        model: Mutated; if it has adapters, the model inside them is.
+        options: Which kernels to apply, by Liger's names; None for Liger's defaults.
 
     Source: the documented `use_liger_kernel` and `liger_kernel_config`.
     """

@@ -1,4 +1,4 @@
-"""What metrics have gathered since their last reset: read for a report, or kept by a checkpoint in mid-window."""
+"""The state of metrics since their last reset: computed for a report, or saved in a checkpoint within a window."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hftrain.core.tree import map_tensors
 
 
 def checked_metrics(task: Any, stage: str) -> Mapping[str, Any]:
-    """Return what a task names as its metrics.
+    """Return the metrics of a task.
 
     Raises:
-        TaskError: They are not metrics by name.
+        TaskError: They are not a mapping of names to metrics.
     """
     metrics = task.metrics(stage)
     asked = f"Cannot use what {type(task).__name__}.metrics({stage!r}) returned:"
@@ -37,9 +37,9 @@ def checked_metrics(task: Any, stage: str) -> Mapping[str, Any]:
 def read_metrics(
     metrics: Mapping[str, Any], *, stage: str, gather_object: Callable[[Any], list[Any]]
 ) -> dict[str, Any]:
-    """Compute and reset metrics, and return their values; collective where there are any.
+    """Compute and reset metrics, and return their values; collective if there are any.
 
-    A metric that no rank has updated since its last reset measures nothing: it is left out, and a warning says so once.
+    A metric that no rank has updated since its last reset is left out, with one warning.
 
     Args:
         metrics: By name; torchmetrics synchronises ranks in `compute`.
@@ -55,7 +55,7 @@ def read_metrics(
             )
             continue
         with warnings.catch_warnings():
-            # A rank without a batch has not updated it, and takes part all the same.
+            # A rank that had no batch has not updated it, but must take part.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
             value = metric.compute()
         metric.reset()
@@ -67,7 +67,7 @@ def warn_of_unreported(task: nn.Module, metrics: Mapping[str, Any]) -> None:
     """Warn once about torchmetrics of a task that were updated but are not reported.
 
     Args:
-        task: Looked through with its plain lists, tuples and dicts.
+        task: Its modules and its plain lists, tuples and dicts are searched.
     """
     found = dict(task.named_modules())
     for name, value in vars(task).items():
@@ -112,7 +112,7 @@ def _parts_of(metric: Any) -> list[Any]:
 
 
 def _is_updated(metric: Any) -> bool:
-    """Return whether a metric was updated since its last reset, as far as it tells; a wrapper's metrics tell for it."""
+    """Return whether a metric, or one inside a wrapper, was updated since its last reset; True if that is unknown."""
     told = [part.update_called for part in _parts_of(metric) if hasattr(part, "update_called")]
     return any(told) or not told
 
@@ -120,7 +120,7 @@ def _is_updated(metric: Any) -> bool:
 def metric_states(metrics: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return the states of torchmetrics and of collections of them, as tensors and plain numbers.
 
-    Those whose state cannot be told in full (wrappers around other metrics, classes of another kind) are left out.
+    Metrics whose whole state cannot be read (wrappers around other metrics, other classes) are left out.
     """
     return {
         name: [{"state": part.metric_state, "num_updates": part.update_count} for part in parts]
@@ -133,7 +133,7 @@ def restore_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any],
     """Put states back; mutates the metrics.
 
     Returns:
-        The names of metrics for which there is no state that fits.
+        The names of metrics without a matching state.
     """
     unknown = []
     for name, metric in metrics.items():
@@ -143,9 +143,9 @@ def restore_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any],
             continue
         metric.reset()
         for part, item in zip(parts, saved, strict=True):
-            # Copies: members of a collection share their tensors, and each will add to its own at first.
+            # Copies: the saved members of a collection share tensors, but each restored one must own its state.
             values = map_tensors(item["state"], lambda tensor: tensor.to(device, copy=True))
-            # torchmetrics has no public way to say that the state is more than a default.
+            # torchmetrics has no public way to mark a state as updated.
             vars(part).update(values, _update_count=item["num_updates"])
     return unknown
 
@@ -155,9 +155,9 @@ def _kinds(state: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _parts(metric: Any) -> list[Any] | None:
-    """Return the torchmetrics in a metric or collection, None if they are not all there is to know."""
+    """Return the torchmetrics in a metric or collection, None if they do not hold its whole state."""
     if isinstance(metric, nn.ModuleDict):
-        # Going through the items brings members up to date that a group leader gathers for.
+        # Iterating over the items copies the state of each compute group's leader to its members.
         members = [_parts(member) for _, member in metric.items()]
         return None if None in members else [part for parts in members for part in parts or ()]
     is_plain = hasattr(metric, "metric_state") and not any(

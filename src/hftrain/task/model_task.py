@@ -43,9 +43,9 @@ class ModelTask(TaskModule):
             a function that counts a batch's items. None detects it, see `mean_over`.
 
     Attributes:
-        mean_over: The items that the model's loss was detected to average over; None before.
-        level_told: The logging level of the message that this could not be detected.
-        keeps_count: Whether the model is given the count although its own mean is known.
+        mean_over: The items that the model's loss was detected to average over; None before detection.
+        level_told: The logging level of the message that the detection failed.
+        keeps_count: Whether the model is given the count even if its own mean is known.
 
     Source: the documented `Trainer` (`model`, `compute_loss_func`, `label_names`, `label_smoothing_factor`).
     """
@@ -117,7 +117,7 @@ class ModelTask(TaskModule):
                 f"The batch holds no labels to smooth (looked for: labels, {', '.join(self.label_names)}).",
                 "Name the one column of labels in label_names, or leave the smoothing out.",
             )
-        # Models that make their decoder inputs of the labels keep them.
+        # Models that derive decoder inputs from the labels need them.
         takes_labels = labels is None or self._builds_decoder_inputs(inputs)
         features = inputs if takes_labels else {name: value for name, value in inputs.items() if name != key}
         outputs = call_model(model, features, None)
@@ -175,7 +175,7 @@ class ModelTask(TaskModule):
         if isinstance(outputs, Mapping):
             logits = tuple(value for key, value in outputs.items() if key != "loss" and key not in ignore)
         elif isinstance(outputs, (tuple, list)):
-            # The loss came first only where the model computed it itself.
+            # The loss comes first only if the model computed it itself.
             logits = tuple(outputs[1 if skipped and self.returns_loss else 0 :])
         else:
             logits = (outputs,)
@@ -183,9 +183,9 @@ class ModelTask(TaskModule):
         return StepOutput(loss=loss, outputs=logits[0] if len(logits) == 1 else logits or None, labels=detach(labels))
 
     def _returns_loss_without_labels(self, inputs: Any) -> bool:
-        """Return whether the model computes a loss of a batch that has no labels.
+        """Return whether the model computes a loss for a batch without labels.
 
-        A batch may say so itself (``return_loss=True``, as collators for CLIP do) if the model takes no labels at all.
+        If the model takes no labels at all, the batch may request it (``return_loss=True``, as collators for CLIP do).
         """
         asked = inputs.get("return_loss") if isinstance(inputs, Mapping) else True
         if asked is None:
@@ -217,7 +217,7 @@ class ModelTask(TaskModule):
 
     @property
     def gives_count(self) -> bool:
-        """Whether the model is given the item count: it takes it, and its own mean would not do."""
+        """Whether to pass the item count to the model: it accepts the count, and its own mean is not enough."""
         if not self.accepts_item_count or self.count_rule is not None:
             return False
         found = self.mean_over
@@ -225,14 +225,14 @@ class ModelTask(TaskModule):
 
     @property
     def kind(self) -> str:
-        """What the loss is a mean over: as the user says, as was found, or by the documented rule."""
+        """The kind of item the loss averages over: set by the user, detected, or by the documented rule."""
         if isinstance(self.count_rule, str):
             return self.count_rule
         return self.rule if self.mean_over is None or not self.returns_loss else self.mean_over.kind
 
     @property
     def rule(self) -> str:
-        """What the loss is taken to be a mean over before it was tried: the labels that a class name tells of."""
+        """The kind of item assumed before detection: from the config of a CTC model, else the labels."""
         reduction = own_reduction(self.model) if self.returns_loss else None
         if reduction is not None:
             return SUM if reduction == "sum" else SAMPLES
@@ -240,7 +240,7 @@ class ModelTask(TaskModule):
 
     @property
     def label_kind(self) -> str:
-        """Which labels the documented item count counts."""
+        """The kind of labels that the documented item count counts."""
         return SHIFTED if self.is_causal else LABELS
 
     def count_items(self, batch: Any) -> int | torch.Tensor:
@@ -256,13 +256,13 @@ class ModelTask(TaskModule):
         )
 
     def count_labels(self, batch: Any) -> int | torch.Tensor:
-        """Return the documented item count, `num_items_in_batch`: the labels that are predicted."""
+        """Return the documented item count, `num_items_in_batch`: the number of predicted labels."""
         if callable(self.count_rule):
             return checked_count(self.count_rule(batch), self.count_rule)
         return self.count_as(self.label_kind, batch)
 
     def count_as(self, kind: str, batch: Any) -> int | torch.Tensor:
-        """Return how many items of a kind a batch holds, without synchronising; 1 for ``"sum"``."""
+        """Return the number of items of a kind in a batch, without synchronising; 1 for ``"sum"``."""
         if kind == SUM:
             return 1
         labels = self.label_tensor(batch) if kind != SAMPLES else None
@@ -271,10 +271,10 @@ class ModelTask(TaskModule):
         if kind == SHIFTED and batch.get("shift_labels") is None:
             labels = labels[..., 1:]
         flags = counted(labels, self.ignored_labels)
-        return flags.count_nonzero() if flags.is_cpu else flags.sum()  # half the time; XLA does not have it
+        return flags.count_nonzero() if flags.is_cpu else flags.sum()  # twice as fast, but XLA lacks it
 
     def num_samples(self, batch: Any) -> int:
-        """Return how many samples a batch holds: as many as its labels, or the model's main input; else what tells."""
+        """Return the number of samples in a batch, read from its labels, the main input or else any tensor."""
         if isinstance(batch, (dict, Mapping)):
             for name in self._sample_names:
                 value = batch.get(name)
@@ -283,17 +283,17 @@ class ModelTask(TaskModule):
         return batch_size_of(batch) or 1
 
     def label_tensor(self, batch: Any) -> torch.Tensor | None:
-        """Return the batch's integer labels, as the collator shifted them if it did; None without."""
+        """Return the batch's integer labels (`shift_labels` if the collator added them), or None."""
         key = self.label_key(batch)
         shifted = batch.get("shift_labels") if isinstance(batch, Mapping) else None
         labels = shifted if shifted is not None else None if key is None else batch[key]
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
             return None
-        # Of a masked image the patches that are masked are predicted.
+        # In a masked image, the masked patches are predicted.
         return torch.where(labels.bool(), 0, self.ignored_labels[0]) if key == "bool_masked_pos" else labels
 
     def weights(self, batch: Any) -> dict[str, tuple[int | torch.Tensor, int | torch.Tensor]]:
-        """Return, for each kind of `kinds`, the factor of a batch's loss in the set's, and the items it stands for."""
+        """Return, for each of `kinds`, the weight of a batch's loss in the total loss, and its number of items."""
         if callable(self.count_rule):
             count = checked_count(self.count_rule(batch), self.count_rule)
             return {"": (count, count)}
@@ -305,7 +305,7 @@ class ModelTask(TaskModule):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What the loss may be a mean over, the likeliest first; one kind once it is known."""
+        """The kinds of item the loss may average over, the likeliest first; a single kind once it is known."""
         if callable(self.count_rule):
             return ("",)
         if not self.is_searched:
@@ -314,18 +314,18 @@ class ModelTask(TaskModule):
 
     @property
     def is_searched(self) -> bool:
-        """Whether what the loss is a mean over is still to be found."""
+        """Whether the kind of item the loss averages over is not detected yet."""
         is_found = self.mean_over is not None and self.mean_over.is_final
         return self.returns_loss and self.count_rule is None and not is_found
 
     def _builds_decoder_inputs(self, inputs: Mapping[str, Any]) -> bool:
-        """Encoder-decoder models make their decoder inputs from the labels where none are given."""
+        """Return whether the model is an encoder-decoder that derives missing decoder inputs from the labels."""
         config = getattr(self.model, "config", None)
         return bool(getattr(config, "is_encoder_decoder", False)) and "decoder_input_ids" not in inputs
 
 
 def call_model(model: nn.Module, inputs: Any, num_items: int | torch.Tensor | None) -> Any:
-    """Call a model with a batch's columns as keywords, and with the number of items unless that is None."""
+    """Call a model with a batch's columns as keywords, and with the number of items if it is given."""
     if isinstance(inputs, (dict, Mapping)):
         return model(**inputs) if num_items is None else model(**inputs, num_items_in_batch=num_items)
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)

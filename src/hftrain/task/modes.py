@@ -1,4 +1,4 @@
-"""Training mode at each step, without a walk over all modules."""
+"""Training mode at each step, without walking over all modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hftrain.task.module import TaskModule
 is_on = itemgetter("training")
 """Reads a module's mode from its `vars`."""
 
-# Their overrides of train() do the same each time, so one call is as good as many.
+# The train() overrides of these packages do the same each time, so one call is enough.
 _LIBRARIES = frozenset({"accelerate", "deepspeed", "hftrain", "peft", "torch", "transformers"})
 _OFF: tuple[dict[str, Any], ...] = ({"training": False},)
 
@@ -58,7 +58,7 @@ class TrainingMode:
         modules = (task, *model.modules())
         is_watched = not any(map(_is_users, modules))
         self.model = model
-        # A wrapper of torch.compile holds no mode of its own.
+        # A torch.compile wrapper has no `training` attribute.
         flags = (vars(module) for module in modules)
         self.flags = tuple(each for each in flags if each.get("training")) if is_watched else _OFF
 
@@ -67,6 +67,6 @@ class TrainingMode:
 
 
 def _is_users(module: nn.Module) -> bool:
-    """Return whether a module's `train` is written by a user."""
+    """Return whether a module's `train` is user code."""
     train = type(module).train
     return train is not nn.Module.train and train.__module__.partition(".")[0] not in _LIBRARIES

@@ -109,7 +109,7 @@ class TaskModule(nn.Module):
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
             flags = labels != -100
-            return flags.count_nonzero() if flags.is_cpu else flags.sum()  # half the time; XLA does not have it
+            return flags.count_nonzero() if flags.is_cpu else flags.sum()  # twice as fast, but XLA lacks it
         size = batch_size_of(batch)
         if size is None:
             raise TaskError(
@@ -137,7 +137,7 @@ class TaskModule(nn.Module):
 
 
 def checked_count(count: Any, function: Any) -> int | torch.Tensor:
-    """Return what a function of the user's counted in a batch."""
+    """Return the item count that a user's function returned for a batch, or raise if it is not a count."""
     if not isinstance(count, (int, torch.Tensor, Real)):
         name = getattr(function, "__qualname__", type(function).__name__)
         raise TaskError(
@@ -158,13 +158,13 @@ def _metrics_in(children: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str
 
 
 def as_step_output(result: Any, *, step: str = "the step") -> StepOutput:
-    """Turn what a step returned into a `StepOutput`.
+    """Turn the return value of a step into a `StepOutput`.
 
     Args:
         step: The name of the step, for the error.
 
     Raises:
-        TaskError: It holds no loss.
+        TaskError: The value holds no loss.
     """
     if isinstance(result, StepOutput):
         return result
@@ -195,14 +195,14 @@ def _describe(result: Any) -> str:
 
 
 def task_state(task: TaskModule) -> dict[str, torch.Tensor]:
-    """Return what the task itself holds next to its model."""
+    """Return the task's own state, without that of its model."""
     with without_model(task):
         return task.state_dict()
 
 
 @contextmanager
 def without_model(task: TaskModule) -> Iterator[TaskModule]:
-    """Take the model out for a while: its state may be in pieces, and reading it a thing for all processes."""
+    """Detach the model temporarily: its state may be sharded, and reading it may be collective."""
     model = task.model
     del task.model
     try:

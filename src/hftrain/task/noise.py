@@ -14,7 +14,7 @@ from hftrain.task.introspect import base_model
 
 
 def find_embeddings(model: nn.Module) -> nn.Module:
-    """Return what `get_input_embeddings` of a model, or of the model inside its adapters, returns."""
+    """Return the input embeddings of a model, or of the model inside its adapters."""
     base = base_model(model)
     getter = getattr(base, "get_input_embeddings", None)
     embeddings = getter() if callable(getter) else None
@@ -28,7 +28,7 @@ def find_embeddings(model: nn.Module) -> nn.Module:
 
 
 def add_noise(embeddings: nn.Module, alpha: float) -> RemovableHandle:
-    """Add noise to what `embeddings` returns in training mode, until the handle is removed.
+    """Add noise to the output of `embeddings` in training mode, until the handle is removed.
 
     Args:
         embeddings: Mutated: it gets a forward hook.

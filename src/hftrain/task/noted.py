@@ -1,4 +1,4 @@
-"""An item count that notes what becomes of it: whether a function of the user's computes with it."""
+"""An item count that records how it is used: whether a user's function computes with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# What tells nothing about a loss, and what hands the count on.
+# Operations that say nothing about the loss, and operations whose result is the count itself.
 _IDLE = frozenset(
     {"__get__", "__repr__", "__str__", "__format__", "__bool__", "__hash__", "__len__", "dim", "size", "numel"}
     | {"__eq__", "__ne__", "__gt__", "__ge__", "__lt__", "__le__", "eq", "ne", "gt", "ge", "lt", "le", "get_device"}
@@ -21,11 +21,11 @@ _PASSING = frozenset(
 
 @dataclass(slots=True)
 class Note:
-    """What became of a count.
+    """How a count was used.
 
     Args:
-        is_read: Somebody computed with it, or read its value.
-        divides: Whether the loss of the task divides by it, once it was handed on to the task.
+        is_read: Whether code computed with it or read its value.
+        divides: Whether the task's loss divides by it; None until it is passed to the task.
     """
 
     is_read: bool = False
@@ -33,19 +33,19 @@ class Note:
 
 
 class NotedCount(torch.Tensor):
-    """A 0-d count that is like any other tensor, and notes who computes with it."""
+    """A 0-d count that behaves like any other tensor and records whether it is used in a computation."""
 
     note: Note
 
     @classmethod
     def make(cls, count: int | torch.Tensor, note: Note) -> NotedCount:
-        """Return a count of the same value."""
+        """Return a noted count of the same value."""
         noted = torch.as_tensor(count).detach().as_subclass(cls)
         noted.note = note
         return noted
 
     def handed_on(self, *, divides: bool) -> torch.Tensor:
-        """Return the count without its note, in which it is written whether the task's loss divides by it."""
+        """Return the count as a plain tensor; record in its note whether the task's loss divides by it."""
         self.note.divides = divides
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)

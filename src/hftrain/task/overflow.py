@@ -53,7 +53,7 @@ class DebugUnderflowOverflow:
         self.batch_number = 0
         self._frames: deque[str] = deque(maxlen=max_frames_to_save)
         self._names = {module: name or "(the model)" for name, module in model.named_modules()}
-        # Traced into a compiled model, the batch's number would have it compiled again for every batch.
+        # If the hook were traced into a compiled model, the batch number would trigger a recompilation per batch.
         hook = torch.compiler.disable(self._after_forward)  # type: ignore[no-untyped-call]
         self._handles = [module.register_forward_hook(hook, with_kwargs=True) for module in model.modules()]
 
@@ -84,7 +84,7 @@ class DebugUnderflowOverflow:
         faults = []
         parts = {"input": inputs[0] if len(inputs) == 1 else inputs, "output": output}
         watched = [each for name, value in parts.items() for each in _tensors(value, name)]
-        # Masks hold infinities on purpose, and come by keyword: shown, but no fault by themselves.
+        # Keyword arguments are shown but are never faults: masks are passed that way, and hold infinities on purpose.
         shown = [*_tensors(dict(module.named_parameters(recurse=False)), "parameter"), *_tensors(options, "input")]
         for is_watched, tensors in ((False, shown), (True, watched)):
             for name, tensor in tensors:
@@ -107,9 +107,9 @@ class DebugUnderflowOverflow:
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the floating-point tensors in nested containers, with where they are."""
+    """Yield the floating-point tensors in nested containers, each with its path."""
     if isinstance(value, torch.Tensor):
-        # Of a sharded parameter, this process's share.
+        # This process's shard of a sharded parameter.
         value = value.to_local() if hasattr(value, "to_local") else value
         if value.is_floating_point() and value.numel():
             yield name, value

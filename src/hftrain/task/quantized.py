@@ -1,4 +1,4 @@
-"""Models that are quantized or spread over devices already: what must not be done to them."""
+"""Checks of models that are already quantized."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FLAGS = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Return whether a model, or the one inside its adapters, says that its weights are quantized."""
+    """Return whether a model, or the one inside its adapters, is marked as quantized."""
     base: Any = base_model(model)
     return any(getattr(base, flag, False) is True for flag in _FLAGS) or getattr(base, "hf_quantizer", None) is not None
 
@@ -24,7 +24,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def check_quantized(model: nn.Module, *, compiles: bool) -> None:
-    """Refuse to train a quantized model that cannot be trained."""
+    """Raise if a quantized model cannot be trained."""
     if not is_quantized(model):
         return
     name, quantizer = type(base_model(model)).__name__, getattr(base_model(model), "hf_quantizer", None)

@@ -16,12 +16,12 @@ from hftrain.core.log import warn_once
 
 Undo = Callable[[], None]
 
-# What of torch's checkpoint a reentrant one takes besides.
+# The other options of torch's checkpoint that a reentrant one takes.
 _CHECKPOINT_OPTIONS = ("preserve_rng_state",)
 
 
 def recompute_activations(model: nn.Module, options: Mapping[str, Any] | None) -> Undo:
-    """Turn gradient checkpointing on and return what puts the model back as far as it changed here.
+    """Turn gradient checkpointing on and return a function that undoes the changes made here.
 
     Args:
         model: Mutated. A model with `gradient_checkpointing_enable` (or its newer name) does it itself.
@@ -55,7 +55,7 @@ def recompute_activations(model: nn.Module, options: Mapping[str, Any] | None) -
 
 
 def _require_input_gradients(model: nn.Module) -> Undo:
-    """Let the embeddings' outputs require gradients: a reentrant checkpoint trains nothing where no input does."""
+    """Make the embeddings' outputs require gradients: a reentrant checkpoint trains nothing unless an input does."""
     try:
         embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
@@ -87,7 +87,7 @@ def _recompute_layers(model: nn.Module, classes: Sequence[Any] | str | type, opt
             f"It has: {', '.join(sorted({type(module).__name__ for module in model.modules()}))}.",
         )
     for layer in layers:
-        # On the instance and not by a wrapping module, so that parameters keep their names.
+        # Set on the instance, not by a wrapping module, so that parameters keep their names.
         run = _run_reentrant if options.get("use_reentrant") else checkpoint
         layer.forward = partial(run, layer.forward, **{"use_reentrant": False, **options})
 
@@ -99,9 +99,9 @@ def _recompute_layers(model: nn.Module, classes: Sequence[Any] | str | type, opt
 
 
 def _run_reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call torch's reentrant checkpoint, which takes no keyword arguments for the function.
+    """Call torch's reentrant checkpoint, which cannot pass keyword arguments to the function.
 
-    It computes no gradients unless an input requires one, so one is made to.
+    It computes no gradients unless an input requires one, so one input is made to require them.
     """
     options = {name: kwargs.pop(name) for name in ("use_reentrant", *_CHECKPOINT_OPTIONS) if name in kwargs}
     names, values = list(kwargs), [*args, *kwargs.values()]
@@ -118,10 +118,10 @@ def _run_reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def switch_cache_off(model: nn.Module) -> Undo:
-    """Set `use_cache` to False in a transformers model's configurations and return what sets it back.
+    """Set `use_cache` to False in a transformers model's configurations and return a function that restores it.
 
-    Mutates the configurations, of which a model made of several has several. Keys and values that are kept for
-    generation are of no use to a pass that is computed twice, and a second pass would add to them.
+    Mutates the configurations; a composite model has several. The cache of keys and values serves generation only,
+    and recomputing a forward pass would add to it a second time.
     """
     found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     configs = [config for config in found.values() if getattr(config, "use_cache", None)]
@@ -139,4 +139,4 @@ def switch_cache_off(model: nn.Module) -> Undo:
 
 
 def _nothing() -> None:
-    """Change nothing."""
+    """Do nothing."""
