@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import sys
 from functools import partial
 from importlib.metadata import version
 from pkgutil import resolve_name
@@ -31,7 +33,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one of the commands and print the result.
 
-    An error is printed as one line on stderr, and the exit status is 1; ``--debug`` shows the traceback.
+    An error is printed as one line on stderr, and the exit status is 1; ``--debug`` shows the traceback. Characters
+    that the output cannot show become question marks, and a closed pipe ends the command silently.
 
     Args:
         argv: The words after ``hftrain``; None takes those of the process.
@@ -43,11 +46,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.print_help()
         return
     try:
-        print("\n".join(resolve_name(f"hftrain.cli.{given.show}")(**options)))
+        text = "\n".join(resolve_name(f"hftrain.cli.{given.show}")(**options))
     except HFTrainError as error:
         if given.debug:
             raise
         parser.exit(1, f"hftrain {given.command}: {error}\n")
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes again when it exits, which must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        parser.exit(1)
 
 
 def make_parser(*, file: object = None, folder: object = None) -> argparse.ArgumentParser:

@@ -204,7 +204,8 @@ def _read(path: Path, folder: str, *, name: str) -> RunRecord:
     states = [state for each in (*reversed(paths), path) if (state := _read_state(each)) is not None]
     lines = list(_read_journal(path / JOURNAL))
     if not states and not lines:
-        reason = f"It holds no {JOURNAL} and no {TRAINER_STATE}." if path.is_dir() else "There is no such folder."
+        unread = f"It holds no {JOURNAL} or {TRAINER_STATE} that can be read."
+        reason = unread if path.is_dir() else "There is no such folder."
         raise ConfigError(f"Cannot read a run from {folder!r}.", reason, "Name the output_dir of a run.")
     # One that `save_state` has written at the end counts for more than the last checkpoint.
     state = max(states[:1] + states[-1:], key=lambda state: state.get("global_step", 0), default={})

@@ -126,6 +126,18 @@ def test_bash_completes_a_command(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert done.stdout.split() == ["strategies"]
 
 
+@pytest.mark.parametrize("shell", ["| true", ">/dev/null"])
+def test_closed_pipe_and_narrow_encoding_end_without_a_traceback(shell: str, tmp_path: Path) -> None:
+    pytest.importorskip("plotext")
+    (tmp_path / "trainer_state.json").write_text(
+        '{"global_step": 2, "log_history": [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}]}'
+    )
+    code = "from hftrain.cli.commands import main; main(['curves', '.'])"
+    asked = f'PYTHONIOENCODING=ascii {sys.executable} -c "{code}" {shell}'
+    done = subprocess.run(["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert not done.stderr
+
+
 def test_command_is_installed() -> None:
     code = "import sys; from hftrain.cli.commands import main; sys.argv[1:] = ['strategies', '--cpu']; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
