@@ -1,4 +1,4 @@
-"""Parameter groups that are added to an optimizer while a schedule drives it."""
+"""Parameter groups added to an optimizer after its schedule was created."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-# Of torch's, those whose rate depends on a group's base rate and the step alone.
+# torch's schedules whose rate depends only on a group's base rate and the step.
 _FROM_BASE = (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
-# What a schedule keeps for each group: the rate it began with, and what every group has alike.
+# Attributes that a schedule keeps per group: the initial rate, and values that are the same for every group.
 _BASE = ("base_lrs", "_init_lrs")
 _ALIKE = ("lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
 
 def admit_group(schedule: Any, group: dict[str, Any]) -> None:
-    """Let a schedule drive a parameter group that was added to its optimizer; mutates both.
+    """Make a schedule drive a parameter group that was added to its optimizer; mutates both.
 
     The group's rate is its base rate where the schedule computes rates from one (`LambdaLR`, and with it every schedule
-    by name); schedules of torch that change the present rate go on from it. What else a schedule keeps for each group
-    is as for the first.
+    by name); torch schedules that modify the current rate continue from it. Other per-group values of the schedule
+    are copied from the first group.
     """
     if not isinstance(schedule, LRScheduler):
         return
@@ -37,7 +37,7 @@ def admit_group(schedule: Any, group: dict[str, Any]) -> None:
     while isinstance(active, SequentialLR):
         active = active._schedulers[bisect.bisect_right(active._milestones, active.last_epoch)]
     if isinstance(active, _FROM_BASE):
-        active._get_lr_called_within_step = True  # others are warned
+        active._get_lr_called_within_step = True  # get_last_lr() would warn otherwise
         group["lr"] = active.get_lr()[-1]
         active._get_lr_called_within_step = False
     for part in (schedule, *_leaves(schedule)):
@@ -47,7 +47,7 @@ def admit_group(schedule: Any, group: dict[str, Any]) -> None:
 
 
 def _leaves(schedule: Any) -> list[Any]:
-    """Return the schedules inside those that are made of others."""
+    """Return the innermost schedules of composed ones."""
     parts = getattr(schedule, "_schedulers", None)
     return [schedule] if parts is None else [leaf for part in parts for leaf in _leaves(part)]
 

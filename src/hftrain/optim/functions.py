@@ -1,6 +1,6 @@
-"""The documented functions that make a schedule for an optimizer, for code that keeps its own loop.
+"""The documented functions that create a schedule for an optimizer, for code with its own loop.
 
-They make the schedules of `lr_scheduler_type`; every one takes the optimizer first and returns torch's scheduler.
+They create the schedules of `lr_scheduler_type`; each takes the optimizer first and returns a torch scheduler.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def get_scheduler(
     Args:
         name: A name of `lr_scheduler_type`.
         optimizer: Mutated: its groups' rates become the schedule's first.
-        num_warmup_steps: Optimizer updates of the warm-up, which most schedules need to know.
-        num_training_steps: Optimizer updates of the run, likewise.
-        scheduler_specific_kwargs: What else the schedule takes.
+        num_warmup_steps: Optimizer updates of the warm-up; most schedules require it.
+        num_training_steps: Optimizer updates of the run; most schedules require it.
+        scheduler_specific_kwargs: Further options of the schedule.
 
     Raises:
         ConfigError: The name or an option is unknown, or a number is missing.
@@ -178,16 +178,16 @@ def _make(
     options: dict[str, Any] | None = None,
     **own: Any,
 ) -> LRScheduler:
-    """Build the schedule of a name; options that are None are left out.
+    """Build a schedule by name; options that are None are left out.
 
     Args:
         options: The schedule's own options; None takes them from `own`.
-        own: What else the documented function takes.
+        own: The further arguments of the documented function.
     """
     options = own if options is None else options
     total = num_warmup_steps if num_training_steps is None else num_training_steps
     if name == "warmup_stable_decay" and options.get("num_stable_steps") is not None:
-        # The stages alone say how long it lasts.
+        # The stages alone determine its length.
         total = num_warmup_steps + int(options["num_stable_steps"]) + int(options.get("num_decay_steps") or 0)
     config = ScheduleConfig(
         name=name,

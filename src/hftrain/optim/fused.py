@@ -1,4 +1,4 @@
-"""Whether one kernel of torch can update all parameters, in place of a loop over them."""
+"""Whether one fused torch kernel can replace the loop over the parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GRAD, _IS_CONTIGUOUS = attrgetter("grad"), torch.Tensor.is_contiguous
 def can_fuse(
     cls: type[Optimizer], settings: Mapping[str, Any], model: nn.Module, parameters: Iterable[torch.Tensor]
 ) -> bool:
-    """Tell whether ``fused=True`` gives the same updates, up to rounding, and nobody has chosen otherwise.
+    """Return whether ``fused=True`` gives the same updates, up to rounding, and the user has not chosen otherwise.
 
     To be set in the parameter groups: as an argument of the class it would also hand the unscaling of fp16 to the
     kernel, which fails with the scaler of FSDP.
@@ -35,7 +35,7 @@ def can_fuse(
         >>> can_fuse(torch.optim.AdamW, {"lr": 0.1}, model, model.parameters())
         True
     """
-    # With momentum, torch's fused SGD fails if a parameter gets its first gradient after another one did.
+    # With momentum, torch's fused SGD fails if a parameter gets its first gradient later than another parameter.
     has_chosen = any(settings.get(name) is not None for name in ("fused", "foreach"))
     is_unfit = has_chosen or bool(settings.get("momentum") or settings.get("differentiable"))
     if cls not in _FUSED or is_unfit or any(getattr(module, "sparse", False) is True for module in model.modules()):
@@ -43,10 +43,10 @@ def can_fuse(
     parameters = list(parameters)
     kinds = {(type(p), p.dtype, p.device, getattr(p, "device_mesh", None)): p for p in parameters}
     try:
-        # The kernels walk through the memory of parameter, gradient and moments side by side, whatever their strides.
+        # The kernels read the memory of parameter, gradient and moments in parallel and ignore strides.
         if not all(getattr(p, "_local_tensor", p).is_contiguous() for p in parameters):
             return False
-        # torch documents no list of devices, dtypes and kinds of tensor, so one parameter of each kind takes a step.
+        # torch does not list the supported devices, dtypes and tensor types, so one parameter of each kind is stepped.
         stand_ins = [parameter.detach().new_zeros(2) for parameter in kinds.values()]
         for (kind, *_), stand_in in zip(kinds, stand_ins, strict=True):
             if kind not in (torch.Tensor, nn.Parameter, type(stand_in)):
@@ -60,12 +60,12 @@ def can_fuse(
 
 
 def fit_gradients(optimizer: Optimizer, *_: Any, is_chosen: bool = False) -> None:
-    """Before a step, lay gradients out as the kernels read them; leave groups that do not fit to torch's loop.
+    """Before a step, give gradients the strides that the kernels need; groups that do not fit use torch's loop.
 
-    Those are groups with sparse gradients, or with a parameter that has become channels_last, say. Where the user has
+    Such groups have sparse gradients, or a parameter that became channels_last, for example. If the user has
     chosen ``fused=True``, sparse ones are left to torch's error, and moments are laid out like the parameter.
 
-    autograd lays gradients out itself; those that a training step assigns, and of sparse functions, can be otherwise.
+    Gradients from autograd fit; gradients assigned in a training step or made by sparse functions may not.
     """
     for group in optimizer.param_groups:
         if group.get("fused") and not _are_all_contiguous(group["params"]):
@@ -73,13 +73,13 @@ def fit_gradients(optimizer: Optimizer, *_: Any, is_chosen: bool = False) -> Non
 
 
 def fit_moments(optimizer: Optimizer) -> None:
-    """After a load, lay moments out like their parameters: a checkpoint of a channels_last model has others."""
+    """After a load, give moments the strides of their parameters; they may differ from those in the checkpoint."""
     for parameter, state in optimizer.state.items():
         _fit(parameter, state)
 
 
 def _are_all_contiguous(parameters: list[torch.Tensor]) -> bool:
-    """Tell in one pass through C code whether all is as it nearly always is; this runs at every step."""
+    """Return whether all gradients are contiguous, as in nearly all runs; one C call, because it runs at every step."""
     try:
         return all(map(_IS_CONTIGUOUS, map(_GRAD, parameters))) and all(map(_IS_CONTIGUOUS, parameters))
     except (TypeError, RuntimeError):  # a parameter without a gradient, a sparse gradient
@@ -108,21 +108,21 @@ def _fit(parameter: torch.Tensor, state: dict[str, Any]) -> None:
 
 
 def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with a parameter's strides; the same one if it has them."""
+    """Return the tensor with a parameter's strides; unchanged if it already has them."""
     if (value.is_contiguous() and parameter.is_contiguous()) or value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def check_fusible(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse ``fused=True`` where torch's kernels would update other elements than those of a parameter, silently.
+    """Refuse ``fused=True`` if torch's kernels would silently update elements outside the parameter.
 
     Raises:
         ConfigError: A parameter has gaps in memory: it is a slice of a larger tensor, or expanded.
     """
     for parameter in parameters:
         parameter = getattr(parameter, "_local_tensor", parameter)
-        # A tensor without gaps keeps its strides here; the moments are laid out in the same way.
+        # A tensor without gaps keeps its strides here; the moments get the same strides.
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
             raise ConfigError(
                 f"Cannot use fused=True with a parameter of shape {tuple(parameter.shape)}.",

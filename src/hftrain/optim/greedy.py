@@ -10,24 +10,24 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 
 class GreedyLR(ReduceLROnPlateau):
-    """Divide the rate by `factor` after a row of better values, and multiply it after a row of others.
+    """Divide the rate by `factor` after a series of improvements, and multiply it after a series of failures.
 
     Args:
         optimizer: Mutated.
         mode: ``"min"`` or ``"max"``: what is better.
         factor: Below 1.
-        patience: Values in a row after which the next one changes the rate.
+        patience: Consecutive values after which the next one changes the rate.
         threshold: By how much a value must beat the best one.
         threshold_mode: ``"rel"`` or ``"abs"``.
-        cooldown: Values to pass over after the rate was lowered.
-        warmup: Values to pass over after the rate was raised.
+        cooldown: Values to ignore after the rate was lowered.
+        warmup: Values to ignore after the rate was raised.
         min_lr: The lowest rate, for all groups or for each.
-        max_lr: The highest rate, likewise.
-        eps: Leave the rate where it would change by no more than this.
+        max_lr: The highest rate, for all groups or for each.
+        eps: Do not change the rate by this much or less.
         verbose: Print each change.
         smooth: Compare means over the last `window_size` values.
         window_size: See `smooth`.
-        reset_start: Start again from the first rates after so many reductions at the lowest rate.
+        reset_start: Return to the initial rates after this many reductions at the lowest rate.
 
     Source: arXiv 2512.14527; the documented `GreedyLR` and ``lr_scheduler_type="greedy"``.
     """
@@ -66,7 +66,7 @@ class GreedyLR(ReduceLROnPlateau):
         self._init_lrs = [float(group["lr"]) for group in optimizer.param_groups]
 
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]
-        """Compare a value with the best so far, and change the rate if it is time."""
+        """Compare a value with the best so far, and change the rate if a change is due."""
         value = float(metrics)
         if self.smooth:
             self._window = [*self._window, value][-self.window_size :]
@@ -99,7 +99,7 @@ class GreedyLR(ReduceLROnPlateau):
             self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
 
     def _move(self, factor: float, bounds: list[float], bounded: Callable[[float, float], float]) -> None:
-        """Multiply the rates as far as the bounds; a bound on the other side of a rate leaves it where it is."""
+        """Multiply the rates within the bounds; a rate that is already beyond a bound stays."""
         for number, (group, bound) in enumerate(zip(self.optimizer.param_groups, bounds, strict=True)):
             old = float(group["lr"])
             new = bounded(old * factor, bound)

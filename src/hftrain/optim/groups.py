@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters decay and which do not."""
+"""Parameter groups: with and without weight decay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hftrain.core.parameters import whole_shape
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:
-    """List the parameters that get weight decay, in model order; a tied parameter comes under each of its names.
+    """List the names of parameters that get weight decay, in model order; a tied parameter has all its names.
 
     Left out are parameters inside an `nn.LayerNorm`, and those whose lower-cased name contains ``bias``,
     ``layernorm`` or ``rmsnorm``, or has a component that is ``norm`` or ends in ``_norm``.
@@ -62,12 +62,12 @@ def get_parameter_names(
         for inner in get_parameter_names(child, types, forbidden_layer_names)
         if not isinstance(child, types) and is_allowed(path := f"{name}.{inner}")
     ]
-    # Slots that hold None count, as they do for those who walk `_parameters`.
+    # Slots that hold None count, as in code that iterates over `_parameters`.
     return found + [name for name in model._parameters if is_allowed(name)]
 
 
 def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int:
-    """Count a model's parameters; with DeepSpeed stage 3, over all processes.
+    """Count a model's parameters; with DeepSpeed stage 3, over all ranks.
 
     Args:
         model: The model.
@@ -116,7 +116,7 @@ def parameter_groups(
 
 
 def _refuse_absent(names: set[str], model: nn.Module) -> None:
-    # Slots that hold None (a norm without affine weights) count: walking `_parameters` by hand lists them too.
+    # Slots that hold None (a norm without affine weights) count: code that iterates over `_parameters` lists them too.
     slots = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 
 class UpdatesInBackward(Optimizer):
-    """What the step asks of such an optimizer; its own ``step()`` does what is then left to do.
+    """The interface the step uses; the optimizer's own ``step()`` does what remains.
 
     Attributes:
         clips: Whether it can clip by the norm of all gradients.
-        takes_ranks: Whether it also works the usual way, by gradients that several processes have averaged.
+        takes_ranks: Whether it can also step in the usual way, on gradients averaged over ranks.
     """
 
     clips = False
@@ -25,7 +25,7 @@ class UpdatesInBackward(Optimizer):
     def update_in_backward(
         self, loss: torch.Tensor, *, backward: Callable[[torch.Tensor], None], max_norm: float
     ) -> None:
-        """Compute gradients and update the parameters with them, one after the other. Mutates the parameters.
+        """Compute the gradients and update each parameter as its gradient is ready. Mutates the parameters.
 
         Args:
             max_norm: The largest norm of all gradients together; 0 turns clipping off.
@@ -33,14 +33,14 @@ class UpdatesInBackward(Optimizer):
         raise NotImplementedError
 
     def last_norm(self) -> torch.Tensor | None:
-        """Return the norm of the last gradients before they were clipped, None if nobody computed it."""
+        """Return the norm of the last gradients before clipping; None if it was not computed."""
         return None
 
 
 class LayerWise(UpdatesInBackward):
     """Step each parameter as soon as its gradient is complete, then drop the gradient.
 
-    To be mixed in before an optimizer's class whose parameters do not depend on each other. It is one optimizer: its
+    A mix-in for optimizer classes whose parameters are updated independently. It remains one optimizer: its
     groups follow the schedule, and its state is saved and restored like any other's.
 
     Source: the documented ``..._layerwise`` optimizers.
@@ -51,12 +51,12 @@ class LayerWise(UpdatesInBackward):
     _lock = threading.Lock()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, and wait for the gradients of its parameters."""
+        """Add a group, and register hooks on its parameters' gradients."""
         super().add_param_group(param_group)
         number, this = len(self.param_groups) - 1, weakref.ref(self)
 
         def update(parameter: torch.Tensor) -> None:
-            # Weak, and idle outside of `update_in_backward`: a parameter may outlive its optimizer.
+            # A weak reference that does nothing outside `update_in_backward`: a parameter may outlive its optimizer.
             optimizer = this()
             if optimizer is not None and optimizer._is_updating:
                 optimizer._update(number, parameter)
@@ -68,7 +68,7 @@ class LayerWise(UpdatesInBackward):
     def update_in_backward(
         self, loss: torch.Tensor, *, backward: Callable[[torch.Tensor], None], max_norm: float
     ) -> None:
-        """Run the backward pass, during which each parameter is stepped; `max_norm` has no effect."""
+        """Run the backward pass and step each parameter in it; `max_norm` has no effect."""
         self._is_updating = True
         try:
             backward(loss)

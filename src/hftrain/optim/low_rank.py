@@ -1,4 +1,4 @@
-"""Optimizers that project the gradients of some linear modules to a low rank: which modules, groups and state."""
+"""Optimizers that project gradients of some linear modules to a low rank: module choice, groups and state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def low_rank_class(
     """Pair a package's low-rank optimizer, made resumable, with its arguments.
 
     Args:
-        low_rank: What the groups of the treated modules get, with their defaults; `optim_args` may change them.
+        low_rank: Options of the projected modules' groups, with defaults; `optim_args` can change them.
     """
     chosen = {**low_rank, **read_options(config, {key: type(value) for key, value in low_rank.items()})}
     wrong = [key for key, allowed in choices.items() if chosen[key] not in allowed]
@@ -53,8 +53,8 @@ def low_rank_class(
 def find_targets(model: nn.Module | None, config: OptimizerConfig) -> list[nn.Parameter]:
     """List the trainable weights of the linear modules that `config.target_modules` names, in model order.
 
-    A list holds parts of names, full paths or regular expressions for whole paths; text is one such expression, or
-    ``"all-linear"``. What matches, holds parameters and is not linear is left out, and named in a warning.
+    A list holds parts of names, full paths or regular expressions for full paths; a string is one expression or
+    ``"all-linear"``. Matching modules with parameters that are not linear are skipped with a warning.
 
     Source: the documented `optim_target_modules`.
     """
@@ -111,9 +111,9 @@ def _matches(path: str, wanted: str | Sequence[str], *, is_linear: bool, config:
 
 
 class LowRank(Optimizer):
-    """Give the treated weights groups of their own, and keep the projections in the state dict.
+    """Put the projected weights in groups of their own, and keep the projections in the state dict.
 
-    To be mixed in before a package's class, which keeps an object with its projection in the state of each weight.
+    A mix-in for a package's class, which keeps a projection object in the state of each weight.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class LowRank(Optimizer):
         super().__init__([group for group in groups if group["params"]], **settings)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, projections as plain data."""
+        """Return the state, with projections as plain data."""
         packed = super().state_dict()
         state = {
             key: {**value, "projector": dict(vars(value["projector"]))} if "projector" in value else value
@@ -160,7 +160,7 @@ class LowRank(Optimizer):
         return projector
 
     def make_projector(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
-        """Return a fresh projection object of the package for one weight."""
+        """Return a new projection object of the package for one weight."""
         raise NotImplementedError
 
 

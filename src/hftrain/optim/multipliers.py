@@ -1,8 +1,8 @@
 """Learning-rate schedules as pure functions: optimizer updates done -> multiplier of the base rate.
 
-Legend: step s, warmup w, total T, all counted in optimizer updates; p = (s - w) / max(1, T - w) is the share of the
-way after the warm-up. Unless a formula says otherwise, the warm-up is s / max(1, w) for s < w.
-An argument with a default is an option of users; the others follow from the run.
+Legend: step s, warmup w, total T, all in optimizer updates; p = (s - w) / max(1, T - w) is the progress
+after the warm-up. Unless a formula says otherwise, the warm-up is s / max(1, w) for s < w.
+An argument with a default is a user's option; the others come from the run.
 Source: the documented `lr_scheduler_type`.
 """
 
@@ -49,7 +49,7 @@ def linear(step: int, *, warmup: int, total: int) -> float:
 
 
 def cosine(step: int, *, warmup: int, total: int, num_cycles: float = 0.5) -> float:
-    """Return (1 + cos(2 pi c p)) / 2 after the warm-up, c being `num_cycles`: half a wave by default.
+    """Return (1 + cos(2 pi c p)) / 2 after the warm-up; c is `num_cycles`, half a wave by default.
 
     Source: Loshchilov and Hutter, 2017, arXiv 1608.03983, without restarts.
     """
@@ -57,7 +57,7 @@ def cosine(step: int, *, warmup: int, total: int, num_cycles: float = 0.5) -> fl
 
 
 def cosine_with_min_lr(step: int, *, warmup: int, total: int, min_rate: float, num_cycles: float = 0.5) -> float:
-    """Return r + (1 - r) (1 + cos(2 pi c p)) / 2 after the warm-up, r being `min_rate`."""
+    """Return r + (1 - r) (1 + cos(2 pi c p)) / 2 after the warm-up; r is `min_rate`."""
     if step < warmup:
         return _warmed_up(step, warmup)
     return _rescaled(_cosine_wave(_share(step, warmup, total), num_cycles), min_rate)
@@ -85,7 +85,7 @@ def cosine_warmup_with_min_lr(
 
 
 def cosine_with_restarts(step: int, *, warmup: int, total: int, num_cycles: int = 1) -> float:
-    """Return (1 + cos(pi ((c p) mod 1))) / 2 after the warm-up and 0 once p >= 1: c falls, each from 1.
+    """Return (1 + cos(pi ((c p) mod 1))) / 2 after the warm-up and 0 once p >= 1: c decays, each from 1.
 
     Source: Loshchilov and Hutter, 2017, arXiv 1608.03983.
     """
@@ -96,7 +96,7 @@ def cosine_with_restarts(step: int, *, warmup: int, total: int, num_cycles: int 
 
 
 def polynomial(step: int, *, warmup: int, total: int, end_rate: float, power: float = 1.0) -> float:
-    """Return r + (1 - r) (1 - p)^power after the warm-up and r after T, r being `end_rate`."""
+    """Return r + (1 - r) (1 - p)^power after the warm-up and r after T; r is `end_rate`."""
     if step < warmup:
         return _warmed_up(step, warmup)
     return _rescaled((1 - min(1.0, _share(step, warmup, total))) ** power, end_rate)
@@ -105,7 +105,7 @@ def polynomial(step: int, *, warmup: int, total: int, end_rate: float, power: fl
 def inverse_sqrt(step: int, *, warmup: int, timescale: float | None = None) -> float:
     """Return 1 / sqrt((s - w + t) / t) after the warm-up; the timescale t is w by default, or 10000 without warm-up.
 
-    Source: the schedule of Vaswani et al., 2017, arXiv 1706.03762, with a timescale apart from the warm-up.
+    Source: the schedule of Vaswani et al., 2017, arXiv 1706.03762, with a timescale independent of the warm-up.
     """
     if step < warmup:
         return _warmed_up(step, warmup)
@@ -124,9 +124,9 @@ def warmup_stable_decay(
     min_rate: float,
     num_cycles: float = 0.5,
 ) -> float:
-    """Return a rise from r to 1 over w updates, 1 over the stable ones, a fall to r, then r, r being `min_rate`.
+    """Return a rise from r to 1 over w updates, 1 over the stable ones, a decay to r, then r; r is `min_rate`.
 
-    The share of the way q goes through `RISES` or `FALLS`; both are rescaled to [r, 1].
+    The progress q of a stage is passed to `RISES` or `FALLS`; both are rescaled to [r, 1].
     Source: Hu et al., 2024, arXiv 2404.06395.
     """
     if step < warmup:

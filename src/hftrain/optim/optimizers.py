@@ -1,4 +1,4 @@
-"""Optimizers by name: the class, its arguments, and the object built on a model's parameter groups."""
+"""Optimizers by name: class, arguments, and the optimizer built on a model's parameter groups."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ OptimizerClass = tuple[type[Optimizer], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """Which optimizer, and how it is set.
+    """The choice of an optimizer and its settings.
 
     Args:
-        betas: Adam's averaging factors; other optimizers do not read them.
+        betas: Adam's averaging factors; other optimizers ignore them.
         eps: Adam's denominator term; other optimizers take theirs from `options`.
-        options: What else the optimizer's class takes, as a mapping or as ``"key=value, key=value"``.
-        target_modules: Which linear modules a low-rank optimizer treats, see `low_rank.find_targets`.
+        options: Further arguments of the optimizer's class, as a mapping or as ``"key=value, key=value"``.
+        target_modules: The linear modules that a low-rank optimizer projects; see `low_rank.find_targets`.
         warmup_steps: For optimizers that warm up themselves.
-        use_cpu: Whether training stays on the CPU although there may be a GPU.
+        use_cpu: Whether to train on the CPU even if there is a GPU.
 
     Units:
         warmup_steps: optimizer updates.
@@ -54,7 +54,7 @@ class OptimizerConfig:
 
 
 def optimizer_class(config: OptimizerConfig, model: nn.Module | None = None) -> OptimizerClass:
-    """Return the optimizer's class and its keyword arguments, parameters not included.
+    """Return the optimizer's class and its keyword arguments, without the parameters.
 
     Source: the documented `Trainer.get_optimizer_cls_and_kwargs`.
 
@@ -87,7 +87,7 @@ def optimizer_from_class(
     """Build an optimizer from its class and keyword arguments, on the documented parameter groups.
 
     Args:
-        settings: Its keyword arguments. A `params`, `model` or `optimizer_dict` among them takes the groups' place.
+        settings: Its keyword arguments. `params`, `model` or `optimizer_dict` among them replaces the groups.
         weight_decay: The decay of the parameters that decay, unless `settings` names it.
 
     Source: the documented `optimizer_cls_and_kwargs`.
@@ -118,15 +118,15 @@ def optimizer_from_class(
         optimizer.register_step_pre_hook(partial(fit_gradients, is_chosen=is_chosen))
         optimizer.register_load_state_dict_post_hook(fit_moments)
     if "weight_decay" in optimizer.defaults:
-        # Of groups that are added later; AdamW's own default is 0.01.
+        # For groups that are added later; AdamW's own default is 0.01.
         optimizer.defaults["weight_decay"] = decay
     return optimizer
 
 
 def with_options(cls: type[Optimizer], config: OptimizerConfig, **given: Any) -> OptimizerClass:
-    """Pair a class with the learning rate, `given`, and the config's options cast by the class' own signature.
+    """Return a class with its arguments: the learning rate, `given`, and the options cast by its signature.
 
-    What has an argument of its own (`lr`, `weight_decay`, whatever is in `given`) is not an option.
+    Settings with an argument of their own (`lr`, `weight_decay`, those in `given`) are not options.
     """
     given = {"lr": config.learning_rate, **given}
     taken = {"params", "weight_decay", *given}
@@ -136,29 +136,29 @@ def with_options(cls: type[Optimizer], config: OptimizerConfig, **given: Any) ->
 
 
 def read_options(config: OptimizerConfig, hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the config's options, cast by type hints of every option the optimizer takes."""
+    """Return the config's options, cast by the type hints of the optimizer's options."""
     return cast_options(parse_options(config.options), hints, owner=f"optim={config.name!r}")
 
 
 def from_torch(config: OptimizerConfig, model: nn.Module | None, *, cls: type[Optimizer]) -> OptimizerClass:
-    """Handle an optimizer of torch that takes everything but the learning rate from the options."""
+    """Return a torch optimizer that takes everything but the learning rate from the options."""
     return with_options(cls, config)
 
 
 def adamw(config: OptimizerConfig, model: nn.Module | None, **fixed: Any) -> OptimizerClass:
-    """Handle torch's AdamW. Source: Loshchilov and Hutter, 2019, arXiv 1711.05101."""
+    """Return torch's AdamW. Source: Loshchilov and Hutter, 2019, arXiv 1711.05101."""
     return with_options(torch.optim.AdamW, config, betas=config.betas, eps=config.eps, **fixed)
 
 
 def adamw_hf(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
-    """Handle the name of an AdamW that is no more: torch's takes its place, with a warning."""
+    """Return torch's AdamW for the name of a removed AdamW, with a warning."""
     warnings.warn("optim='adamw_hf' is now 'adamw_torch'; write that.", FutureWarning, stacklevel=2)
     return adamw(config, model)
 
 
 optimizers: Registry[OptimizerClass] = Registry("optim", group="hftrain.optimizers")
 _LAYERWISE, _NOT_LAYERWISE = {"is_layerwise": True}, {"is_layerwise": False}
-# The handler, in `hftrain.optim.extras` if it is text, what `hftrain` lists it as, and the keywords of the name.
+# The handler (a name in `hftrain.optim.extras` if it is text), its summary, and the keywords of the name.
 _TABLE: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "adamw_torch": (adamw, "torch", {}),
     "adamw_torch_fused": (adamw, "torch", {"fused": True}),

@@ -1,4 +1,4 @@
-"""Options written by users, as text or as a mapping: read, checked against what is known, cast."""
+"""Users' options, as text or as a mapping: parsed, checked against the known ones, and cast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, 
 
 
 def parse_options(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """Read `optim_args`: a mapping as it is, or text of the form ``"key=value, key=value"``.
+    """Parse `optim_args`: a mapping, or text of the form ``"key=value, key=value"``.
 
     Source: the documented `optim_args`.
 
@@ -35,10 +35,10 @@ def parse_options(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
 def refuse_unknown(
     options: Iterable[str], known: Iterable[str], *, owner: str, field: str, reason: str = "It has no such option."
 ) -> None:
-    """Raise unless every option is known.
+    """Raise if an option is unknown.
 
     Args:
-        owner: Whose options they are, as the user wrote it (``"optim='sgd'"``).
+        owner: The setting that takes the options, as the user wrote it (``"optim='sgd'"``).
     """
     known = sorted(known)
     unknown = sorted(set(options) - set(known))
@@ -52,7 +52,7 @@ def refuse_unknown(
 
 
 def cast_options(options: Mapping[str, Any], hints: Mapping[str, Any], *, owner: str) -> dict[str, Any]:
-    """Turn option values into what the type hints say.
+    """Cast option values by the type hints.
 
     Example:
         >>> cast_options({"nesterov": "False", "momentum": "0.9"}, {"nesterov": bool, "momentum": float}, owner="sgd")

@@ -1,4 +1,4 @@
-"""Optimizer classes of optional packages, imported when one is asked for."""
+"""Optimizer classes of optional packages, imported on demand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load(path: str, requirement: str, config: OptimizerConfig, *, extra: str | N
 
 
 def check_cuda(config: OptimizerConfig, *, reason: str) -> None:
-    """Raise unless the run can take a CUDA device."""
+    """Raise if the run cannot use a CUDA device."""
     if config.use_cpu or not torch.cuda.is_available():
         raise ConfigError(
             f"Cannot use optim={config.name!r}.",

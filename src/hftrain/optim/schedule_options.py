@@ -1,4 +1,4 @@
-"""Options of schedules that depend on the run: checked, and turned into what the multipliers take."""
+"""Schedule options that depend on the run: checked, and converted to arguments of the multipliers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hftrain.optim.multipliers import FALLS, RISES
 
 
 def end_rate(*, base_lr: float, lr_end: float = 1e-7) -> dict[str, Any]:
-    """Turn the final rate into a share of the learning rate."""
+    """Convert the final rate to a share of the learning rate."""
     if not base_lr > lr_end:
         raise ConfigError(
             f"Cannot use lr_end={lr_end}.",
@@ -24,7 +24,7 @@ def end_rate(*, base_lr: float, lr_end: float = 1e-7) -> dict[str, Any]:
 
 
 def min_rate(*, base_lr: float, min_lr: float | None = None, min_lr_rate: float | None = None) -> dict[str, Any]:
-    """Turn the lowest rate, given as a rate or as a share, into a share of the learning rate."""
+    """Convert the lowest rate, given as a rate or as a share, to a share of the learning rate."""
     if min_lr is not None and min_lr_rate is None:
         return {"min_rate": _share(float(min_lr / base_lr), "min_lr / learning_rate")}
     if min_lr_rate is not None and min_lr is None:
@@ -48,7 +48,7 @@ def stages(
     decay_type: str = "cosine",
     min_lr_ratio: float = 0.0,
 ) -> dict[str, Any]:
-    """Lay out the stages of `warmup_stable_decay`; the stable one fills the run unless its length is given.
+    """Return the stage lengths of `warmup_stable_decay`; the stable stage fills the run unless its length is given.
 
     Warns once when the stages and the run differ in length.
     """

@@ -22,10 +22,10 @@ from hftrain.optim.options import refuse_unknown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
-    """Which schedule, and how long it runs.
+    """The choice of a schedule and its length.
 
     Args:
-        last_step: The last update that is done, of a run that goes on; -1 for a new one.
+        last_step: The last completed update of a resumed run; -1 for a new one.
 
     Units:
         num_training_steps, num_warmup_steps: optimizer updates.
@@ -44,11 +44,11 @@ def build_schedule(config: ScheduleConfig, optimizer: Optimizer) -> LRScheduler:
     """Build the schedule of an optimizer; sets the groups' rates to the schedule's first value.
 
     Args:
-        optimizer: Mutated. Rates given as such (`lr_end`, `min_lr`) relate to its default `lr`.
+        optimizer: Mutated. Absolute rates (`lr_end`, `min_lr`) relate to its default `lr`.
 
     Returns:
         A scheduler to step once per optimizer update, or with the metric after each evaluation if it is a
-        `ReduceLROnPlateau`. Its state dict holds plain values only.
+        `ReduceLROnPlateau`. Its state dict holds only plain values.
 
     Source: the documented `Trainer.create_scheduler`.
     """
@@ -56,9 +56,9 @@ def build_schedule(config: ScheduleConfig, optimizer: Optimizer) -> LRScheduler:
 
 
 def refresh_rate(schedule: LRScheduler) -> None:
-    """Set the rates a restored schedule has at its step, which differ from the saved ones if the run got longer.
+    """Set the rates of a restored schedule at its step; they differ from the saved ones if the run is longer now.
 
-    Mutates the optimizer's groups. Only schedules that multiply a base rate are known well enough.
+    Mutates the optimizer's groups. Applies only to schedules that multiply a base rate.
     """
     if isinstance(schedule, LambdaLR):
         groups = schedule.optimizer.param_groups
@@ -67,7 +67,7 @@ def refresh_rate(schedule: LRScheduler) -> None:
 
 
 def by_metric(config: ScheduleConfig, optimizer: Optimizer, *, kind: type[ReduceLROnPlateau]) -> LRScheduler:
-    """Handle a schedule that follows a metric; the options are its own keyword arguments."""
+    """Return a handler for a schedule that follows a metric; the options are its keyword arguments."""
     own = inspect.signature(kind).parameters
     options = {name: parameter for name, parameter in own.items() if name not in {"optimizer", "verbose"}}
     _check_options(config, options, has_warmup=False)
@@ -82,14 +82,14 @@ def by_multiplier(
     multiplier: Callable[..., float],
     adapt: Callable[..., dict[str, Any]] | None = None,
 ) -> LRScheduler:
-    """Handle a schedule that multiplies every group's base rate.
+    """Return a handler for a schedule that multiplies every group's base rate.
 
-    The run's facts (`warmup`, `total`, `base_lr`) and the options reach both functions by parameter name.
+    The run's facts (`warmup`, `total`, `base_lr`) and the options are passed to both functions by parameter name.
 
     Args:
-        multiplier: Step to multiplier. Its parameters with a default are options; the others are facts, or come
+        multiplier: Maps a step to a multiplier. Parameters with a default are options; the others are facts or come
             from `adapt`.
-        adapt: Turns facts and options of its own into arguments of the multiplier.
+        adapt: Converts facts and its own options to arguments of the multiplier.
     """
     base_lr = optimizer.defaults.get("lr")
     facts = {"warmup": config.num_warmup_steps, "total": config.num_training_steps, "base_lr": base_lr}
@@ -104,7 +104,7 @@ def by_multiplier(
         if adapt:
             arguments |= adapt(**{name: value for name, value in known.items() if name in adapts})
         chosen = functools.partial(multiplier, **arguments)
-        # One value of each phase now, so that a bad option does not wait for the end of the warm-up.
+        # Compute one value of each phase now, so that a bad option fails before the end of the warm-up.
         for step in (0, config.num_warmup_steps, max(config.num_warmup_steps, config.num_training_steps - 1)):
             chosen(step)
     return LambdaLR(optimizer, chosen, config.last_step)

@@ -1,4 +1,4 @@
-"""Optimizers that train other weights than those to evaluate and save: which of the two the model holds when."""
+"""Optimizers whose training weights differ from those to evaluate and save: switch between the two."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def training_weights(optimizer: Any) -> AbstractContextManager[None]:
-    """Let the model hold the weights to train, and those to evaluate afterwards. Mutates the parameters.
+    """Give the model the training weights in the context, and the evaluation weights after it. Mutates the parameters.
 
-    Only optimizers with the methods ``train()`` and ``eval()`` keep two kinds.
+    Only optimizers with the methods ``train()`` and ``eval()`` keep two sets of weights.
 
     Source: Defazio et al., 2024, arXiv 2405.15682.
     """
@@ -18,13 +18,13 @@ def training_weights(optimizer: Any) -> AbstractContextManager[None]:
 
 
 def evaluation_weights(optimizer: Any) -> AbstractContextManager[None]:
-    """Let the model hold the weights to evaluate and save, and the former ones afterwards. Mutates the parameters."""
+    """Give the model the evaluation weights in the context, and the previous ones after it. Mutates the parameters."""
     holds_others = keeps_two(optimizer) and optimizer.param_groups[0].get("train_mode", False)
     return _between(optimizer.eval, optimizer.train) if holds_others else nullcontext()
 
 
 def keeps_two(optimizer: Any) -> bool:
-    """Tell whether an optimizer trains other weights than those to evaluate and save."""
+    """Return whether an optimizer's training weights differ from those to evaluate and save."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 

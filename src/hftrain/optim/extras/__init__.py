@@ -1,1 +1,1 @@
-"""Optimizers of optional packages: one file each, named by one line of `optim.optimizers`."""
+"""Optimizers of optional packages: one file each, registered by one line of `optim.optimizers`."""

@@ -16,7 +16,7 @@ from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_optio
 
 
 def adafactor(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
-    """Handle `Adafactor` as the documentation sets it: an outside learning rate, no scaling by the parameter."""
+    """Return `Adafactor` with the documented settings: an external learning rate, no scaling by the parameter."""
     options = read_options(config, {"clip_threshold": float, "decay_rate": float, "beta1": float | None})
     return Adafactor, {"lr": config.learning_rate, "scale_parameter": False, "relative_step": False, **options}
 
@@ -27,10 +27,10 @@ class Adafactor(Optimizer):
     Args:
         params: Parameters, or groups of them.
         lr: The learning rate; None with `relative_step`.
-        eps: Added to squared gradients; the least scale of a parameter.
-        clip_threshold: The root mean square that an update may have.
+        eps: The term added to squared gradients, and the smallest scale of a parameter.
+        clip_threshold: The largest root mean square of an update.
         decay_rate: The second moments' decay at step t is 1 - t ** decay_rate.
-        beta1: The first moments' decay; None keeps none.
+        beta1: The first moments' decay; None for no first moments.
         weight_decay: Decay, times the step's size.
         scale_parameter: Scale the step by the parameter's root mean square.
         relative_step: Take 1 / sqrt(t), at most 0.01, in place of `lr`.
@@ -88,13 +88,13 @@ class AdafactorSchedule(LambdaLR):
 
     Args:
         optimizer: The optimizer.
-        initial_lr: What to tell before the first step.
+        initial_lr: The rate to report before the first step.
 
     Source: the documented `AdafactorSchedule`.
     """
 
     def __init__(self, optimizer: Optimizer, initial_lr: float = 0.0) -> None:
-        # torch's schedules need a rate to start from, and `lr` is None where the steps choose their own.
+        # torch's schedules need an initial rate, and `lr` is None with relative step sizes.
         for group in optimizer.param_groups:
             group["initial_lr"] = initial_lr
         super().__init__(optimizer, _Constant(initial_lr))
@@ -119,7 +119,7 @@ def get_adafactor_schedule(optimizer: Optimizer, initial_lr: float = 0.0) -> Ada
 
 
 class _Constant:
-    """One value for every step; an object, so that the schedule's state holds it as plain data."""
+    """A constant; an object and not a lambda, so that the schedule's state holds it as plain data."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -129,7 +129,7 @@ class _Constant:
 
 
 def step_size(group: dict[str, Any], state: dict[str, Any]) -> Any:
-    """Return the size of a parameter's last step, before its gradient."""
+    """Return the step size of a parameter's last update, without the gradient."""
     size = group["lr"]
     if group["relative_step"]:
         size = min(1e-6 * state["step"] if group["warmup_init"] else 1e-2, state["step"] ** -0.5)

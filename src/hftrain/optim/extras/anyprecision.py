@@ -1,4 +1,4 @@
-"""AdamW whose averages have dtypes of their own, with or without compensated updates, in plain torch."""
+"""AdamW with configurable dtypes of its averages, and optional compensated summation, in plain torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 class AnyPrecisionAdamW(Optimizer):
-    """Run AdamW with averages in dtypes of their own.
+    """AdamW with configurable dtypes of its averages.
 
-    With `use_kahan_summation` a buffer collects what is lost when an update is rounded to the parameter's dtype, so
+    With `use_kahan_summation` a buffer collects the rounding errors of updates in the parameter's dtype, so
     that bfloat16 parameters learn from small updates.
 
     Source: the documented `adamw_anyprecision`; W. Kahan, 1965, "Further remarks on reducing truncation errors".
@@ -76,7 +76,7 @@ class AnyPrecisionAdamW(Optimizer):
         missing.add_(before.sub_(parameter))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state; unlike torch's own, the averages keep their dtypes."""
+        """Restore a state; unlike in torch's optimizers, the averages keep their dtypes."""
         super().load_state_dict(state_dict)
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
         members = (parameter for group in self.param_groups for parameter in group["params"])
@@ -88,7 +88,7 @@ class AnyPrecisionAdamW(Optimizer):
 
 
 def adamw_anyprecision(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
-    """Handle `AnyPrecisionAdamW`; dtypes are written by name."""
+    """Return `AnyPrecisionAdamW`; dtypes are written by name."""
     dtypes = dict.fromkeys(("momentum_dtype", "variance_dtype", "compensation_buffer_dtype"), str)
     options = read_options(config, {"use_kahan_summation": bool, **dtypes})
     for key, value in options.items():

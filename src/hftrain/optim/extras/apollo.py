@@ -1,4 +1,4 @@
-"""APOLLO: learning rates per channel or tensor, estimated in a low rank."""
+"""APOLLO: learning rates per channel or tensor, estimated in a low-rank space."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CHOICES = {
 
 
 def adamw(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
-    """Handle APOLLO's AdamW. Source: Zhu et al., 2024, arXiv 2412.05270."""
+    """Return APOLLO's AdamW. Source: Zhu et al., 2024, arXiv 2412.05270."""
     cls = load("apollo_torch:APOLLOAdamW", "apollo-torch", config, extra="apollo")
     settings: dict[str, Any] = {"low_rank": _LOW_RANK, "choices": _CHOICES, "betas": config.betas, "eps": config.eps}
     made, given = low_rank_class(cls, config, model, is_layerwise=is_layerwise, **settings)

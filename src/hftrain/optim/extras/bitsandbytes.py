@@ -14,20 +14,20 @@ logger = get_logger(__name__)
 
 
 def adamw(config: OptimizerConfig, model: nn.Module | None, *, bits: int, is_paged: bool = False) -> OptimizerClass:
-    """Handle AdamW. Source: Dettmers et al., 2022, arXiv 2110.02861."""
+    """Return AdamW. Source: Dettmers et al., 2022, arXiv 2110.02861."""
     options = read_options(config, {"min_8bit_size": int})
     settings = {"betas": config.betas, "eps": config.eps, "is_paged": is_paged, **options}
     return _paired("AdamW", config, model, bits=bits, **settings)
 
 
 def lion(config: OptimizerConfig, model: nn.Module | None, *, bits: int, is_paged: bool = False) -> OptimizerClass:
-    """Handle Lion, which has no eps. Source: Chen et al., 2023, arXiv 2302.06675."""
+    """Return Lion, which has no eps. Source: Chen et al., 2023, arXiv 2302.06675."""
     options = read_options(config, {"min_8bit_size": int})
     return _paired("Lion", config, model, bits=bits, betas=config.betas, is_paged=is_paged, **options)
 
 
 def ademamix(config: OptimizerConfig, model: nn.Module | None, *, bits: int, is_paged: bool = False) -> OptimizerClass:
-    """Handle AdEMAMix, whose options also replace Adam's factors.
+    """Return AdEMAMix, whose options also replace Adam's factors.
 
     Source: Pagliardini et al., 2024, arXiv 2409.03137.
     """
@@ -41,7 +41,7 @@ def ademamix(config: OptimizerConfig, model: nn.Module | None, *, bits: int, is_
 
 
 def rmsprop(config: OptimizerConfig, model: nn.Module | None, *, bits: int) -> OptimizerClass:
-    """Handle RMSprop, which takes everything but the learning rate from the options."""
+    """Return RMSprop, which takes everything but the learning rate from the options."""
     hints = {**dict.fromkeys(("alpha", "eps", "momentum"), float), "min_8bit_size": int}
     return _paired("RMSprop", config, model, bits=bits, **read_options(config, hints))
 
@@ -56,10 +56,10 @@ def _paired(
 
 
 def _with_full_embeddings(cls: Any, model: nn.Module) -> Any:
-    """Keep the averages of embeddings in 32 bits, which 8-bit training is not stable without.
+    """Keep the averages of embeddings in 32 bits; 8-bit training is unstable otherwise.
 
-    bitsandbytes' own manager of such exceptions is global: it would hold on to the model for the process's life, and
-    it goes by the identity of a parameter, which a later model's may get.
+    bitsandbytes' own manager of such overrides is global: it would keep the model alive until the process ends, and
+    it identifies a parameter by its id, which a later model's parameter may reuse.
     """
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if not embeddings:

@@ -15,26 +15,26 @@ _LOW_RANK = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "s
 
 
 def adamw(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
-    """Handle GaLore's AdamW. Source: Zhao et al., 2024, arXiv 2403.03507."""
+    """Return GaLore's AdamW. Source: Zhao et al., 2024, arXiv 2403.03507."""
     cls = _load("GaLoreAdamW", config)
     settings = {"betas": config.betas, "eps": config.eps, "no_deprecation_warning": True}
     return _paired(cls, config, model, is_layerwise=is_layerwise, **settings)
 
 
 def adafactor(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
-    """Handle GaLore's Adafactor, with an outside learning rate."""
+    """Return GaLore's Adafactor, with an external learning rate."""
     cls = _load("GaLoreAdafactor", config)
     return _paired(cls, config, model, is_layerwise=is_layerwise, scale_parameter=False, relative_step=False)
 
 
 def adamw_8bit(config: OptimizerConfig, model: nn.Module | None, *, is_layerwise: bool) -> OptimizerClass:
-    """Handle GaLore's 8-bit AdamW."""
+    """Return GaLore's 8-bit AdamW."""
     check_cuda(config, reason="the package synchronises with the device in each update")
     cls = _load("GaLoreAdamW8bit", config)
     base = load("bitsandbytes.optim.optimizer:Optimizer2State", "bitsandbytes>=0.44", config, extra="bitsandbytes")
 
     def start(self: Any, params: Any, **settings: Any) -> None:
-        # The package passes by position what today's bitsandbytes has in another order.
+        # The package passes arguments by position, and bitsandbytes has changed their order.
         base.__init__(self, "adam", params, optim_bits=8, **settings)
 
     mended = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__init__": start})

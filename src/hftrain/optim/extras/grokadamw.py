@@ -14,10 +14,10 @@ from hftrain.optim.packages import load
 
 
 class Resumable(Optimizer):
-    """Put the state, which the package keeps in the groups, where state dicts have it; mixed in before its class."""
+    """A mix-in for the package's class: it keeps its state in the groups, and state dicts need it by parameter."""
 
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters; the package enters an old form of autocast, which warns for each of them."""
+        """Update the parameters; suppresses the package's warnings about a deprecated autocast."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r".*torch\.cuda\.amp\.autocast", category=FutureWarning)
             warnings.filterwarnings("ignore", message=".*CUDA is not available", category=UserWarning)
@@ -41,7 +41,7 @@ class Resumable(Optimizer):
 
 
 def grokadamw(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
-    """Handle GrokAdamW, which clips each parameter's gradient as well (`gradient_clipping`, 1.0 by default).
+    """Return GrokAdamW, which clips each parameter's gradient as well (`gradient_clipping`, 1.0 by default).
 
     Source: https://github.com/cognitivecomputations/grokadamw
     """
@@ -50,7 +50,7 @@ def grokadamw(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClas
     try:
         cls = load("grokadamw:GrokAdamW", "grokadamw", config, extra="grokadamw")
     finally:
-        # The package sets up everybody's logging when it is imported.
+        # The package configures the root logger when it is imported.
         root.handlers[:] = handlers
         root.setLevel(level)
     names = ("alpha_init", "lamb", "gamma", "grokking_signal_decay_rate", "gradient_clipping")

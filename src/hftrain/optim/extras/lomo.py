@@ -16,15 +16,15 @@ from hftrain.optim.packages import check_cuda, load
 
 logger = get_logger(__name__)
 
-# What AdaLomo keeps outside of torch's optimizer state.
+# The attributes that AdaLomo keeps outside torch's optimizer state.
 _OWN_STATE = ("step_num", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")
 
 
 class InBackward(UpdatesInBackward):
-    """Drive the package's hooks; to be mixed in before its classes.
+    """A mix-in for the package's classes that controls their hooks.
 
-    Outside of `update_in_backward` the hooks rest, and `step` updates by whatever gradients there are: those that
-    several processes have averaged and that the strategy has clipped.
+    Outside `update_in_backward` the hooks do nothing, and `step` uses the gradients that exist: those that
+    were averaged over ranks and clipped by the strategy.
     """
 
     clips = True
@@ -43,7 +43,7 @@ class InBackward(UpdatesInBackward):
     def update_in_backward(
         self, loss: torch.Tensor, *, backward: Callable[[torch.Tensor], None], max_norm: float
     ) -> None:
-        """Run the package's backward pass; clipping costs a second one before it, for the norm."""
+        """Run the package's backward pass; clipping needs an additional backward pass before it to compute the norm."""
         this: Any = self
         this.clip_grad_norm = max_norm or None
         self._is_updating = True
@@ -55,13 +55,13 @@ class InBackward(UpdatesInBackward):
             self._is_updating = False
 
     def last_norm(self) -> torch.Tensor | None:
-        """Return the norm before clipping, which is known only where it clips."""
+        """Return the norm before clipping; it is only known if clipping is on."""
         this: Any = self
         return torch.linalg.vector_norm(this.grad_norms) if this.clip_grad_norm else None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update by the gradients that are left: all of them, or none after `update_in_backward`."""
+        """Update with the remaining gradients: all of them, or none after `update_in_backward`."""
         this: Any = self
         left = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not left:
@@ -69,13 +69,13 @@ class InBackward(UpdatesInBackward):
         this.lr, this.clip_grad_norm = self.param_groups[0]["lr"], None
         if hasattr(this, "step_num"):
             this.step_num += 1
-            # AdaLomo undoes the scale of a loss that nobody has scaled here.
+            # AdaLomo divides by a loss scale, but the loss is not scaled here.
             for gradient in left:
                 gradient.mul_(float(this.loss_scale or 1.0))
         this.grad_func(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, AdaLomo's averages with it."""
+        """Return the state, including AdaLomo's averages."""
         own = {name: getattr(self, name) for name in _OWN_STATE if hasattr(self, name)}
         return {**super().state_dict(), "own": own}
 
@@ -92,12 +92,12 @@ class InBackward(UpdatesInBackward):
 
 
 def lomo(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
-    """Handle LOMO. Source: Lv et al., 2023, arXiv 2306.09782."""
+    """Return LOMO. Source: Lv et al., 2023, arXiv 2306.09782."""
     return _paired("Lomo", config, model, {"clip_grad_value": float})
 
 
 def adalomo(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
-    """Handle AdaLomo. Source: Lv et al., 2023, arXiv 2310.10195."""
+    """Return AdaLomo. Source: Lv et al., 2023, arXiv 2310.10195."""
     check_cuda(config, reason="the package keeps its averages there")
     return _paired("AdaLomo", config, model, dict.fromkeys(("clip_threshold", "decay_rate", "clip_grad_value"), float))
 

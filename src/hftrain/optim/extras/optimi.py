@@ -10,10 +10,10 @@ from hftrain.optim.packages import load
 
 
 def stable_adamw(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
-    """Handle StableAdamW. Source: Wortsman et al., 2023, arXiv 2304.13013."""
+    """Return StableAdamW. Source: Wortsman et al., 2023, arXiv 2304.13013."""
     cls = load("optimi:StableAdamW", "torch-optimi", config, extra="optimi")
     options = read_options(config, {"decouple_lr": bool, "max_lr": float | None, "kahan_sum": bool | None})
-    # Where Triton is installed the package takes it, on the CPU too.
+    # If Triton is installed, the package uses it on the CPU too.
     triton = False if config.use_cpu or not torch.cuda.is_available() else None
     settings = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "triton": triton}
     return cls, {**settings, **options}

@@ -1,4 +1,4 @@
-"""Schedule-free optimizers: averaged weights in the place of a falling learning rate."""
+"""Schedule-free optimizers: averaged weights instead of a decaying learning rate."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hftrain.optim.packages import load
 
 
 def adamw(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
-    """Handle schedule-free AdamW. Source: Defazio et al., 2024, arXiv 2405.15682."""
+    """Return schedule-free AdamW. Source: Defazio et al., 2024, arXiv 2405.15682."""
     return _paired("AdamW", config, betas=config.betas, eps=config.eps, warmup_steps=config.warmup_steps)
 
 
 def radam(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
-    """Handle schedule-free RAdam, which needs no warm-up."""
+    """Return schedule-free RAdam, which needs no warm-up."""
     return _paired("RAdam", config, betas=config.betas, eps=config.eps)
 
 
 def sgd(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
-    """Handle schedule-free SGD."""
+    """Return schedule-free SGD."""
     return _paired("SGD", config, extra_hints={"momentum": float}, warmup_steps=config.warmup_steps)
 
 

@@ -13,20 +13,20 @@ from hftrain.optim.packages import load
 
 
 class PlainState(Optimizer):
-    """Keep learning rates as numbers and the state dict in plain tensors; to be mixed in before torchao's classes."""
+    """A mix-in for torchao's classes that keeps learning rates as numbers and the state dict in plain tensors."""
 
     quantized: Any = None
     """torchao's tensor class of the averages."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; torchao makes its rate a tensor, which schedules, logs and checkpoints would share."""
+        """Add a group whose rate is a number: schedules, logs and checkpoints would share torchao's tensor."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["lr"] = float(group["lr"])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters; the compiled update wants the rates as tensors, so as not to depend on them."""
+        """Update the parameters, with rates as tensors: the compiled update would be recompiled for each new number."""
         rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
@@ -37,7 +37,7 @@ class PlainState(Optimizer):
                 group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, quantized tensors taken apart."""
+        """Return the state, with quantized tensors split into their parts."""
         packed = super().state_dict()
         state = {
             key: {name: self._apart(part) for name, part in value.items()} for key, value in packed["state"].items()
@@ -67,7 +67,7 @@ class PlainState(Optimizer):
 
 
 def adamw(config: OptimizerConfig, model: nn.Module | None, *, bits: int) -> OptimizerClass:
-    """Handle torchao's AdamW; tensors of fewer than 4096 values keep averages in full.
+    """Return torchao's AdamW; tensors of fewer than 4096 values keep averages in full precision.
 
     Source: Dettmers et al., 2022, arXiv 2110.02861 (8 bits); Li et al., 2023, arXiv 2309.01507 (4 bits).
     """

@@ -9,7 +9,7 @@ from hftrain.optim.packages import check_cuda, load
 
 
 def adamw(config: OptimizerConfig, model: nn.Module | None, *, path: str) -> OptimizerClass:
-    """Handle a class that takes what torch's AdamW takes, and no option."""
+    """Return a class that takes the arguments of torch's AdamW and no options."""
     package = path.partition(".")[0]
     if package == "apex":
         check_cuda(config, reason="it is one fused CUDA kernel")
