@@ -1,4 +1,4 @@
-"""The public Trainer and its documented subclass: the documented methods, each a few lines that delegate."""
+"""The public Trainer and its documented subclass: thin documented methods that delegate."""
 
 from hftrain.trainer.seq2seq import Seq2SeqTrainer
 from hftrain.trainer.trainer import Trainer

@@ -1,4 +1,4 @@
-"""A real `accelerate.Accelerator` for scripts and subclasses; the loops need none, and its `backward` is the run's."""
+"""A real `accelerate.Accelerator` for scripts and subclasses, with the run's `backward`; the loops do not use it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hftrain.step.computing import Computing
 from hftrain.strategies.base import Strategy, has_engine
 
 _PLUGINS = frozenset({"deepspeed_plugin"})
-# What the documented training_step passes to backward; the run's own needs neither.
+# Keywords that the documented training_step passes to backward; the run's own backward needs neither.
 _ENGINE_KEYWORDS = frozenset({"learning_rate", "scale_wrt_gas"})
 
 
 def make_accelerator(args: TrainingArguments, strategy: Strategy, precision: Precision, computing: Computing) -> Any:
     """Return an `Accelerator` that agrees with the strategy and the precision; launches the strategy. Collective.
 
-    It converts and wraps nothing by being made. Its `gather` takes tensors with different numbers of rows. Its state is
-    its own: a second Trainer's accelerator, of another precision, leaves it as it is.
+    Creating it converts and wraps nothing. Its `gather` takes tensors with different numbers of rows. Its state is not
+    shared: the accelerator of a second Trainer with another precision does not change it.
 
     Raises:
-        StrategyError: Somebody set accelerate up for other processes or another device than the strategy's.
+        StrategyError: accelerate was set up before, for other processes or another device than the strategy's.
     """
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import GradientAccumulationPlugin
@@ -38,24 +38,24 @@ def make_accelerator(args: TrainingArguments, strategy: Strategy, precision: Pre
     strategy.launch()
     mixed, loading = accelerator_settings(args, precision.policy, device_type=strategy.device_type)
     options = strategy.accelerator_options()
-    # Given to it, accelerate would drop the plugin on a CPU, and leave an environment variable set.
+    # Set afterwards: passed as an argument, it would be dropped on a CPU and leave an environment variable set.
     fsdp_plugin = options.pop("fsdp_plugin", None)
     known = accelerate_state("AcceleratorState")
     if known and (known.get("_mixed_precision") != mixed or options.keys() & _PLUGINS or _has_engine(known)):
-        # A singleton, which would keep what an earlier Trainer told it.
+        # A singleton that would keep the settings of an earlier Trainer.
         known.clear()
     if _is_of_another_device(strategy):
         known.clear()
         accelerate_state("PartialState").clear()
     accelerator: Any = Accelerator(
         mixed_precision=mixed,
-        # The Trainer accumulates, so that `backward` divides nothing: as documented, a training_step divides its loss.
+        # The Trainer accumulates, so `backward` must not divide: as documented, a training_step divides its loss.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
         dataloader_config=DataLoaderConfiguration(**loading),
         **options,
     )
     for shared in (accelerator.state, accelerator.gradient_state):
-        shared.__dict__ = dict(vars(shared))  # its own from here on
+        shared.__dict__ = dict(vars(shared))  # no longer shared from here on
     if fsdp_plugin is not None:
         accelerator.state.fsdp_plugin = fsdp_plugin
     _check(accelerator, strategy)
@@ -66,13 +66,13 @@ def make_accelerator(args: TrainingArguments, strategy: Strategy, precision: Pre
 def adopt_accelerator(
     accelerator: Any, args: TrainingArguments, strategy: Strategy, precision: Precision, computing: Computing
 ) -> Any:
-    """Return an `Accelerator` of the user's, whose `backward`, `gather` and `sync_gradients` are now the run's.
+    """Return the user's `Accelerator` after setting its `backward`, `gather` and `sync_gradients` to the run's.
 
-    Strategy and precision stay what they are. Its own `gradient_accumulation_steps` still divides what its `backward`
-    is given.
+    Strategy and precision do not change. Its `backward` still divides the loss by its own
+    `gradient_accumulation_steps`.
 
     Raises:
-        ConfigError: It is something else, or of another engine than the strategy.
+        ConfigError: It is not an `Accelerator`, or it uses another engine than the strategy.
         StrategyError: It describes other processes or another device than the strategy's.
     """
     from accelerate import Accelerator
@@ -96,18 +96,18 @@ def adopt_accelerator(
 
 
 def _bind(accelerator: Any, strategy: Strategy, precision: Precision, computing: Computing) -> None:
-    """Let the accelerator do what the run does; mutates it."""
+    """Replace the accelerator's methods by the run's; mutates it."""
     accelerator.backward = partial(_backward, computing, accelerator)
     accelerator.unscale_gradients = partial(_unscale, strategy, precision, computing, accelerator)
     accelerator.clip_grad_norm_ = partial(_clip_norm, strategy, computing, accelerator)
     if strategy.world_size > 1:
-        # Its own takes for granted that processes hold as many rows each; batches of an evaluation differ.
+        # accelerate's `gather` assumes equally many rows on each process, but evaluation batches differ.
         accelerator.gather = lambda tensor: map_tensors(tensor, strategy.gather)
     tell_accelerate_sync(accelerator, computing.syncs)
 
 
 def _backward(computing: Computing, accelerator: Any, loss: torch.Tensor, **options: Any) -> None:
-    """Accumulate gradients as the run does: with its loss scaling, and through its engine."""
+    """Accumulate gradients like the run, with its loss scaling and through its engine."""
     if computing.optimizer is None:
         type(accelerator).backward(accelerator, loss, **options)
         return
@@ -122,7 +122,7 @@ def _unscale(
     """Unscale the gradients of the run's optimizer, or of others, once per update.
 
     Raises:
-        TaskError: More scaled gradients are to be added to them.
+        TaskError: More scaled gradients will be added to them in this update.
     """
     if computing.optimizer is None:
         type(accelerator).unscale_gradients(accelerator, optimizer)
@@ -137,7 +137,7 @@ def _unscale(
             list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer or computing.optimizer]
         )
         for each in given:
-            # accelerate wraps those that it prepares.
+            # accelerate wraps the optimizers that it prepares.
             precision.unscale(getattr(each, "optimizer", each))
 
 
@@ -149,7 +149,7 @@ def _clip_norm(
     max_norm: float,
     norm_type: float = 2.0,
 ) -> torch.Tensor | None:
-    """Clip as the run does: unscaled gradients, and their norm over all processes."""
+    """Clip like the run: unscaled gradients, by their norm over all processes."""
     if computing.optimizer is None or Owns.CLIP in strategy.owns:
         if computing.optimizer is not None:
             warn_once(
@@ -167,7 +167,7 @@ def _has_engine(known: Any) -> bool:
 
 
 def _is_of_another_device(strategy: Strategy) -> bool:
-    """Return whether accelerate was set up, by one process on its own, for another kind of device."""
+    """Return whether accelerate was set up for another kind of device, in a run of one process."""
     known = accelerate_state("PartialState")
     return (
         bool(known)

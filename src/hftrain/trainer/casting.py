@@ -1,4 +1,4 @@
-"""Mixed precision inside the model alone, where code of the user's computes with what the model returns."""
+"""Mixed precision inside the model only, for user code that computes with the model's outputs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def to_float32(tree: Any) -> Any:
 
 
 class ModelCasting:
-    """Run a plain model under the precision's autocast, and what surrounds it in float32.
+    """Run a plain model under the precision's autocast, and the code around it in float32.
 
-    A loss of the user's own then gets float32 outputs, and its operations are not cast, as with transformers' Trainer.
-    Where the model computes the loss itself, the whole step is cast instead, which copies no outputs.
+    A user's loss function then gets float32 outputs, and its operations are not cast, as with transformers' Trainer.
+    If the model computes the loss itself, the whole step is cast instead, which copies no outputs.
 
     Args:
-        computing: Makes the casting context.
+        computing: Creates the casting context.
 
     Attributes:
-        is_on: Whether a model is cast so.
+        is_on: Whether a model casts itself.
     """
 
     def __init__(self, computing: Computing) -> None:
@@ -42,16 +42,16 @@ class ModelCasting:
         self.is_on = False
 
     def apply(self, model: nn.Module) -> None:
-        """Let the model cast itself, once, after it was compiled; mutates it until `undo`."""
+        """Make the model cast itself, once, after compilation; mutates it until `undo`."""
         if not any(model is other for other, _ in self._changed):
             before = model._compiled_call_impl
             self._changed.append((model, before))
-            # In this place no copy and no saved model takes it along.
+            # This attribute is not part of copies or saved models.
             model._compiled_call_impl = _Call(self._computing, before or model._call_impl)
             self.is_on = True
 
     def undo(self) -> None:
-        """Leave every model as it was; safe to call twice."""
+        """Restore every model; safe to call twice."""
         for model, before in self._changed:
             model._compiled_call_impl = before
         self._changed.clear()
@@ -61,16 +61,16 @@ class ModelCasting:
 def is_cast_inside(
     policy: PrecisionPolicy, strategy: Strategy, task: TaskModule, functions: Sequence[Callable[..., Any]]
 ) -> bool:
-    """Return whether the model is to cast itself, rather than the whole step.
+    """Return whether only the model is cast, rather than the whole step.
 
     Args:
-        policy: The precision's.
-        strategy: Where its engine casts, or copies call the original's forward pass, nothing else does.
-        task: A plain model's, else the task casts its step.
-        functions: Overrides and functions that may compute with what the model returns.
+        policy: The precision's policy.
+        strategy: The model is not cast if the strategy's engine casts or has copies on several devices.
+        task: The model is cast only for a plain model's task.
+        functions: Overrides and functions that may compute with the model's outputs.
     """
     casts = policy.autocast and Owns.CASTING not in strategy.owns
-    # Copies on several devices call the original's.
+    # Copies on several devices call the original's forward pass.
     is_copied = getattr(strategy, "num_devices", 1) > 1
     if not casts or is_copied or not isinstance(task, ModelTask):
         return False

@@ -1,4 +1,4 @@
-"""How a Trainer reads data: loaders, samplers, columns, and the length of a run over them."""
+"""Trainer methods that read data: loaders, samplers, columns and the length of a run."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from hftrain.trainer.rehearsal import cut_short
 
 
 class DataMethods(FileMethods):
-    """Make loaders, and plan a run over them."""
+    """Create loaders and compute the length of a run."""
 
     def _check_data(self) -> None:
-        """Refuse data that a training could not read as asked."""
+        """Raise if the training data does not work with the settings."""
         check_tensor_parallel(self.get_tp_size(), self.strategy, is_handled=self.is_deepspeed_enabled)
         if not self._is_overridden("get_train_dataloader"):
             check_train_data(self.args, self.train_dataset)
@@ -56,7 +56,7 @@ class DataMethods(FileMethods):
             self.train_dataset,
             "training",
             self._train_batch_size,
-            # An override may have the older signature, without the dataset.
+            # An override may have the older signature without the dataset.
             sampler_fn=lambda dataset: call_with(self._get_train_sampler, {"train_dataset": dataset}),
             is_training=True,
         )
@@ -111,12 +111,12 @@ class DataMethods(FileMethods):
         """Return this rank's batches of a dataset, training batches or evaluation batches.
 
         Args:
-            dataset: What to read.
-            description: What it is for, in messages.
+            dataset: The dataset to read.
+            description: Its purpose, for messages.
             batch_size: Samples per process and batch.
-            sampler_fn: Gets the dataset and returns its order; None reads it as it comes.
-            is_training: Whether all ranks get equally many batches, and a stream its epochs.
-            dataloader_key: Keep the loader under this name where its workers persist.
+            sampler_fn: Takes the dataset and returns its sampler; None reads it in its own order.
+            is_training: Whether all ranks get equally many batches and a stream gets epochs.
+            dataloader_key: Name under which to keep the loader if its workers persist.
         """
         has_accelerator = self.strategy.device_type not in ("cpu", "xla")
         config = loader_config(self.args, is_training=is_training, has_accelerator=has_accelerator)
@@ -125,7 +125,7 @@ class DataMethods(FileMethods):
         def make() -> Any:
             pruned, collate = self._without_unused_columns(dataset, description=description)
             order = SequentialSampler if sampler_fn is None and has_length(dataset) else sampler_fn
-            # A stream is read in its own order, whether it has a length or not.
+            # A stream is read in its own order, even if it has a length.
             order = None if isinstance(dataset, IterableDataset) else order
             return build_loader(
                 pruned,
@@ -144,9 +144,9 @@ class DataMethods(FileMethods):
         return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return the order of the training data: by length if asked for, else shuffled by seed and epoch.
+        """Return the sampler of the training data: by length if the arguments ask for it, else shuffled.
 
-        None for a stream.
+        The order depends on seed and epoch. None for a stream.
         """
         dataset = self.train_dataset if train_dataset is None else train_dataset
         lengths = self._length_config(is_training=True)
@@ -158,7 +158,7 @@ class DataMethods(FileMethods):
         return default_train_sampler(dataset, config, self._shard_plan(is_training=True))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        """Return the order of evaluation data: from long to short if asked for, else as it comes; None for a stream."""
+        """Return the sampler of evaluation data: by descending length if set, else sequential; None for a stream."""
         lengths = self._length_config(is_training=False)
         if lengths is not None:
             unit = self.args.eval_batch_size if self.args.dataloader_drop_last else 1
@@ -173,7 +173,7 @@ class DataMethods(FileMethods):
         return length_config(self.args, tool=self.processing_class, batch_size=size, is_training=is_training)
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Find the columns to keep, unless they are known; an override sets `self._signature_columns`."""
+        """Determine the columns to keep, unless they are known; an override sets `self._signature_columns`."""
         if self._signature_columns is None and isinstance(self.task, ModelTask):
             self._find("_signature_columns", signature_columns(self.model, label_names=self.label_names))
 
@@ -184,14 +184,14 @@ class DataMethods(FileMethods):
         return self._signature_columns
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        """Return a dataset without the columns the model does not take; only for one that has columns."""
+        """Return a dataset without the columns that the model does not take, if it has columns."""
         about = self._about_columns(description or "given")
         return dataset if about is None else prune_columns(dataset, **about)
 
     def _get_collator_with_removed_columns(
         self, data_collator: Callable[[list[Any]], Any], description: str | None = None
     ) -> Callable[[list[Any]], Any]:
-        """Return a collator that drops what the model does not take before it collates."""
+        """Return a collator that first drops the columns that the model does not take."""
         about = self._about_columns(description or "given")
         if about is not None:
             return ColumnPruner(data_collator, **about)
@@ -209,7 +209,7 @@ class DataMethods(FileMethods):
         return {"keep": keep, "model_name": type(self.model).__name__, "description": description}
 
     def _check_columns(self, dataset: Any, *, role: str = "eval_dataset") -> None:
-        """Refuse, before anything is launched, what is not a dataset, and data of which the model takes no column."""
+        """Raise, before anything is launched, for a non-dataset and for data without a column that the model takes."""
         check_kind(dataset, role)
         check_one_set(dataset)
         if self._is_overridden("_get_dataloader") or self._is_overridden("_remove_unused_columns"):
@@ -229,7 +229,7 @@ class DataMethods(FileMethods):
             )
 
     def _check_lengths(self, dataset: Any, *, is_training: bool) -> None:
-        """Refuse, before anything is launched, data that cannot be ordered by length as asked for."""
+        """Raise, before anything is launched, if data cannot be ordered by length as the arguments ask."""
         config = self._length_config(is_training=is_training)
         if config is not None:
             check_lengths(dataset, config)
@@ -239,7 +239,7 @@ class DataMethods(FileMethods):
         return shard_plan(self.args, rank=rank, world_size=world_size, is_training=is_training, is_own=is_own)
 
     def _sharded(self, loader: Any, *, is_training: bool) -> Any:
-        """Give each rank its share of a loader that an override returned whole, or prepared by accelerate."""
+        """Return this rank's share of a loader, also of one from an override: unsharded, or prepared by accelerate."""
         check_loader(loader)
         share = self._shard_plan(is_training=is_training, is_own=False).share(loader)
         return share if is_training else cut_short(share, self._num_rehearsed)

@@ -1,4 +1,4 @@
-"""What a training step needs of a device's memory, seen in real steps of a rehearsal."""
+"""Device memory of a training step, measured in the steps of a rehearsal."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from hftrain.precision.base import Precision
 from hftrain.storage.space import readable_bytes
 from hftrain.strategies.base import Strategy
 
-# The optimizer makes its state in the first step, DDP its buckets again in the second: the third is like all others.
+# The first step allocates the optimizer state and the second rebuilds DDP's buckets; the third is like all others.
 _NUM_STEPS = 3
-# A scaled loss overflows at first, and a step that is skipped makes no state: more than it takes to bring 2**16 to 1.
+# A scaled loss overflows at first, and skipped steps allocate no state: more steps than reducing 2**16 to 1 takes.
 _MOST_STEPS = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """The most memory that a training step of this process holds on its device, and what for.
+    """The peak device memory of a training step in this process, and its parts.
 
     Args:
         parameters_bytes: Parameters and buffers.
         gradients_bytes: Gradients of all trainable parameters.
-        optimizer_bytes: What the optimizer remembers.
-        activations_bytes: What remains of the peak: activations, and what is computed with on the way.
-        peak_bytes: All together, at the moment when it is most.
+        optimizer_bytes: The optimizer's state.
+        activations_bytes: The rest of the peak: activations and temporary tensors.
+        peak_bytes: The total at its peak.
 
     Units:
-        bytes, of this process; where several share a model's state, each holds its part.
+        bytes, of this process; if a model's state is sharded, each process holds its part.
     """
 
     parameters_bytes: int
@@ -58,10 +58,10 @@ def estimate_memory(
     rehearse: Callable[[int, TrainerCallback], None],
     read_wrapped: Callable[[], nn.Module],
 ) -> MemoryEstimate:
-    """Rehearse a training, and return the most memory that a step of it holds; collective.
+    """Rehearse a training and return the peak memory of a step; collective.
 
     Args:
-        rehearse: Rehearses so many steps with one more callback.
+        rehearse: Rehearses the given number of steps with an extra callback.
     """
     kind = strategy.device_type
     if strategy.name.startswith("deepspeed") or not (
@@ -86,11 +86,11 @@ def estimate_memory(
 
 @dataclass(eq=False)
 class _StepWatch(TrainerCallback):
-    """Count what is alive in the course of each step, with what was there before it.
+    """Measure the live memory during each step, including memory allocated before it.
 
     Args:
-        precision: Counts the steps that it skips.
-        found: Takes an estimate for each step; a rehearsal forgets what callbacks note in themselves.
+        precision: Counts the skipped steps.
+        found: Receives an estimate per step; a list outside, because a rehearsal restores the callbacks' attributes.
     """
 
     device_type: str
@@ -117,7 +117,7 @@ class _StepWatch(TrainerCallback):
             return
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         parameters, kept = _size([*model.parameters(), *model.buffers()]), _size(_states(optimizer))
-        # DDP made the buckets that it exchanges gradients in when it wrapped the model.
+        # DDP allocated the buckets for gradient exchange when it wrapped the model.
         buckets = self._gradients if isinstance(self.read_wrapped(), DistributedDataParallel) else 0
         peak += buckets
         estimate = MemoryEstimate(
@@ -138,13 +138,13 @@ def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _size(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of this process's parts of tensors; memory that several share counts once."""
+    """Return the bytes of this process's parts of tensors; memory shared by tensors counts once."""
     parts: list[Any] = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
     return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
 
 
 def _meter(device_type: str) -> Iterator[int]:
-    """Begin to count what a device allocates; the second value is the most of it at a time, in bytes."""
+    """Start counting a device's allocations; the second value yielded is their peak, in bytes."""
     if device_type == "cpu":
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             yield 0

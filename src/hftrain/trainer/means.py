@@ -1,4 +1,4 @@
-"""The search for what a model's own loss is a mean over, on the bare model and without a trace."""
+"""Detection of the items that a model's own loss averages over, on the bare model and without side effects."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ from hftrain.trainer.traceless import without_trace
 
 logger = get_logger(__name__)
 
-_MAX_PAIRS = 4  # of an evaluation, to be tried at its end
+_MAX_PAIRS = 4  # kept during an evaluation and tried at its end
 _COUNTED = (LABELS, SHIFTED, SAMPLES)
 _FAR = 2**62
 
 
 class MeanSearch:
-    """Look for a batch that tells what the model's own loss is a mean over, until one does.
+    """Search batches for one that shows what the model's own loss averages over.
 
-    Two samples with unequal numbers of labels are enough: which weights of their losses give the loss of both? The
-    model itself is called, without gradients and in evaluation mode, and no function or hook of the Trainer's.
-    Random numbers, buffers, modes and the modules' own attributes stay as they were, containers with what they held.
+    Two samples with unequal numbers of labels are enough: the weights with which their losses give the loss of both
+    identify the kind. Only the model is called, without gradients and in evaluation mode; functions and hooks of the
+    Trainer are not. Random numbers, buffers, modes and the modules' attributes, with their contents, are restored.
 
-    The first process whose batch tells tries it, and all take its answer. Processes that share a model all try its
-    samples, so an error meets all of them at the same place.
+    The first process with a suitable batch tries it and sends its answer to all. If a model is split over processes,
+    all try the same samples, so an error occurs in all of them at the same place.
 
     Args:
         is_split: Whether processes hold parts of the model.
-        makes_inputs: Whether an override makes batches for the model, of which nothing is known.
+        makes_inputs: Whether an override prepares the model's inputs, which are then unknown.
 
     Attributes:
-        found: What this process has found in an evaluation by itself.
+        found: The kind that this process alone has detected in an evaluation.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class MeanSearch:
         makes_inputs: bool,
     ) -> None:
         self._task, self._strategy, self._policy, self._computing = task, strategy, policy, computing
-        # A forward pass then takes all processes.
+        # A forward pass is then collective.
         self._is_split = is_split and strategy.world_size > 1
         self._is_whole = not is_split
         self.is_open = task is not None and task.is_searched and not makes_inputs
@@ -83,15 +83,15 @@ class MeanSearch:
 
     @property
     def task(self) -> ModelTask:
-        """The plain model's task, which there is wherever the search is open."""
+        """The plain model's task, which exists whenever the search is open."""
         assert self._task is not None
         return self._task
 
     def look(self, batches: Sequence[Any]) -> None:
-        """Find out from a step's batches, if they tell, and write it into the task; collective while open."""
+        """Try a step's batches and store a result in the task; collective while the search is open."""
         task, strategy = self.task, self._strategy
         self._num_looks += 1
-        # An exchange or a read waits for a device, and to try again takes losses: ever more rarely.
+        # Communication and reads wait for a device, and each try takes forward passes: do it ever more rarely.
         is_shared = strategy.world_size > 1 and strategy.device.type != "cpu"
         is_costly = is_shared or self._num_tries or not _is_readable(task, batches)
         if self._num_looks & (self._num_looks - 1) and is_costly:
@@ -100,7 +100,7 @@ class MeanSearch:
         is_over = all(map(self._has_one_label, batches))
         pairs = (self._pair(batch, even=False) for batch in batches)
         pair = next((each for each in pairs if each is not None), None) or self._joined_pair(batches)
-        # A loss that takes a count tells on any batch.
+        # For a loss that takes a count, any batch is enough.
         can_tell = pair is not None or (is_new and task.accepts_item_count)
         if pair is None and (can_tell or not is_over):
             pair = self._pair(batches[0], even=True) or Pair(batches[0], is_ragged=False)
@@ -111,13 +111,13 @@ class MeanSearch:
             task.mean_over = MeanOver(self._likeliest, is_final=not self.is_open)
 
     def look_at(self, batch: Any) -> None:
-        """Keep what an evaluation's batch may tell, for `agree` at its end."""
+        """Keep samples of an evaluation batch that may show the kind, for `agree` at the end."""
         if not self.is_open or (self.task.labels_of(batch) is None and not self.task.can_return_loss):
             return
         task = self.task
         if task.accepts_item_count and self.found is None and task.mean_over is None:
-            # Known at once, because the loss may need the count; such a loss tells on any batch. Where processes share
-            # the model it is the whole batch, so that all compute the same.
+            # Tried at once, because the loss may need the count; any batch is enough for such a loss. If the model is
+            # split over processes, the whole batch is used, so that all compute the same.
             pair = None if self._is_split else self._pair(batch, even=True)
             found = self._try(pair or Pair(batch, is_ragged=False))
             if isinstance(found, list):
@@ -132,7 +132,7 @@ class MeanSearch:
             self._even = self._pair(batch, even=True)
 
     def agree(self) -> str:
-        """Return what the loss is a mean over, the same in every process; collective while open."""
+        """Return the kind that the loss averages over, the same in every process; collective while open."""
         task = self.task
         found = self._share(self.found) if self.is_open else None
         for index in range(_MAX_PAIRS):
@@ -152,7 +152,7 @@ class MeanSearch:
         return self._fits[0] if self._fits else self.task.rule
 
     def _kinds(self) -> list[str]:
-        """Return what the loss may be a mean over, by what was tried so far; the likeliest first."""
+        """Return the kinds that the batches tried so far leave possible, the likeliest first."""
         rule = self.task.rule
         known = [rule, *(kind for kind in KINDS if kind != rule)]
         return list(self._fits) or [kind for kind in known if kind != SUM]
@@ -160,12 +160,12 @@ class MeanSearch:
     def _share(
         self, own: Pair | MeanOver | None, *, can_tell: bool = True, is_over: bool = False, is_joined: bool = False
     ) -> MeanOver | None:
-        """Return what the process that knows most has found, or finds with its samples. Collective.
+        """Return the result of the process that knows most, or that it gets with its samples. Collective.
 
         Args:
-            can_tell: Whether that is worth trying; else it is there for other processes to compare theirs with.
-            is_over: No batch will ever tell this process more; if no process can be told more, the search ends.
-            is_joined: Whether it was compared with what the others have.
+            can_tell: Whether `own` is worth trying; otherwise it only serves other processes for comparison.
+            is_over: No further batch can help this process; if that holds for all processes, the search ends.
+            is_joined: Whether `own` was compared with the samples of other processes.
         """
         strategy, is_split = self._strategy, self._is_split
         if is_split and isinstance(own, Pair):
@@ -173,7 +173,7 @@ class MeanSearch:
         weight = 0 if own is None or not can_tell else 2 if isinstance(own, Pair) else 3 if own.is_final else 1
         size = strategy.world_size
         rows = self._rows(own) if size > 1 and isinstance(own, Pair) and not is_joined else []
-        # Whether all that can be compared hold equally many is told by the largest and the smallest numbers.
+        # The largest and the smallest count show whether all comparable samples hold equally many items.
         ends = [(max(each), -min(each)) for each in zip(*rows, strict=True)] or [(-_FAR, -_FAR)] * len(_COUNTED)
         codes = [weight * size + size - 1 - strategy.rank, not is_over, *sum(ends, ())]
         best, is_open, *spread = strategy.reduce(torch.tensor(codes, device=strategy.device), op="max").tolist()
@@ -201,7 +201,7 @@ class MeanSearch:
         return found
 
     def _rows(self, pair: Pair) -> list[tuple[int, ...]]:
-        """Return how many items of each kind the samples hold that other processes may compare with theirs."""
+        """Return the item counts of the samples that other processes may compare with theirs."""
         task = self.task
         samples = [each for each in (pair.one, pair.other) if each is not None]
         if any(task.label_tensor(each) is None or task.num_samples(each) > 1 or not can_lend(each) for each in samples):
@@ -209,7 +209,7 @@ class MeanSearch:
         return [tuple(int(task.count_as(kind, each)) for kind in _COUNTED) for each in samples]
 
     def _across(self, own: Pair | MeanOver | None, rows: list[tuple[int, ...]]) -> Pair | MeanOver | None:
-        """Return the two samples of all processes that tell best: in the process that holds both, or else in all."""
+        """Return the two best samples of all processes: in the process that holds both, or else in all."""
         strategy, kinds = self._strategy, self._kinds()
         places, offered = [], []
         for rank, theirs in enumerate(strategy.gather_object(rows)):
@@ -245,7 +245,7 @@ class MeanSearch:
             )
 
     def _say_why(self, reason: str, is_ragged: bool) -> None:
-        """Say once that a loss could not be tried; once more if that begins to matter."""
+        """Log once that the detection failed, and a second time once it affects results."""
         task, level = self.task, logging.WARNING if is_ragged else logging.INFO
         if level <= task.level_told or not self._strategy.is_main:
             return
@@ -261,7 +261,7 @@ class MeanSearch:
         )
 
     def _joined_pair(self, batches: Sequence[Any]) -> Pair | None:
-        """Return samples to compare out of several batches, of which each holds equal ones."""
+        """Return samples to compare from several batches whose own samples hold equal counts."""
         task = self.task
         if len(batches) < 2 or any(task.label_tensor(each) is None or self._has_one_label(each) for each in batches):
             return None
@@ -273,13 +273,13 @@ class MeanSearch:
         return Pair(batches[0]) if len(counts) > 1 else None
 
     def _has_one_label(self, batch: Any) -> bool:
-        """Return whether each sample has one label: whatever the loss, it is a mean over those that count."""
+        """Return whether each sample has one label, so that every loss is a mean over the labels that count."""
         task = self.task
         key, labels = task.label_key(batch), task.label_tensor(batch)
         return key is not None and isinstance(batch[key], torch.Tensor) and (labels is None or labels.dim() < 2)
 
     def _counts(self, batch: Any) -> dict[str, list[int]]:
-        """Return how many items of each kind each sample of a batch with labels holds."""
+        """Return the number of items of each kind in each sample of a batch with labels."""
         task = self.task
         labels = task.label_tensor(batch)
         assert labels is not None
@@ -292,7 +292,7 @@ class MeanSearch:
         return {kind: items[kind].flatten(1).sum(1).tolist() for kind in self._kinds()}
 
     def _pair(self, batch: Any, *, even: bool) -> Pair | None:
-        """Return samples to compare, on the host or wherever they are."""
+        """Return samples of a batch to compare, on their current device."""
         task = self.task
         if not isinstance(batch, dict) and not hasattr(batch, "keys"):
             return None
@@ -302,7 +302,7 @@ class MeanSearch:
         return pick_pair(batch, counts, even=even)
 
     def _try(self, pair: Pair) -> MeanOver | list[Any]:
-        """Compare the losses; where they cannot be computed, return why, and whether the samples are ragged."""
+        """Compare the losses; if they cannot be computed, return the reason and whether the samples are ragged."""
         task, strategy = self.task, self._strategy
         if pair.is_ragged and pair.other is None and not task.accepts_item_count:
             return ["its batches cannot be cut into samples, or joined", True]
@@ -342,6 +342,6 @@ class MeanSearch:
 
 
 def _is_readable(task: ModelTask, batches: Sequence[Any]) -> bool:
-    """Return whether reading the labels waits for no device."""
+    """Return whether the labels can be read without waiting for a device."""
     labels = [task.label_tensor(batch) for batch in batches]
     return all(each is None or each.device.type == "cpu" for each in labels)

@@ -1,8 +1,8 @@
 """`auto_find_batch_size`: make a step fit into memory.
 
-By default the step stays what it is: its batches are cut into smaller micro-batches whose gradients add up to the same,
-so the effective batch, the schedule, the number of steps and the data's order do not change. With ``"smaller_batch"``
-the documented thing happens: the run starts again with batches of half the size.
+By default the step stays the same: its batches are split into smaller micro-batches whose gradients have the same sum,
+so the effective batch, the schedule, the number of steps and the data order do not change. With ``"smaller_batch"``
+the run restarts with half the batch size, as documented.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ SMALLER_BATCH = "smaller_batch"
 
 @dataclass(eq=False, kw_only=True)
 class MicroBatches:
-    """Run a batch in as many micro-batches as fit; stands in for the two hooks of the loop that see batches.
+    """Run a batch in micro-batches that fit into memory; replaces the two loop hooks that receive batches.
 
-    The size is found on the run's first batch, before anything counts: a rehearsal runs forward and backward, with as
-    much memory set aside as Adam's state takes, and all processes agree. A batch that runs out of memory later, because
-    it is longer, is cut further in a run of one process; with several the error ends the run, because the others cannot
-    know.
+    The size is searched on the run's first batch, before the first step: a rehearsal runs forward and backward, with
+    as much memory reserved as Adam's state takes, and all processes agree on the size. If a later, longer batch runs
+    out of memory, it is split further in a run of one process. With several processes the error ends the run, because
+    the others do not notice.
 
     Args:
-        task: Its buffers and metrics are put back after a rehearsal.
-        model: Unwrapped; holds the gradients.
-        state: `train_batch_size` is set to what was found, and so recorded in checkpoints.
-        logs: What the steps have reported; a rehearsal is taken out again.
-        size: Samples of a micro-batch, as an earlier run has found; None searches.
+        task: Its buffers and metrics are restored after a rehearsal.
+        model: The unwrapped model, which holds the gradients.
+        state: `train_batch_size` is set to the size found, and so recorded in checkpoints.
+        logs: The logs of the steps; those of a rehearsal are removed.
+        size: Samples per micro-batch, as found by an earlier run; None searches.
     """
 
     training_step: Callable[[nn.Module, Any, Any], torch.Tensor]
@@ -69,7 +69,7 @@ class MicroBatches:
     def __post_init__(self) -> None:
         if self.size is not None:
             self.state.train_batch_size = self.size
-        # From the first step on, so that every micro-batch can be weighed by its share of the items.
+        # On from the first step, so that every micro-batch can be weighted by its share of the items.
         self.shares.is_on = True
 
     def take(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
@@ -78,7 +78,7 @@ class MicroBatches:
         return self.shares.take(epoch_iterator, num_batches, device)
 
     def step(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
-        """Run forward and backward on a batch, in parts; returns the detached loss, its share of the step."""
+        """Run forward and backward on a batch in parts; return the detached loss, scaled to its share of the step."""
         if self.size is None:
             self._find(model, batch, num_items)
         loss, is_first = None, True
@@ -86,7 +86,7 @@ class MicroBatches:
             if not is_first:
                 self._shrink(batch, f"step {self.state.global_step}")
                 self.model.zero_grad()
-                # What this step had accumulated is gone with the gradients.
+                # zero_grad() also dropped the gradients that this step had accumulated.
                 for earlier in self._done:
                     self._run(model, earlier, num_items)
             loss, is_first = self._try(lambda: self._run(model, batch, num_items)), False
@@ -147,7 +147,7 @@ class MicroBatches:
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
     def _try(self, run: Callable[[], torch.Tensor], *, is_final: bool = True) -> torch.Tensor | None:
-        """Return None if memory ran out; by then nothing of the attempt holds any."""
+        """Return the loss, or None if memory ran out; nothing of a failed attempt holds memory then."""
         from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
         try:
@@ -160,9 +160,9 @@ class MicroBatches:
 
 
 def split_batch(batch: Any, size: int) -> list[Any]:
-    """Cut a batch into parts of at most `size` samples; what has no batch dimension is in every part.
+    """Split a batch into parts of at most `size` samples; values without a batch dimension are in every part.
 
-    A list next to its tensors that is as long as they are, such as one of names, holds an entry for each sample.
+    A list of the same length as the batch's tensors, such as a list of names, holds one entry per sample.
     """
     total = batch_size_of(batch)
     if total is None:
@@ -191,7 +191,7 @@ def split_batch(batch: Any, size: int) -> list[Any]:
 
 
 def _is_per_sample(value: Any, total: int) -> bool:
-    """Return whether a value that is not a tensor holds an entry for each of `total` samples."""
+    """Return whether a value that is not a tensor holds one entry for each of `total` samples."""
     if isinstance(value, numpy.ndarray):
         return value.ndim > 0 and len(value) == total
     if not isinstance(value, list) or len(value) != total:
@@ -202,14 +202,14 @@ def _is_per_sample(value: Any, total: int) -> bool:
 
 
 def found_size(args: TrainingArguments, resume: Path | None) -> int | None:
-    """Return the size of a micro-batch that the run to resume has found, None where there is none."""
+    """Return the micro-batch size that the run to resume has found, or None."""
     if resume is None or not args.auto_find_batch_size:
         return None
     return load_trainer_state(resume).train_batch_size
 
 
 def with_smaller_batches(args: TrainingArguments, strategy: Strategy, resume: Path | None, run: Callable[[], T]) -> T:
-    """Run a training, again with half the batch size each time memory runs out; the arguments are left as they were."""
+    """Run a training, restarting with half the batch size each time memory runs out; the arguments are restored."""
     from accelerate.utils.memory import find_executable_batch_size
 
     given = args.per_device_train_batch_size
@@ -227,7 +227,7 @@ def with_smaller_batches(args: TrainingArguments, strategy: Strategy, resume: Pa
         return run()
 
     try:
-        # Not as a decorator: accelerate before 1.15 then forgets how to reduce.
+        # Not as a decorator: accelerate before 1.15 then ignores the reduction function.
         return find_executable_batch_size(attempt, size, halve)()  # type: ignore[no-any-return]
     finally:
         args.per_device_train_batch_size = given

@@ -1,4 +1,4 @@
-"""What a Trainer does between the steps of a run: save, load, log, evaluate."""
+"""Trainer methods called between the steps of a run: save, load, log, evaluate."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from hftrain.trainer.searching import TrialRun, trying
 
 
 class RunMethods(EvaluationMethods):
-    """Act between the steps of a run."""
+    """Save, load, log and evaluate between the steps of a run."""
 
     def _check_ahead(self) -> None:
-        """Refuse a training that would fail late, see `check_ahead`."""
+        """Raise for a training that would fail late; see `check_ahead`."""
 
         def count_steps(loader: Any) -> int:
             total = self.get_total_train_batch_size(self.args)
@@ -45,31 +45,31 @@ class RunMethods(EvaluationMethods):
         check_ahead(*parts, given, optimizers=optimizers, learning_rate=rate, spill_dir=self.spill_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        """Commit a checkpoint of the running session; called by the loop when callbacks ask for a save."""
+        """Commit a checkpoint of the running session; called by the loop when callbacks request a save."""
         self._running_session("_save_checkpoint").save()
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
-        """Delete the oldest checkpoints beyond `save_total_limit`, in the order of their commits; after each save."""
+        """Delete the oldest checkpoints, by commit order, beyond `save_total_limit`; called after each save."""
         self._running_session("_rotate_checkpoints").checkpoints.rotate()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write what a resume needs of optimizer and schedule into a checkpoint; every rank calls it."""
+        """Write the state of optimizer and schedule into a checkpoint; collective."""
         self._running_session("_save_optimizer_and_scheduler").checkpoints.write_optimizer(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
-        """Load what `_save_optimizer_and_scheduler` wrote, at a resume; every rank calls it."""
+        """Load the files of `_save_optimizer_and_scheduler`; called on resume. Collective."""
         self._running_session("_load_optimizer_and_scheduler").checkpoints.read_optimizer(Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load a checkpoint's weights into the model in place; at a resume, and for the best model."""
+        """Load a checkpoint's weights into the model in place; called on resume and for the best model."""
         load_task(self.task, self.model, self.strategy, Path(resume_from_checkpoint), model=model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Put the random number generators where a checkpoint has them; at a resume, when the data are open."""
+        """Restore the random number generators from a checkpoint; called on resume, once the data is open."""
         self._running_session("_load_rng_state").restore_numbers()
 
     def _load_best_model(self) -> None:
-        """Load the best checkpoint's weights; at the end of a run with `load_best_model_at_end`."""
+        """Load the best checkpoint's weights; called at the end of a run with `load_best_model_at_end`."""
         self._running_session("_load_best_model").checkpoints.load_best()
 
     def _maybe_log_save_evaluate(
@@ -85,9 +85,9 @@ class RunMethods(EvaluationMethods):
     ) -> None:
         """Log, evaluate and save as callbacks requested, after each step and epoch.
 
-        The arguments tell an override where the run is. `tr_loss` is the sum of the step losses since the last log;
-        what this method is given is logged, divided by the steps. An override that logs itself resets `tr_loss` in
-        place and sets `_globalstep_last_logged`, as the documented one does.
+        The arguments give an override the progress of the run. `tr_loss` is the sum of the step losses since the last
+        log. The value passed to this method is divided by the steps and logged. An override that logs itself resets
+        `tr_loss` in place and sets `_globalstep_last_logged`, as the documented method does.
         """
         session = self._running_session("_maybe_log_save_evaluate")
         if self._is_overridden("_maybe_log_save_evaluate"):
@@ -95,7 +95,7 @@ class RunMethods(EvaluationMethods):
 
     @property
     def _globalstep_last_logged(self) -> int:
-        """The update after which the training loss was logged last, for overrides of `_maybe_log_save_evaluate`."""
+        """The update after which the training loss was last logged, for overrides of `_maybe_log_save_evaluate`."""
         return self.state.global_step - (self._loss_window.num_steps if self._loss_window else 0)
 
     @_globalstep_last_logged.setter
@@ -105,7 +105,7 @@ class RunMethods(EvaluationMethods):
 
     @property
     def _total_loss_scalar(self) -> float:
-        """The sum of all step losses that were logged, from which `train_loss` follows; likewise."""
+        """The sum of all logged step losses, for overrides; `train_loss` is computed from it."""
         return self._loss_window.run_total if self._loss_window else 0.0
 
     @_total_loss_scalar.setter
@@ -116,7 +116,7 @@ class RunMethods(EvaluationMethods):
     def _evaluate(
         self, trial: Any = None, ignore_keys_for_eval: list[str] | None = None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate while training, and step a schedule that follows the metric unless told to skip it."""
+        """Evaluate during training, and step a schedule that depends on the metric unless `skip_scheduler` is set."""
         session = self._running_session("_evaluate")
         with session.evaluating():
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
@@ -126,19 +126,19 @@ class RunMethods(EvaluationMethods):
         return metrics
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        """Tell a search's backend the objective of an evaluation while training; the backend may end the trial."""
-        # Sets with a cadence of their own: the objective needs all of them.
+        """Report the objective of an evaluation during training to the search backend, which may end the trial."""
+        # Evaluation sets may have different schedules, but the objective needs all of them.
         if self._trial_run is not None and self._has_all_sets:
             folder = self._get_output_dir(self._trial)
             self._trial_run.note(metrics, step=step, folder=folder, events=self.callback_handler)
 
     def _determine_best_metric(self, metrics: Mapping[str, Any], trial: Any = None) -> bool:
-        """Remember the best evaluation so far in the state, and tell whether this is it."""
+        """Record the best evaluation so far in the state; return whether this one is the best."""
         session = self._running_session("_determine_best_metric")
         return session.checkpoints.metric.note(metrics, has_all_sets=self._has_all_sets)
 
     def _check_loop(self, resume: Path | None) -> None:
-        """Refuse what the training loop does not support."""
+        """Raise if the run uses a feature that a loop does not support."""
         if "fit" in self.loops:
             dataset = None if self._is_overridden("get_train_dataloader") else self.train_dataset
             parts = self.args, self.strategy, self.precision, self.save_policy
@@ -168,20 +168,20 @@ class RunMethods(EvaluationMethods):
             self._follow_arguments()
 
     def _follow_arguments(self) -> None:
-        """Renew what was made from the arguments, which have changed."""
+        """Update objects that were made from the arguments, after these have changed."""
         self._accelerator = None
         if self.is_deepspeed_enabled:
             self.propagate_args_to_deepspeed()
 
     @contextmanager
     def _copies(self, folder: Path, director: TrainerCallback) -> Iterator[None]:
-        """Train copies, into another folder and with one more callback; everything it holds is put back."""
+        """Train copies, into another folder and with an extra callback; restore all attributes afterwards."""
         handler, callbacks = self.callback_handler, list(self.callback_handler.callbacks)
         try:
             with preserved(self, self.args, self.state, self.control, *callbacks):
                 self._copy_parts()
                 self.args.output_dir, self.args.push_to_hub = str(folder), False
-                # The constructor left the trackers out of a run that was to be a rehearsal; an estimate comes later.
+                # With fast_dev_run the constructor added no trackers, but a memory estimate may still have them.
                 handler.callbacks[:] = [*without_trackers(callbacks), director]
                 handler.refresh(model=self.model, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
                 yield
@@ -190,7 +190,7 @@ class RunMethods(EvaluationMethods):
             handler.refresh(model=self.model, optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
 
     def _copy_parts(self) -> None:
-        """Copy model, optimizer, schedule and loops together, for they refer to each other."""
+        """Copy model, optimizer, schedule and loops together because they refer to each other."""
         try:
             if self.model_init is not None:
                 self.loops = copy.deepcopy(self.loops)

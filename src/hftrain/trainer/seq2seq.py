@@ -33,14 +33,13 @@ class Seq2SeqTrainer(Trainer):
     """Train sequence-to-sequence models, and evaluate them on generated text.
 
     It takes the parameters of `Trainer`; `optimizer_cls_and_kwargs` is keyword-only. With
-    ``predict_with_generate=True`` in
-    `Seq2SeqTrainingArguments`, evaluations that keep predictions call ``model.generate`` on every batch, and
-    `compute_metrics` gets token ids; the loss comes from a forward pass, as ever. Any `nn.Module` that has
-    ``generate(input_ids, ...)`` and returns token ids will do. It is given those columns of a batch that it takes,
-    without the labels and without decoder inputs made of them.
+    ``predict_with_generate=True`` in `Seq2SeqTrainingArguments`, evaluations that keep predictions call
+    ``model.generate`` on every batch, and `compute_metrics` gets token ids; the loss still comes from a forward pass.
+    Any `nn.Module` works whose ``generate(input_ids, ...)`` returns token ids. It receives the columns of a batch that
+    it takes, without the labels and without decoder inputs made from them.
 
-    What a call of `evaluate` or `predict` says wins over `generation_max_length` and `generation_num_beams`, and these
-    over `generation_config`, which takes the place of the model's own.
+    Arguments of `evaluate` and `predict` override `generation_max_length` and `generation_num_beams`. These override
+    `generation_config`, which replaces the model's own.
 
     Raises:
         ConfigError: The model does not accept the generation settings, the model is a `TaskModule`, or FSDP shards it.
@@ -68,7 +67,7 @@ class Seq2SeqTrainer(Trainer):
         tokenizer: Any = None,
         **others: Any,
     ) -> None:
-        # In the documented order, which lacks one argument of Trainer's in the middle.
+        # In the documented order, which lacks one of Trainer's positional arguments.
         super().__init__(
             model,
             args,
@@ -99,7 +98,7 @@ class Seq2SeqTrainer(Trainer):
             eval_dataset: A dataset, a dict of them, or the name of one of `self.eval_dataset`; None takes them all.
             ignore_keys: Outputs to leave out of the predictions.
             metric_key_prefix: Prefix of the metric names.
-            **gen_kwargs: For `generate`: `max_length`, `num_beams` (1 is greedy), and whatever else it takes.
+            **gen_kwargs: Arguments of `generate`, such as `max_length` and `num_beams` (1 is greedy).
 
         Source: the documented `Seq2SeqTrainer.evaluate`.
         """
@@ -119,10 +118,10 @@ class Seq2SeqTrainer(Trainer):
             test_dataset: The data to predict on.
             ignore_keys: Outputs to leave out of the predictions.
             metric_key_prefix: Prefix of the metric names.
-            **gen_kwargs: For `generate`: `max_length`, `num_beams` (1 is greedy), and whatever else it takes.
+            **gen_kwargs: Arguments of `generate`, such as `max_length` and `num_beams` (1 is greedy).
 
         Returns:
-            (predictions, label_ids, metrics); token ids, padded with the padding token, or the token that ends a text.
+            (predictions, label_ids, metrics); token ids, padded with the padding token or else the end-of-text token.
 
         Source: the documented `Seq2SeqTrainer.predict`.
         """
@@ -158,7 +157,7 @@ class Seq2SeqTrainer(Trainer):
             tokens = run_generate(shown, inputs, bare=bare, options=own, label_names=self.label_names)
             labels = task.labels_of(inputs)
             has_loss = labels is not None or task.can_return_loss
-            # Last, because an override of compute_loss may take the labels out of the batch.
+            # Last, because an override of compute_loss may pop the labels from the batch.
             loss = self._slot_compute_loss(model, inputs).detach() if has_loss else None
         length = longest_output(options, getattr(bare, "generation_config", None))
         if length is not None:
@@ -168,12 +167,12 @@ class Seq2SeqTrainer(Trainer):
         return loss, tokens, detach(labels)
 
     def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
-        """Pad generated tokens or labels up to a length; an override may pad otherwise."""
+        """Pad generated tokens or labels up to a length; may be overridden to pad differently."""
         token = padding_token(self.processing_class, self.model)
         missing = max(0, max_length - tensor.shape[-1])
         return tensor if token is None else nn.functional.pad(tensor, (0, missing), value=token)
 
-    # -- how it is done ------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------
 
     def _start_idle(self) -> None:
         super()._start_idle()
@@ -187,7 +186,7 @@ class Seq2SeqTrainer(Trainer):
 
     @contextmanager
     def _generating(self, gen_kwargs: dict[str, Any]) -> Iterator[None]:
-        """Keep a call's arguments of `generate` for as long as it lasts; calls within it inherit them."""
+        """Set a call's arguments of `generate` while it runs; nested calls inherit them."""
         if generates(self.args):
             check_taken(self.model, gen_kwargs)
         before = self._gen_kwargs
@@ -199,7 +198,7 @@ class Seq2SeqTrainer(Trainer):
 
     def _find_filler(self) -> Callable[[Any], Any] | None:
         token = padding_token(self.processing_class, self.model)
-        # What a user's function made of the tokens is not a token any more.
+        # The output of a user's preprocessing function is not tokens any more.
         if token is None or not generates(self.args) or self.preprocess_logits_for_metrics is not None:
             return None
         return fill_with(token)

@@ -1,4 +1,4 @@
-"""What a Trainer hands to a run, and how it makes its model ready to train."""
+"""Trainer methods that collect the parts of a run and prepare the model for training."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from hftrain.trainer.run_methods import RunMethods
 
 
 class SetUpMethods(RunMethods):
-    """Prepare a run."""
+    """Collect the parts of a run and prepare its model."""
 
     def _make_run_parts(self, ignore_keys: list[str] | None) -> RunParts:
-        """Return what is there before a run is built."""
+        """Return the parts that exist before a run is built."""
         self._loss_window = loss_window(
             self.args,
             self.strategy,
@@ -63,7 +63,7 @@ class SetUpMethods(RunMethods):
         )
 
     def _make_run_hooks(self) -> RunHooks:
-        """Return what looks up the documented methods when the run calls them; scripts assign them during a run too."""
+        """Return hooks that look up the documented methods at each call, since scripts may assign them during a run."""
 
         def late(name: str) -> Callable[..., Any]:
             return lambda *args, **options: getattr(self, name)(*args, **options)
@@ -113,7 +113,7 @@ class SetUpMethods(RunMethods):
         )
 
     def _make_model(self) -> nn.Module:
-        """Return the bare model, built again if there is a `model_init`."""
+        """Return the bare model, rebuilt if there is a `model_init`."""
         if self.model_init is not None:
             set_seed(self.args.seed)
             with self.strategy.building():
@@ -122,7 +122,7 @@ class SetUpMethods(RunMethods):
         return self.model
 
     def _open_training_data(self, *dataset: Any) -> Any:
-        """Return this rank's training batches, of another dataset if one is given."""
+        """Return this rank's training batches, or those of another dataset if one is given."""
         before = self.train_dataset
         try:
             if dataset:
@@ -133,7 +133,7 @@ class SetUpMethods(RunMethods):
                 self.train_dataset = before
 
     def _plan_run(self, folder: Path | None, loader: Any, progress: Progress) -> RunPlan:
-        """Plan a run that goes on from a checkpoint, or begins; see `plan_run`."""
+        """Plan a run that starts from a checkpoint or from the beginning; see `plan_run`."""
         args, strategy, total = self.args, self.strategy, self.get_total_train_batch_size(self.args)
         length = TrainPlan(*self.set_initial_training_values(args, loader, total))
         grouping, policy, split = self._length_config(is_training=True), self.precision.policy, self.get_tp_size()
@@ -143,7 +143,7 @@ class SetUpMethods(RunMethods):
         )
 
     def _start_state(self, resume: Path | None, plan: RunPlan) -> None:
-        """Let the documented state begin a run, from a checkpoint if there is one."""
+        """Set the documented state for the start of a run, from a checkpoint if there is one."""
         start_state(self.state, self.args, self._new_state(), resume, plan)
         if self._trial_run is not None:
             self._trial_run.describe(self.state)
@@ -157,7 +157,7 @@ class SetUpMethods(RunMethods):
 
     @contextmanager
     def _ready(self, resume: Path | None, plan: RunPlan) -> Iterator[Ready]:
-        """Make the model ready to train, and put the bare one back at the end. Collective."""
+        """Prepare the model for training, and restore the bare one at the end. Collective."""
         changes = ModelChanges(self.args, self.strategy)
         try:
             yield self._set_up(resume, plan.max_steps, changes)
@@ -171,9 +171,9 @@ class SetUpMethods(RunMethods):
             self._note_sync(True)
 
     def _set_up(self, resume: Path | None, max_steps: int, changes: ModelChanges) -> Ready:
-        """Place and wrap the model, make optimizer and schedule, assemble the step."""
+        """Place and wrap the model, create optimizer and schedule, and assemble the step."""
         strategy, precision, task = self.strategy, self.precision, self.task
-        # Before the weights are loaded, which would be rounded to the dtype they are copied into.
+        # Before the weights are loaded: loading rounds them to the dtype of the parameters.
         model = self.model = task.model = precision.convert(self.model)
         if resume is not None:
             with restoring(resume):
@@ -193,7 +193,7 @@ class SetUpMethods(RunMethods):
         elif "optimizer" in strategy.makes:
             self.create_scheduler(num_training_steps=max_steps, optimizer=optimizer)
         self._check_in_backward(optimizer)
-        # An interrupted run, or the user, may have left gradients.
+        # An interrupted run or the user may have left gradients.
         model.zero_grad()
         self.optimizer = optimizer
         task.model = self.model_wrapped = wrapped
@@ -222,7 +222,7 @@ class SetUpMethods(RunMethods):
         )
 
     def _steps(self, resume: Path | None) -> tuple[Take, Callable[[nn.Module, Any, Any], torch.Tensor]]:
-        """Return what takes a step's batches and what trains on one; cut to fit into memory, if that is asked for."""
+        """Return the functions that take a step's batches and train on one; both split batches if set to."""
         if self.args.auto_find_batch_size is not True or self._run_parts is None:
             return self._shares.take, self._slot_training_step
         fitting = MicroBatches(
@@ -241,10 +241,10 @@ class SetUpMethods(RunMethods):
     def _wrap_to_train(
         self, max_steps: int, outside: OutsideWeights
     ) -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
-        """Wrap the model through the hook, within which the optimizer is made; what an override left is done after it.
+        """Wrap the model and create the optimizer in `_wrap_model`, or after it if an override did not.
 
         Returns:
-            The wrapped model, the optimizer, and the parameters that this one leaves to others, or to nobody.
+            The wrapped model, the optimizer, and the trainable parameters that the optimizer does not hold.
         """
         strategy, precision, task = self.strategy, self.precision, self.task
         made: list[torch.optim.Optimizer] = []
@@ -256,7 +256,7 @@ class SetUpMethods(RunMethods):
             else:
                 self.create_optimizer_and_scheduler(num_training_steps=max_steps)
             assert self.optimizer is not None
-            # Here, for a strategy may put parameters of its own into the groups.
+            # Checked here because a strategy may later put its own parameters into the groups.
             check_optimizer(self.optimizer, self.lr_scheduler, self.model)
             outside.find(self.optimizer, task)
             trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -269,7 +269,7 @@ class SetUpMethods(RunMethods):
             made[:] = [optimizer]
             return wrapped
 
-        # The wrapper that the user brought, if it still holds the model.
+        # The user's own wrapper, if it still holds the model.
         outermost = self._outermost if strategy.unwrap(self._outermost) is self.model else self.model
         self._strategy_wrap = wrap
         try:
@@ -287,7 +287,7 @@ class SetUpMethods(RunMethods):
         return wrapped, made[0], untrained
 
     def _ask_learning_rate(self, used: float) -> float:
-        """Return what an override of `_get_learning_rate` says, whose base method returns the rate the step used."""
+        """Return the result of `_get_learning_rate`, whose base method returns `used`, the rate of the last step."""
         self._used_rate = used
         try:
             return self._get_learning_rate()

@@ -1,4 +1,4 @@
-"""Calling a model as it is written, and leaving no trace of it."""
+"""Forward passes through the uncompiled model without side effects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIBRARIES = frozenset(
 
 
 def _is_users(hook: Any) -> bool:
-    """Return whether a forward hook is written by a user, and so not called but for the run's own batches."""
+    """Return whether a forward hook is user code, which must only run for the run's own batches."""
     function = getattr(hook, "func", hook)
     module = getattr(function, "__module__", None) or type(function).__module__
     return module.partition(".")[0] not in _LIBRARIES
@@ -27,11 +27,11 @@ def _is_users(hook: Any) -> bool:
 
 @contextmanager
 def without_trace(model: torch.nn.Module, *, is_whole: bool) -> Iterator[None]:
-    """Call a model in evaluation mode, as it is written, and put everything back that this changes.
+    """Call the uncompiled model in evaluation mode, and restore everything that this changes.
 
     Args:
-        model: Without the strategy's wrapper, unless that splits it.
-        is_whole: Whether no engine splits it, which would keep notes of its own in the modules.
+        model: The model without the strategy's wrapper, unless the wrapper splits it.
+        is_whole: Whether no engine splits the model; such an engine keeps its own state in the modules.
     """
     modules = list(model.modules())
     kept = [_Kept(module, is_whole=is_whole) for module in modules]
@@ -50,17 +50,17 @@ def without_trace(model: torch.nn.Module, *, is_whole: bool) -> Iterator[None]:
 
 
 class _Kept:
-    """What the call of a module may change of it, and what is changed to call it.
+    """The state of a module that calling it, or preparing the call, may change.
 
     Args:
-        module: Its user's forward hooks are taken away.
-        is_whole: Keep its own attributes too, and what lists, dicts and sets in them hold, nested ones too.
+        module: The user's forward hooks are removed from it.
+        is_whole: Also keep its attributes, and the contents of (nested) lists, dicts and sets in them.
     """
 
     def __init__(self, module: torch.nn.Module, *, is_whole: bool) -> None:
         self._own = own = vars(module)
         self._training, self._call, self._buffers = module.training, module._compiled_call_impl, dict(module._buffers)
-        # Empty ones too: transformers' models add hooks in their first call, and note that they have.
+        # Empty ones too: transformers models add hooks in their first call and record that they did.
         self._hooks = {name: own[name] for name in _HOOKS if is_whole}
         self._attributes: dict[str, tuple[Any, list[tuple[Any, Any]]]] | None = None
         if is_whole:
@@ -70,7 +70,7 @@ class _Kept:
             own[name] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_users(hook))
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         own = self._own
         own.update(self._hooks, training=self._training, _compiled_call_impl=self._call)
         own["_buffers"].update(self._buffers)
@@ -86,7 +86,7 @@ class _Kept:
 
 
 def _contents(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Yield the plain containers in a value, itself included, each with a copy of what it holds."""
+    """Yield the plain containers in a value, itself included, each with a copy of its contents."""
     if type(value) in (list, dict, set) and depth < 8:
         yield value, value.copy()
         for each in list(value.values()) if isinstance(value, dict) else list(value):
