@@ -1,4 +1,4 @@
-"""What `debug=` asks for: nothing of it exists in a run that does not ask."""
+"""Callbacks of the `debug` argument."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hftrain.strategies.base import Strategy
 
 
 def debug_callbacks(args: TrainingArguments, strategy: Strategy) -> list[TrainerCallback]:
-    """Return the callbacks that `debug` asks for.
+    """Return the callbacks that `debug` selects.
 
     Raises:
-        MissingDependencyError: XLA's metrics are asked for without torch_xla.
-        ConfigError: They are asked for in a run that does not use XLA.
+        MissingDependencyError: XLA's metrics are requested without torch_xla.
+        ConfigError: They are requested in a run that does not use XLA.
     """
     if DebugOption.TPU_METRICS_DEBUG not in args.debug:
         return []

@@ -1,4 +1,4 @@
-"""How a Trainer evaluates and predicts."""
+"""Trainer methods that evaluate and predict."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class EvaluationMethods(StepMethods):
             datasets, sets = split_eval_sets(datasets)
             sets, metrics = self._eval_sets if is_own else sets, {}
             for name in filter(lambda name: self._is_due(sets.get(name)), datasets):
-                # By its name, so that an override of `get_eval_dataloader` sees what was asked for.
+                # Passed by name, so that an override of `get_eval_dataloader` sees the name.
                 chosen = name if is_own else datasets[name]
                 with self._own_metrics(sets.get(name)):
                     metrics.update(self.evaluate(chosen, ignore_keys, f"{metric_key_prefix}_{name}"))
@@ -84,7 +84,7 @@ class EvaluationMethods(StepMethods):
         return metrics
 
     def _is_due(self, entry: EvalSet | None) -> bool:
-        """Return whether an evaluation set takes part in the evaluation that is running."""
+        """Return whether an evaluation set is part of the current evaluation."""
         is_asked_for = self._run_parts is None or bool(self._num_rehearsed)
         return is_asked_for or is_due(entry, self.state, by_epoch=self.args.eval_strategy == "epoch")
 
@@ -94,7 +94,7 @@ class EvaluationMethods(StepMethods):
 
     @contextmanager
     def _own_metrics(self, entry: EvalSet | None) -> Iterator[None]:
-        """Let an evaluation set's own metrics take the place of `compute_metrics`."""
+        """Replace `compute_metrics` by an evaluation set's own metrics temporarily."""
         previous = self.compute_metrics
         if entry is not None and entry.metrics is not None:
             self.compute_metrics = entry.metrics  # type: ignore[assignment]
@@ -133,16 +133,16 @@ class EvaluationMethods(StepMethods):
     def _run_over(
         self, loader: Any, *, metric_key_prefix: str, **options: Any
     ) -> tuple[EvalLoopOutput, dict[str, Any]]:
-        """Call the documented loop on a rank's share of a loader; return also the metrics, with the time they took."""
+        """Call the documented loop on this rank's share of a loader; return its output, and its metrics with speed."""
         loader = self._sharded(loader, is_training=False)
         start_s = time.perf_counter()
         loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
         output = loop(loader, metric_key_prefix=metric_key_prefix, **options)
-        # An override in the older style returns a PredictionOutput, which has no count.
+        # An override in the older style returns a PredictionOutput, which has no sample count.
         num_samples, num_steps = getattr(output, "num_samples", None), None
         if num_samples is not None:
             num_steps = math.ceil(num_samples / (self.args.eval_batch_size * self.strategy.world_size))
-        # Tracing happens once and says nothing about the speed.
+        # Tracing happens once and must not count towards the speed.
         start_s += output.metrics.get(f"{metric_key_prefix}_jit_compilation_time", 0.0)
         rates = speed_metrics(metric_key_prefix, start_s, num_samples=num_samples, num_steps=num_steps)
         return output, {**output.metrics, **rates}
@@ -158,16 +158,16 @@ class EvaluationMethods(StepMethods):
         """Run the model over a loader; shared by `evaluate` and `predict`; collective.
 
         Args:
-            dataloader: Gives this rank's batches.
+            dataloader: This rank's batches.
             description: Text of the progress bar.
-            prediction_loss_only: Keep no predictions; None follows the arguments.
+            prediction_loss_only: Keep no predictions; None uses the arguments' setting.
             ignore_keys: Outputs to leave out of the predictions.
             metric_key_prefix: Prefix of the metric names.
 
         Source: the documented `Trainer.evaluation_loop`.
         """
         if self._stage == "train":
-            # By hand, by a callback, or by an override of `evaluate`: nobody has made the model ready.
+            # Called by the user, a callback or an override of `evaluate`: the model is not prepared yet.
             with self._evaluating("eval"):
                 return self.evaluation_loop(
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -228,7 +228,7 @@ class EvaluationMethods(StepMethods):
         )
 
     def _find_filler(self) -> Callable[[Any], Any] | None:
-        """Return what runs on kept outputs before anybody sees them; a Trainer that generates has something."""
+        """Return a function to apply to the collected outputs, or None; overridden by a Trainer that generates."""
         return None
 
     def prediction_loop(
@@ -295,7 +295,7 @@ class EvaluationMethods(StepMethods):
         return output.loss, to_float32(output.outputs) if is_cast else output.outputs, output.labels
 
     def _note_memory(self, outputs: Any) -> None:
-        """Remember what a model that was called without labels hands to the next step."""
+        """Store the memory that a model called without labels passes to the next step (`past_index`)."""
         self._computing.past = read_memory(outputs, self.args.past_index, has_loss=False)
 
     def _read_metrics(self) -> dict[str, Any]:
@@ -310,12 +310,12 @@ class EvaluationMethods(StepMethods):
 
     @contextmanager
     def _running(self, stage: str) -> Iterator[None]:
-        """Launch the strategy and open the precision for as long as a documented method runs."""
+        """Launch the strategy, and open the precision while a documented method runs."""
         previous, self._stage = self._stage, stage
         self._depth += 1
         try:
             if self._depth == 1:
-                self._resolve_hooks(vars(self))  # again, for scripts that assign hooks to the instance
+                self._resolve_hooks(vars(self))  # again, because scripts may assign hooks to the instance
                 self._memory.start("test" if stage == "predict" else stage)
                 self.strategy.launch()
                 self.precision.open(self.strategy.device, self.strategy.scaler_factory)
@@ -354,7 +354,7 @@ class EvaluationMethods(StepMethods):
 
     @contextmanager
     def _evaluating(self, stage: str, *, casts: bool = True) -> Iterator[None]:
-        """Evaluate the unwrapped model in evaluation mode, and leave weights, modes and random numbers as they were."""
+        """Evaluate the unwrapped model in evaluation mode; weights, modes and random numbers are restored."""
         with self._running(stage), preserved_rng(), evaluation_weights(self.optimizer):
             is_training = self._run_parts is not None
             if not is_training:
@@ -371,18 +371,18 @@ class EvaluationMethods(StepMethods):
                 yield
 
     def _place(self) -> None:
-        """Make a model that is not being trained ready to be called."""
+        """Prepare the forward pass of a model that is not being trained."""
         place_task(self.task, self.strategy)
         self.compiler.compile(self.model)
         self._cast_model()
 
     def _report_memory(self, metrics: dict[str, Any]) -> None:
-        """Add what the running method took, unless another one called it."""
+        """Add the memory report of the current method, unless another one called it."""
         if self._depth == 1:
             metrics.update(self._memory.stop())
 
     def _check_evaluating(self) -> None:
-        """Refuse evaluations that cannot run as asked, and metrics that never come."""
+        """Raise if evaluations do not work with the settings; warn about metrics that are never computed."""
         args, task = self.args, self.task
         check_evaluating(args, strategy=self.strategy, task=task, spill_dir=self.spill_dir)
         if self._is_overridden("prediction_loop") and not args.use_legacy_prediction_loop:

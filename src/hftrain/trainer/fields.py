@@ -1,4 +1,4 @@
-"""What a Trainer has: its documented attributes, and small questions about them."""
+"""The documented attributes of a Trainer, and simple methods that read them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TrainerFields:
 
     args: TrainingArguments
     task: TaskModule
-    # Bare; `model_wrapped` is what the forward pass goes through.
+    # The bare model; `model_wrapped` is the one whose forward is called.
     model: nn.Module
     model_wrapped: nn.Module
     strategy: Strategy
@@ -71,7 +71,7 @@ class TrainerFields:
     train_dataset: Any
     eval_dataset: Any
     spill_dir: Path | None
-    # How many batches of each stage are rehearsed; 0 in a real run.
+    # Number of batches of each stage in a rehearsal; 0 in a real run.
     fast_dev_run: int
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
@@ -85,7 +85,7 @@ class TrainerFields:
     is_in_train: bool
     neftune_noise_alpha: float | None
     current_flos: float
-    # The backend of a search, while one goes on.
+    # The backend of a running search.
     hp_search_backend: HPSearchBackend | None
 
     _output: Output
@@ -104,29 +104,29 @@ class TrainerFields:
     _found: dict[str, Any]
     _accelerator: Any
     _neftune_hook: Any
-    # The wrapper that the user put around the model, if any.
+    # The user's wrapper around the model, if any, else the model.
     _outermost: nn.Module
-    # A training, once it is built; and, from before that on, its parts.
+    # The current run, once it is built, and its parts, which exist earlier.
     _session: Run | None
     _run_parts: RunParts | None
-    # While a run calls the hooks: what the base method of `_wrap_model` does, and that of `_get_learning_rate` returns.
+    # Set while a run calls hooks: how the base `_wrap_model` wraps, and what the base `_get_learning_rate` returns.
     _strategy_wrap: Callable[[nn.Module], nn.Module] | None
     _used_rate: float | None
-    # What a search tries now, and what became of it.
+    # The current trial of a search, with its results.
     _trial_run: TrialRun | None
-    # Of the rehearsal for an estimate of memory, while one goes on.
+    # Number of batches of a running memory estimate.
     _num_estimated: int
-    # How many of train(), evaluate() and predict() are running, one inside the other, and what the innermost does.
+    # Nesting depth of running train(), evaluate() and predict() calls, and the stage of the innermost.
     _depth: int
     _stage: str
     _counted: tuple[nn.Module, int] | None
-    # Stays after a run, for scripts that ask what was logged.
+    # Kept after a run, for scripts that read the logged values.
     _loss_window: LossWindow | None
-    # There for as long as a run lasts.
+    # Set during a run.
     _training_mode: TrainingMode | None
     _schedule_is_own: bool
     _optimizer_is_the_tasks: bool
-    # What the hooks' signatures and overrides say, looked up when one of them begins; see `Trainer._resolve_hooks`.
+    # Results of inspecting the hooks at the start of train(), evaluate() or predict(); see `Trainer._resolve_hooks`.
     _slot_compute_loss: Callable[..., Any]
     _slot_training_step: Callable[..., Any]
     _slot_get_batch_samples: Callable[..., Any]
@@ -141,13 +141,13 @@ class TrainerFields:
     if TYPE_CHECKING:
 
         def _is_overridden(self, name: str) -> bool:
-            """Return whether a subclass, or this instance, has a hook of its own; `Trainer` has it."""
+            """Return whether a subclass or this instance overrides a hook; defined in `Trainer`."""
 
         def _resolve_hooks(self, given: Mapping[str, Any]) -> None:
-            """Look at the hooks' signatures; `Trainer` has it."""
+            """Inspect the hooks' signatures; defined in `Trainer`."""
 
     def _adopt_model(self, model: nn.Module) -> None:
-        """Make `model` the one to train: a plain module becomes a `ModelTask`."""
+        """Set the model to train; a plain module is put into a `ModelTask`."""
         bare = self.strategy.unwrap(model)
         check_not_lightning(bare)
         if isinstance(bare, TaskModule):
@@ -164,7 +164,7 @@ class TrainerFields:
         check_task(self.task)
         self.model = self.strategy.unwrap(self.task.model)
         self.task.model = self.model
-        # A wrapper that the user put around the model is what the forward pass goes through.
+        # If the user wrapped the model, the forward pass goes through that wrapper.
         self.model_wrapped = model
         self._outermost = model
         self.is_model_parallel = is_spread(self.model)
@@ -179,7 +179,7 @@ class TrainerFields:
             check_optimizer(self.optimizer, self.lr_scheduler, self.model)
 
     def _find(self, name: str, value: Any) -> None:
-        """Set what was found out about the model, unless a subclass has set a value of its own since."""
+        """Set a detected property of the model, unless a subclass has set another value since."""
         if name not in vars(self) or vars(self)[name] == self._found.get(name):
             setattr(self, name, value)
             self._found[name] = value
@@ -252,7 +252,7 @@ class TrainerFields:
 
     @property
     def _train_batch_size(self) -> int:
-        """Training samples per process and micro-step; set, it changes `args.per_device_train_batch_size`."""
+        """Training samples per process and micro-step; setting it changes `args.per_device_train_batch_size`."""
         return self.args.train_batch_size
 
     @_train_batch_size.setter
@@ -288,15 +288,15 @@ class TrainerFields:
 
     @property
     def accelerator(self) -> Any:
-        """A real `accelerate.Accelerator` that agrees with the strategy, made on first use; collective then.
+        """A real `accelerate.Accelerator` that agrees with the strategy; the first use creates it and is collective.
 
         The loops do not use it: preparing a model or a loader with it changes neither the strategy nor the training.
-        Its `backward` is the run's: with the precision's loss scaling, through the strategy's engine, and without a
-        division by the accumulation. `sync_gradients` tells in a training step whether an update follows it.
+        Its `backward` is the run's: with the precision's loss scaling, through the strategy's engine, and not divided
+        by the accumulation steps. `sync_gradients` is whether an update follows the current micro-step.
 
-        Using it before `train` launches the strategy. Once it is there, processes that evaluate a plain
-        model keep in step, so that an override of `prediction_step` may gather: one that runs out of batches repeats
-        its last one and drops the result.
+        Using it before `train` launches the strategy. Once it exists, processes that evaluate a plain model stay in
+        step, so that an override of `prediction_step` may gather: one that runs out of batches repeats its last one
+        and drops the result.
         """
         if self._accelerator is None:
             self.create_accelerator_and_postprocess()
@@ -304,16 +304,16 @@ class TrainerFields:
 
     @accelerator.setter
     def accelerator(self, value: Any) -> None:
-        # Before super().__init__() of a subclass there is nothing to agree with, and afterwards a new one is made.
+        # Before super().__init__() of a subclass there is no strategy to agree with; a new one is created afterwards.
         self._accelerator = None
         if "strategy" in vars(self) and value is not None:
             self._accelerator = adopt_accelerator(value, self.args, self.strategy, self.precision, self._computing)
 
     @property
     def gather_function(self) -> Callable[..., Any]:
-        """What collects predictions: accelerate's `gather_for_metrics`.
+        """The function that gathers predictions: accelerate's `gather_for_metrics`.
 
-        Evaluations hold no sample twice, so that plain `gather` collects the same; nothing else can be set.
+        Evaluations contain no sample twice, so plain `gather` returns the same; no other function can be set.
         """
         gather: Callable[..., Any] = self.accelerator.gather_for_metrics
         return gather
@@ -331,7 +331,7 @@ class TrainerFields:
 
     @property
     def _num_rehearsed(self) -> int:
-        """How many batches of each stage are rehearsed, 0 in a real run."""
+        """The number of batches of each stage in a rehearsal, 0 in a real run."""
         return self._num_estimated or int(self.fast_dev_run)
 
     def add_callback(self, callback: Any) -> None:
@@ -367,7 +367,7 @@ class TrainerFields:
         return self.strategy.local_rank == 0
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the samples per optimizer update, all ranks together; ranks that split a layer share theirs."""
+        """Return the samples per optimizer update over all ranks; ranks that split a layer share their samples."""
         return total_batch_size(args, world_size=self.strategy.world_size // self.get_tp_size())
 
     def get_tp_size(self) -> int:
@@ -378,15 +378,15 @@ class TrainerFields:
         return tensor_parallel_size(self.model, getattr(self.strategy, "config", None))
 
     def get_cp_size(self) -> int:
-        """Return over how many processes a sequence is split: 1. Source: the documented `Trainer.get_cp_size`."""
+        """Return 1, the number of processes a sequence is split over. Source: the documented `Trainer.get_cp_size`."""
         return 1
 
     def get_sp_size(self) -> int:
-        """Return over how many processes a sequence is split: 1. Source: the documented `Trainer.get_sp_size`."""
+        """Return 1, the number of processes a sequence is split over. Source: the documented `Trainer.get_sp_size`."""
         return 1
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make `accelerator` again; launches the strategy. Collective."""
+        """Create `accelerator` again; launches the strategy. Collective."""
         self._accelerator = make_accelerator(self.args, self.strategy, self.precision, self._computing)
 
     def propagate_args_to_deepspeed(self, auto_find_batch_size: bool = False) -> None:
@@ -405,7 +405,7 @@ class TrainerFields:
 
     @property
     def _trial(self) -> Any:
-        """What a search tries now, as the backend gave it."""
+        """The current trial of a search, as the backend passed it."""
         return None if self._trial_run is None else self._trial_run.trial
 
     def call_model_init(self, trial: Any = None) -> nn.Module:

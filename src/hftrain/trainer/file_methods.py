@@ -1,4 +1,4 @@
-"""What a Trainer writes: the model, logs, metrics, and the repository on the Hub."""
+"""Trainer methods that write the model, logs, metrics and the repository on the Hub."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FileMethods(TrainerFields):
         Source: the documented `Trainer.save_model`.
         """
         folder = self._output.locate(output_dir) if output_dir else self.output_dir
-        # In a checkpoint each process may write a part of its own; asked for by name, a model is always whole.
+        # In a checkpoint each process may write its own part; a model saved by the user is always whole.
         is_split = _internal_call and self.strategy.model_shards(self.model_wrapped) is not None
         with evaluation_weights(self.optimizer):
             weights = {} if is_split else self.strategy.model_state(self.model_wrapped)
@@ -114,7 +114,7 @@ class FileMethods(TrainerFields):
 
     @property
     def hub_model_id(self) -> str | None:
-        """The full name of the repository on the Hub, known once it was created or found; the main process knows it."""
+        """The full name of the repository on the Hub, once created or found; set on the main process only."""
         return None if self._hub.uploads is None else self._hub.uploads.repo_id
 
     @property
@@ -130,7 +130,7 @@ class FileMethods(TrainerFields):
             private: Whether a new repository is private; None takes `args.hub_private_repo`.
 
         Raises:
-            ConfigError: The Hub refuses the name or the token; a Hub that does not answer is warned of.
+            ConfigError: The Hub refuses the name or the token. If the Hub does not answer, only a warning is issued.
             MissingDependencyError: huggingface_hub is not installed.
 
         Source: the documented `Trainer.init_hf_repo`.
@@ -138,7 +138,7 @@ class FileMethods(TrainerFields):
         self._hub.open(token=token, private=private)
 
     def init_git_repo(self, at_init: bool = False) -> None:
-        """Do what `init_hf_repo` does; pushes need no git clone, and no file is ever deleted.
+        """Same as `init_hf_repo`; pushes need no git clone, and no file is ever deleted.
 
         Source: the documented `Trainer.init_git_repo` (4.24).
         """
@@ -162,15 +162,15 @@ class FileMethods(TrainerFields):
         An existing card keeps its tags and manually written text.
 
         Args:
-            language: Of the model.
-            license: None takes that of the base model's page on the Hub.
-            tags: Added to the card's tags.
-            model_name: None takes the repository's name.
+            language: Language of the model.
+            license: License; None takes that of the base model's page on the Hub.
+            tags: Tags to add to the card's.
+            model_name: Name of the model; None takes the repository's name.
             finetuned_from: The base model; None takes the name the model was loaded by.
             tasks: The Hub's names of tasks; with a dataset they make the metrics readable for the Hub.
             dataset_tags: The Hub's names of datasets.
-            dataset: Names of datasets for people.
-            dataset_args: Which part of each dataset.
+            dataset: Display names of datasets.
+            dataset_args: The part of each dataset that was used.
 
         Raises:
             MissingDependencyError: huggingface_hub is not installed.
@@ -210,8 +210,8 @@ class FileMethods(TrainerFields):
         Works without `args.push_to_hub` too. Checkpoints, optimizer states and hidden files are left out.
 
         Args:
-            commit_message: Of the commit.
-            blocking: Wait for the end.
+            commit_message: Message of the commit.
+            blocking: Wait until the push ends.
             token: Access token for this push; None takes `args.hub_token` or the stored login.
             revision: Branch for this push, created if absent; None takes `args.hub_revision`, then the main branch.
             private: Whether a new repository is private; None takes `args.hub_private_repo`.
@@ -219,12 +219,12 @@ class FileMethods(TrainerFields):
 
         Returns:
             The commit's `CommitInfo` if `blocking`, else its `Future`; None on other processes than the main one. (One
-            text of the documentation says this the other way round.)
+            text of the documentation has this reversed.)
 
         Raises:
             ConfigError: The Hub refuses the name or the token.
             MissingDependencyError: huggingface_hub is not installed.
-            Exception: A push failed in huggingface_hub; with ``blocking=False`` the future holds the exception.
+            Exception: The push failed in huggingface_hub; with ``blocking=False`` the future holds the exception.
 
         Source: the documented `Trainer.push_to_hub`.
         """
@@ -235,7 +235,7 @@ class FileMethods(TrainerFields):
         )
 
     def _get_output_dir(self, trial: Any = None) -> str:
-        """Return the folder that checkpoints go to; while a search runs, `output_dir` is the trial's own folder."""
+        """Return the folder for checkpoints; during a search, `output_dir` is the trial's own folder."""
         return str(self.output_dir)
 
     def _make_manager(self, parcels: Parcels | None = None) -> CheckpointManager:
@@ -243,8 +243,8 @@ class FileMethods(TrainerFields):
         return make_manager(self.args, self.strategy, self._output, self.save_policy, folder, parcels)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push a checkpoint that was just committed, in the background; called with `push_to_hub` only.
+        """Push a just committed checkpoint in the background; called only with `push_to_hub`.
 
-        An override may add files to the folder `output_dir` and call this one.
+        An override may add files to the folder `output_dir` and call this method.
         """
         self._hub.after_save(Path(checkpoint_folder), step=self.state.global_step)

@@ -1,4 +1,4 @@
-"""What a Trainer pushes to the Hub, and when."""
+"""Pushes of a Trainer to the Hub."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ logger = get_logger(__name__)
 
 @dataclass(eq=False, kw_only=True)
 class TrainerHub:
-    """Push what a Trainer saves; only the world's main process talks to the Hub.
+    """Push the files that a Trainer saves; only the world's main process connects to the Hub.
 
     Args:
-        read_model: Returns the model as it is now, unwrapped.
-        uploads: What was and is pushed, once the repository was created or found.
+        read_model: Returns the current model, unwrapped.
+        uploads: Past and running pushes; None until one is needed.
     """
 
     args: TrainingArguments
@@ -44,7 +44,7 @@ class TrainerHub:
     _licenses: dict[str, str | None] = field(default_factory=dict)
 
     def open(self, *, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository, or find it."""
+        """Create the repository, or find an existing one."""
         require_hub("push_to_hub")
         if not self.strategy.is_main:
             return
@@ -62,7 +62,7 @@ class TrainerHub:
             )
 
     def after_save(self, checkpoint: Path, *, step: int) -> None:
-        """Push a committed checkpoint in the background as the strategy asks; a failure is warned of, never raised.
+        """Push a committed checkpoint in the background according to `hub_strategy`; a failure only warns.
 
         Args:
             checkpoint: Its folder, which may be deleted after the call.
@@ -77,7 +77,7 @@ class TrainerHub:
             keeps_all = strategy == "all_checkpoints"
             if keeps_all or strategy == "checkpoint":
                 uploads.remember(checkpoint.name if keeps_all else LAST_CHECKPOINT, checkpoint)
-            # A skipped checkpoint may be rotated away before the next push, so where all are wanted none is skipped.
+            # A skipped checkpoint may be deleted before the next push, so "all_checkpoints" never skips one.
             if uploads.is_busy and not (uploads.config.always_push or keeps_all):
                 logger.info("Skipped the push of step %d: the previous one has not ended.", step)
                 return
@@ -87,9 +87,9 @@ class TrainerHub:
             uploads.submit(Push(message=message, files=files, revision=uploads.config.revision, shows_progress=False))
 
     def after_save_model(self, *, message: str, folder: Path | None = None) -> None:
-        """Push the model, which was just saved to `folder`, and wait; a failed push is warned of, never raised.
+        """Push the model, which was just saved to `folder`, and wait; a failed push only warns.
 
-        Collective: it is saved to the output folder first, unless that is where it is.
+        Collective: the model is first saved to the output folder, unless `folder` is that folder.
         """
         if folder is None or folder.resolve() != self.output.folder.resolve():
             self.save_model()
@@ -98,7 +98,7 @@ class TrainerHub:
                 self._push_output(message=message, blocking=True)
 
     def after_training(self) -> None:
-        """Push the final model and what earlier pushes left out; collective. Says how many pushes failed."""
+        """Push the final model and files that earlier pushes left out; warn how many pushes failed. Collective."""
         self.after_save_model(message="End of training")
         if self.uploads is not None and self.uploads.num_failed:
             counts = self.uploads.num_failed, self.uploads.num_pushes
@@ -150,7 +150,7 @@ class TrainerHub:
         write_card(folder / CARD, facts)
         renew = getattr(model, "create_or_update_model_card", None)
         if renew is not None:
-            renew(str(folder))  # PEFT adds what it knows of its adapters
+            renew(str(folder))  # PEFT adds its adapters' details
 
     def _made(self, *, private: bool | None = None) -> Uploads:
         if self.uploads is None:
@@ -201,7 +201,7 @@ class TrainerHub:
         return config.model_id.split("/")[-1]
 
     def _license_of(self, base: str | None) -> str | None:
-        """Return what the base model's page on the Hub says of its license; None if it says nothing now."""
+        """Return the license on the base model's page on the Hub; None if there is none or the Hub does not answer."""
         if base is None or Path(base).exists():
             return None
         if base not in self._licenses:
@@ -221,7 +221,7 @@ def _is_transformers(model: Any) -> bool:
 
 
 def _hub_name(name: Any) -> str | None:
-    """Return the name a model was loaded by, unless it was a folder."""
+    """Return the name that a model was loaded by, unless it is a folder."""
     return name if isinstance(name, str) and name and not Path(name).exists() else None
 
 

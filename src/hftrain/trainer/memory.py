@@ -1,4 +1,4 @@
-"""How much memory the constructor and each stage took: the documented `skip_memory_metrics=False` report."""
+"""Memory used by the constructor and each stage: the documented `skip_memory_metrics=False` report."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class MemoryMeter:
-    """Measure what a stretch of code does to one counter of bytes.
+    """Measure how a section of code changes one counter of bytes.
 
     Args:
-        read_peak: The most since `reset_peak`; None where the counter keeps no peak: then `look` often.
-        reset_peak: Forgets the peak, for everybody else who reads it too.
+        read_peak: Returns the peak since `reset_peak`; None if the counter keeps no peak, so that `look` samples it.
+        reset_peak: Resets the peak, also for other readers of it.
     """
 
     def __init__(
@@ -36,28 +36,28 @@ class MemoryMeter:
         self.needs_looks = read_peak is None
 
     def start(self) -> None:
-        """Begin a stretch."""
+        """Begin a section."""
         if self._reset_peak is not None:
             self._reset_peak()
         self._begin = self._peak = self._read()
 
     def look(self) -> None:
-        """Note what is in use now."""
+        """Record the current use."""
         self._peak = max(self._peak, self._read())
 
     def deltas(self) -> dict[str, int]:
-        """Return the bytes gained, and those used beyond that and given back; together what the stretch needed."""
+        """Return the bytes gained and the bytes freed after the peak; their sum is what the section needed."""
         end = self._read()
         peak = self._peak if self._read_peak is None else self._read_peak()
         return {"alloc_delta": end - self._begin, "peaked_delta": max(0, peak - end)}
 
 
 class MemoryTracker:
-    """Measure the outermost stage that runs; stages within it belong to it.
+    """Measure the outermost running stage; nested stages count towards it.
 
-    Measures nothing on other processes than the first. The peak of the process's memory (RSS) is sampled by a thread
-    and may be missed; that of a CUDA device, or of any other whose torch module keeps one, is exact. Both are those of
-    the one process and its one device.
+    Only the first process measures. The peak of the process's memory (RSS) is sampled by a thread and may be missed.
+    That of a CUDA device, or of another device whose torch module records a peak, is exact. Both are those of this
+    process and its device.
 
     Source: the documented memory report, `<stage>_mem_<cpu|gpu>_<alloc|peaked>_delta`, in bytes.
     """
@@ -68,7 +68,7 @@ class MemoryTracker:
         self._meters = _meters(device_type) if is_on and is_main else {}
         self._stage: str | None = None
         self._init_report: dict[str, int] = {}
-        # Only while a stage runs: neither could be pickled with a Trainer.
+        # Set only while a stage runs: neither can be pickled with a Trainer.
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
 
@@ -85,7 +85,7 @@ class MemoryTracker:
         self._thread.start()
 
     def stop(self) -> dict[str, int]:
-        """End the stage and return what it took, with what the constructor took if nobody was told yet."""
+        """End the stage and return its report, with that of the constructor if it was not returned yet."""
         if self._stage is None or self._thread is None or self._stop is None:
             return {}
         self._stop.set()
@@ -111,7 +111,7 @@ class MemoryTracker:
 
 
 def measuring_init(init: Init) -> Init:
-    """Let a constructor end its memory stage as the last thing it does, also where it fails."""
+    """Make a constructor end its memory stage when it returns or raises."""
 
     @functools.wraps(init)
     def measured(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -132,7 +132,7 @@ def _meters(device_type: str) -> dict[str, MemoryMeter]:
     meters = {"cpu": MemoryMeter(lambda: int(process.memory_info().rss))}
     module: Any = getattr(torch, device_type, None)
     if device_type == "mps":
-        # It keeps no peak.
+        # MPS records no peak.
         meters["gpu"] = MemoryMeter(torch.mps.current_allocated_memory)
     elif hasattr(module, "max_memory_allocated"):
         meters["gpu"] = _device_meter(module)
@@ -140,7 +140,7 @@ def _meters(device_type: str) -> dict[str, MemoryMeter]:
 
 
 def _device_meter(module: Any) -> MemoryMeter:
-    """Return the meter of a torch module such as `torch.cuda`; it does not wake a device that nobody has used yet."""
+    """Return the meter of a torch module such as `torch.cuda`; it does not initialise an unused device."""
 
     def when_awake(function: Callable[[], Any]) -> Callable[[], Any]:
         is_awake = getattr(module, "is_initialized", lambda: True)

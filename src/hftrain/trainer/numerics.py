@@ -1,4 +1,4 @@
-"""What is done to the model itself for a run's numerics and memory, and undone after it."""
+"""Changes to the model for a run's numerics and memory, and checks for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hftrain.task.quantized import check_quantized, is_quantized
 
 
 def prepare_model(args: TrainingArguments, strategy: Strategy, model: nn.Module, *, noise_alpha: float | None) -> None:
-    """Refuse a model that the settings cannot work with, and put Liger kernels into it; at construction."""
+    """Raise if the model does not work with the settings, and apply Liger kernels; called at construction."""
     check_not_sharded(model)
     if noise_alpha is not None:
         find_embeddings(model)
@@ -42,6 +42,6 @@ def _set_cache(model: nn.Module, *, use_cache: bool) -> None:
 
 
 def check_training(args: TrainingArguments, strategy: Strategy, model: nn.Module, *, compiles: bool) -> None:
-    """Refuse, before anything is launched, to train a model that cannot be trained so."""
+    """Raise, before anything is launched, if the model cannot be trained with these settings."""
     check_copies(args, strategy, model, compiles=compiles)
     check_quantized(model, compiles=compiles)

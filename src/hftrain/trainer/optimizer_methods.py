@@ -1,4 +1,4 @@
-"""How a Trainer makes its optimizer and schedule."""
+"""Trainer methods that create optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ logger = get_logger(__name__)
 
 
 class OptimizerMethods(DataMethods):
-    """Make the optimizer and the schedule."""
+    """Create the optimizer and the schedule."""
 
     def _get_learning_rate(self) -> float:
-        """Return the learning rate of the first parameter group: where it is logged, the one the step used."""
+        """Return the learning rate of the first parameter group; for logs, the rate that the step used."""
         return self.get_learning_rates()[0] if self._used_rate is None else self._used_rate
 
     def _check_optimizer(self) -> None:
-        """Refuse, before anything is launched, an optimizer that cannot be made."""
+        """Raise, before anything is launched, if the optimizer cannot be created."""
         check_made(
             self.strategy,
             self.task,
@@ -76,7 +76,7 @@ class OptimizerMethods(DataMethods):
         return self.optimizer
 
     def _forget_schedule(self) -> None:
-        """Forget what an earlier train() used up: a schedule, and an optimizer that the task or an engine had made."""
+        """Drop the schedule of an earlier train(), and its optimizer if the task or an engine created it."""
         if self._optimizer_is_the_tasks:
             self.optimizer = self.lr_scheduler = None
         elif self._schedule_is_own:
@@ -85,7 +85,7 @@ class OptimizerMethods(DataMethods):
             logger.warning("The given schedule has been stepped before; it goes on from where it is.")
         strategy = self.strategy
         if Owns.STEP in strategy.owns and strategy.unwrap(self.model_wrapped) is not self.model_wrapped:
-            # An earlier run's went into an engine that is gone.
+            # The optimizer of the earlier run belonged to an engine that no longer exists.
             logger.warning("strategy=%r starts this run with a new optimizer and a new schedule.", strategy.name)
             self.optimizer = self.lr_scheduler = None
 

@@ -1,4 +1,4 @@
-"""`fast_dev_run`: a few batches of every stage of a run, saving and resuming included, and nothing of it stays."""
+"""`fast_dev_run`: run a few batches of every stage, save and resume included, and clean up afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hftrain.strategies.base import Strategy
 
 
 def number_of_batches(fast_dev_run: bool | int | None) -> int:
-    """Return how many batches of each stage a rehearsal takes, 0 for a real run; True means one."""
+    """Return the number of batches per stage of a rehearsal, 0 for a real run; True means one."""
     if fast_dev_run is None or isinstance(fast_dev_run, bool) or (type(fast_dev_run) is int and fast_dev_run >= 0):
         return int(fast_dev_run or 0)
     raise ConfigError(
@@ -41,18 +41,18 @@ def number_of_batches(fast_dev_run: bool | int | None) -> int:
 
 
 def without_trackers(callbacks: Sequence[Any]) -> list[Any]:
-    """Return the callbacks, given as classes or instances, that report to no tracker."""
+    """Return the callbacks, given as classes or instances, without those that report to a tracker."""
     kinds = [callback if isinstance(callback, type) else type(callback) for callback in callbacks]
     return [callback for callback, kind in zip(callbacks, kinds, strict=True) if not issubclass(kind, TrackerCallback)]
 
 
 def cut_short(loader: Any, num_batches: int) -> Any:
-    """Return a loader for an evaluation: its first batches, or as it is if `num_batches` is 0."""
+    """Return a loader of the first batches of an evaluation loader, or the loader itself if `num_batches` is 0."""
     return _FirstBatches(loader, num_batches) if num_batches else loader
 
 
 def existing_part(folder: Path) -> Path:
-    """Return a folder if it exists, else the nearest of those above it that does."""
+    """Return a folder if it exists, else its nearest existing parent."""
     return next(each for each in (folder, *folder.parents) if os.path.exists(each) or each == each.parent)
 
 
@@ -68,30 +68,30 @@ def rehearse(
     resume: Path | None,
     found: Path,
 ) -> TrainOutput:
-    """Train, evaluate, save and resume with copies, and leave everything as it was; collective.
+    """Train, evaluate, save and resume with copies, and restore everything; collective.
 
     Args:
         run: Trains from a checkpoint, or from the start.
-        copies: Trains copies, into a folder and with one more callback, until it is left.
-        size: Samples of an optimizer update.
-        resume: What the user wants to resume from.
-        found: What there was of the output folder when `train` was called, see `existing_part`.
+        copies: Context in which copies are trained, into a folder and with an extra callback.
+        size: Samples per optimizer update.
+        resume: The checkpoint that the user wants to resume from.
+        found: The existing part of the output folder's path when `train` was called, see `existing_part`.
 
     Returns:
-        What the training of the first steps returned.
+        The result of training the first steps.
     """
-    # Where the real run would save; a store is reached by none but the real run.
+    # In the folder the real run saves to, unless that is remote: only the real run writes to a store.
     parent = output_dir if "://" not in str(output_dir) else Path.cwd()
     folder = parent / str(strategy.broadcast_object(f".rehearsal-{uuid.uuid4().hex[:8]}"))
-    # Each process may have made what the next one then found.
+    # A process may have created folders that another one then found, so the shortest path is taken.
     found = Path(min(strategy.gather_object(str(found)), key=len))
-    # A device's generators can be kept only once they are there.
+    # Initialise the device: its generators can be saved only once they exist.
     torch.empty(0, device=strategy.device)
     first, second = _Director(num_batches, acts=True), _Director(1, acts=False)
     start_s = time.perf_counter()
     try:
         with preserved_rng(), warnings.catch_warnings():
-            # A copied optimizer has not the wrapper around `step` by which torch's schedules see its calls.
+            # A copied optimizer lacks the wrapper around `step` with which torch's schedules detect its calls.
             warnings.filterwarnings("ignore", "Seems like `optimizer.step")
             with copies(folder, first):
                 output = run(resume)
@@ -100,11 +100,11 @@ def rehearse(
                 with copies(folder, second):
                     run(folder / checkpoint_name(first.saved_step))
     finally:
-        # The process that wrote something deletes it.
+        # The process that wrote the files deletes them.
         if strategy.is_local_main if args.save_on_each_node else strategy.is_main:
             _clear(folder, output_dir, found=found)
         _free()
-    # Whoever goes on finds nothing of it.
+    # No process continues before the files are deleted.
     strategy.barrier()
     if strategy.is_main:
         print(_summary(args, first, second, size=size, took_s=time.perf_counter() - start_s))
@@ -112,7 +112,7 @@ def rehearse(
 
 
 class _FirstBatches:
-    """The first batches of a loader, and its other attributes; an order of the whole is none of a part."""
+    """The first batches of a loader, with its other attributes except the samplers, which order the whole dataset."""
 
     sampler = batch_sampler = None
 
@@ -132,11 +132,11 @@ class _FirstBatches:
 
 @dataclass(eq=False)
 class _Director(TrainerCallback):
-    """Stop after a few steps, once everything has happened that the arguments ask for; take the times.
+    """Stop after a few steps, after logging, evaluating and saving as the arguments ask; measure the times.
 
     Args:
         num_steps: Optimizer steps after the first of this run.
-        acts: Whether the last of them logs, evaluates and saves, whatever the cadence.
+        acts: Whether the last step logs, evaluates and saves, independent of the intervals.
     """
 
     num_steps: int
@@ -178,23 +178,23 @@ class _Director(TrainerCallback):
 
 
 def _free() -> None:
-    """Give back what the copies held."""
+    """Free the memory of the copies."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _clear(folder: Path, output_dir: Path, *, found: Path) -> None:
-    """Delete what was written."""
+    """Delete the files written."""
     shutil.rmtree(folder, ignore_errors=True)
-    # Made to see whether it can be written to; not removed if somebody else has put something there.
+    # These folders were created to check that they are writable; folders that are not empty are kept.
     with contextlib.suppress(OSError):
         for made in takewhile(found.__ne__, (output_dir, *output_dir.parents)):
             made.rmdir()
 
 
 def _summary(args: TrainingArguments, first: _Director, second: _Director, *, size: int, took_s: float) -> str:
-    """Say in a few lines what was rehearsed, and how long it took."""
+    """Return a summary of the rehearsal in a few lines, with times."""
     num_batches = first.num_steps
     later = first.step_s[1:] or first.step_s
     step_s = sum(later) / len(later) if later else 0.0

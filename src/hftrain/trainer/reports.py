@@ -1,4 +1,4 @@
-"""Numbers about a run, and how they are shown and stored."""
+"""Formatting and storing of a run's metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hftrain.core.errors import TaskError
 
 
 def to_plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics with tensors and NumPy values turned into plain numbers and lists, ready for JSON."""
+    """Return metrics with tensors and NumPy values converted to plain numbers and lists, ready for JSON."""
     return {str(name): _plain(value) for name, value in metrics.items()}
 
 

@@ -1,4 +1,4 @@
-"""Hyper-parameter search: a trial's values in the arguments for as long as it runs, and its results to the backend."""
+"""Hyper-parameter search: setting a trial's values while it runs and reporting its results to the backend."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ SPACES: dict[HPSearchBackend, Callable[[Any], dict[str, Any]]] = {
 
 @dataclass(kw_only=True)
 class TrialRun:
-    """One trial while it runs.
+    """A running trial.
 
     Args:
-        trial: What `model_init` and hooks are given: the backend's trial, or a dict of values.
-        name: Of the trial and of its folder; None for a plain dict of values.
-        report: Told of each evaluation while training; may end the trial.
-        values: The objective after the last evaluation, and the step of that.
+        trial: The trial passed to `model_init` and hooks: the backend's trial, or a dict of values.
+        name: Name of the trial and of its folder; None for a plain dict of values.
+        report: Called with each evaluation during training; may end the trial.
+        values: The objective after the last evaluation; `step` is the step of that evaluation.
     """
 
     trial: Any
@@ -61,10 +61,10 @@ class TrialRun:
     step: int | None = None
 
     def note(self, metrics: Mapping[str, Any], *, step: int, folder: str, events: CallbackHandler) -> None:
-        """Compute the objective of an evaluation while training, and report it.
+        """Compute the objective of an evaluation during training, and report it.
 
         Args:
-            events: Told of the end of a trial that the report ends, so that trackers close its run.
+            events: Fires `on_train_end` if the report ends the trial, so that trackers close its run.
         """
         self.values, self.step = self.compute_objective(dict(metrics)), step
         if self.report is not None:
@@ -75,7 +75,7 @@ class TrialRun:
                 raise
 
     def objectives(self, number: int) -> Any:
-        """Return the objective as a number, a list of them where there are several."""
+        """Return the objective as a number, or several as a list."""
         found = list(self.values) if isinstance(self.values, (list, tuple)) else [self.values]
         if len(found) != number:
             raise ConfigError(
@@ -88,7 +88,7 @@ class TrialRun:
         return numbers if number > 1 else numbers[0]
 
     def describe(self, state: TrainerState) -> None:
-        """Write into a run's state that this is a trial, and which."""
+        """Record the trial in a run's state."""
         state.is_hyper_param_search, state.trial_name = True, self.name
         state.trial_params = {
             name: value if isinstance(value, (bool, int, float, str)) else str(value)
@@ -109,11 +109,11 @@ def trying(
     compute_objective: Objective | None = None,
     report: Report | None = None,
 ) -> Iterator[TrialRun]:
-    """Put a trial's values into the arguments for as long as it runs.
+    """Set the arguments to a trial's values while it runs.
 
     Args:
-        space: Returns the values of a trial; None takes what it has suggested already.
-        run_id: The backend's name for it; None takes the number of an Optuna trial.
+        space: Returns the values of a trial; None takes the values it has suggested already.
+        run_id: The backend's name of the trial; None takes the number of an Optuna trial.
     """
     model_init = check_model_init(model_init, asked="train(trial=...)")
     is_dict = isinstance(trial, Mapping)
@@ -147,7 +147,7 @@ def search(
     handler: CallbackHandler,
     evaluates: bool,
 ) -> BestRun | list[BestRun]:
-    """Search with a backend; `evaluates` says whether a trial evaluates while it trains."""
+    """Search with a backend; `evaluates` is whether a trial evaluates during training."""
     if backend is HPSearchBackend.OPTUNA:
         strategy.launch()
         return search_with_optuna(config, attempt, group=strategy)
@@ -164,7 +164,7 @@ def search(
 
 
 def check_search(model_init: Callable[..., Any] | None, *, fast_dev_run: int, has_data: bool) -> None:
-    """Refuse a search that cannot run."""
+    """Raise if a search cannot run."""
     check_model_init(model_init, asked="hyperparameter_search()")
     if fast_dev_run:
         raise ConfigError(
@@ -182,7 +182,7 @@ def check_search(model_init: Callable[..., Any] | None, *, fast_dev_run: int, ha
 
 
 def check_model_init(model_init: Callable[..., Any] | None, *, asked: str) -> Callable[..., Any]:
-    """Return what makes new models; raises without."""
+    """Return `model_init`; raise if it is missing."""
     if model_init is None:
         raise ConfigError(
             f"{asked} was called.",
@@ -220,7 +220,7 @@ def _name(trial: Any, run_id: str | None, hp_name: Callable[[Any], str] | None) 
 
 @contextmanager
 def _portable(handler: CallbackHandler) -> Iterator[None]:
-    """Take out callbacks that cannot be pickled, and put them back; the notebook's bar becomes a plain one."""
+    """Remove callbacks that cannot be pickled, and replace the notebook's progress bar; restore them at the end."""
     from ray import cloudpickle
 
     callbacks, travelling = list(handler.callbacks), []

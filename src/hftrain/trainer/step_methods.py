@@ -1,4 +1,4 @@
-"""What a Trainer does in one training step: inputs, loss, backward, and what weighs the loss."""
+"""Trainer methods of one training step: inputs, loss, loss weighting and backward."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ logger = get_logger(__name__)
 
 
 class StepMethods(OptimizerMethods):
-    """Take a training step."""
+    """Run a training step."""
 
     def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
-        """Return the processes' tensors, concatenated, in the same nesting; collective, and the logged loss's mean."""
+        """Concatenate the tensors of all processes, nesting kept; also used to average the logged loss. Collective."""
         return map_tensors(tensors, self.strategy.gather)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Return the module whose forward is called: wrapped to train, bare to evaluate. Collective.
+        """Return the module whose forward is called: wrapped for training, bare for evaluation. Collective.
 
-        To train, the strategy wraps, and the optimizer is made within. A wrapper that an override puts around the
-        result must be one that the strategy can look through (DDP, DataParallel, torch.compile).
+        For training the strategy wraps the model, and the optimizer is created inside. An override may put a wrapper
+        around the result only if the strategy can unwrap it (DDP, DataParallel, torch.compile).
         """
         if training and self._strategy_wrap is not None:
             return self._strategy_wrap(model)
@@ -49,7 +49,7 @@ class StepMethods(OptimizerMethods):
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: Any
     ) -> tuple[Callable[[], AbstractContextManager[Any]], Any]:
-        """Return what makes the context that a micro-batch is trained in, and the micro-batch; called before it is."""
+        """Return a factory of the context to train a micro-batch in, and the micro-batch; called before training it."""
         return nullcontext, inputs
 
     def training_step(
@@ -75,7 +75,7 @@ class StepMethods(OptimizerMethods):
         if mode is not None and mode.train_weights is not None:
             mode.train_weights()
         shares = self._shares if self._shares.is_on else None
-        # Of the batch as it was counted: overrides may return another, and pop its labels.
+        # The share of the batch as it was counted: overrides may return another batch or pop its labels.
         share = 1 if shares is None else shares.share_of(inputs, num_items_in_batch)
         num_items = num_items_in_batch if shares is None else shares.noted(num_items_in_batch)
         inputs = self._prepare_inputs(inputs)
@@ -141,7 +141,7 @@ class StepMethods(OptimizerMethods):
         return batches, count(batches, device) if batches else None
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None) -> Any:
-        """Return the items of a step's micro-batches, None if not needed."""
+        """Return the item count of a step's micro-batches, None if not needed."""
         return self._shares.count(batch_samples, device)
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
@@ -182,7 +182,7 @@ class StepMethods(OptimizerMethods):
         return self.strategy.to_device(data)
 
     def _align_special_tokens(self) -> None:
-        """Give the model's configurations the tokenizer's special tokens before a training, and say so."""
+        """Copy the tokenizer's special tokens to the model's configurations before training; warn about changes."""
         changed = align_special_tokens(self.model, self.processing_class)
         if changed and self.strategy.is_main:
             logger.warning(
@@ -239,7 +239,7 @@ class StepMethods(OptimizerMethods):
         if not hasattr(model, "num_parameters") or name not in inputs:
             return 0
         if self._counted is None or self._counted[0] is not model:
-            # Once, for it walks over all parameters.
+            # Counted once, because it walks over all parameters.
             self._counted = model, model.num_parameters(exclude_embeddings=True)  # type: ignore[operator]
         return int(6 * inputs[name].numel() * self._counted[1])
 
@@ -252,13 +252,13 @@ class StepMethods(OptimizerMethods):
         self.current_flos = 0
 
     def _note_sync(self, syncs: bool) -> None:
-        """Note, and tell the accelerator if there is one, whether an update follows the micro-step that begins."""
+        """Record whether an update follows the next micro-step, also in the accelerator if there is one."""
         self._computing.syncs = syncs
         if self._accelerator is not None:
             tell_accelerate_sync(self._accelerator, syncs)
 
     def _make_shares(self) -> LossShares:
-        """Return what weighs the losses, by the hooks as they are now."""
+        """Return a `LossShares` for the current hooks."""
         plain = self.task if isinstance(self.task, ModelTask) else None
         search = MeanSearch(
             plain,
@@ -290,7 +290,7 @@ class StepMethods(OptimizerMethods):
         self._shares.num_micro_batches = number
 
     def _cast_model(self) -> None:
-        """Let the model cast itself where code of the user's computes with what it returns."""
+        """Make the model cast itself if user code computes with its outputs."""
         names = ("compute_loss", "training_step", "prediction_step")
         functions = [getattr(self, name) for name in filter(self._is_overridden, names)]
         functions += [self.compute_loss_func] if callable(self.compute_loss_func) else []

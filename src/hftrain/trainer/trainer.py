@@ -91,7 +91,7 @@ class Trainer(SetUpMethods):
         optimizer_cls_and_kwargs: A class and its arguments, in place of `args.optim`.
         preprocess_logits_for_metrics: ``f(logits, labels) -> logits``, run before predictions are kept.
         strategy: A strategy's name or instance; takes precedence over the arguments, which must not contradict it.
-        precision: A precision's name or instance; likewise.
+        precision: A precision's name or instance, with the same rules.
         loop: Replaces the default loop of a stage: a name, a subclass of `FitLoop`, `EvaluateLoop` or `PredictLoop`, or
             an instance; or a sequence of those, one per stage.
         spill_dir: A folder for predictions larger than memory: they are stored there in unnamed files that are mapped
@@ -174,7 +174,7 @@ class Trainer(SetUpMethods):
         self._make_callbacks([*debug_callbacks(self.args, self.strategy), *callbacks])
 
     def _take_model(self, model: Any) -> None:
-        """Build the model, if it is not given, from the seed, and adopt it."""
+        """Adopt the model; if it is not given, build it after seeding."""
         if (self.args.log_level if self.args.should_log else self.args.log_level_replica) != "passive":
             set_verbosity(self.args.get_process_log_level())
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
@@ -189,7 +189,7 @@ class Trainer(SetUpMethods):
         precision: str | Precision | None,
         optimizers: tuple[Any, Any],
     ) -> None:
-        """Choose strategy and precision and refuse what cannot work; nothing is launched."""
+        """Choose strategy and precision and raise for settings that cannot work; nothing is launched."""
         is_checkpointing = self.args.gradient_checkpointing or is_recomputing(model)
         forget_devices(self.args, model)
         name, options = strategy_request(self.args, strategy, is_checkpointing=bool(is_checkpointing))
@@ -214,7 +214,7 @@ class Trainer(SetUpMethods):
         self._casting = ModelCasting(self._computing)
 
     def _with_trackers(self, loggers: Any, callbacks: Sequence[Any]) -> list[Any]:
-        """Put the callbacks of the trackers to report to before the user's; none is started."""
+        """Return the callbacks of the chosen trackers, followed by the user's; no tracker is started."""
         trackers = trackers_asked(self.args, loggers)
         if loggers is None:
             self.args.report_to = [str(name) for name in trackers]
@@ -227,8 +227,8 @@ class Trainer(SetUpMethods):
         return DataCollatorWithPadding(tool) if pads else default_data_collator
 
     def _resolve_hooks(self, given: Mapping[str, Any]) -> None:
-        """Look at the hooks' signatures once, so that overrides in the older forms keep working."""
-        # Under names that no subclass would choose for a method of its own.
+        """Inspect the hooks' signatures once, so that overrides in the older forms keep working."""
+        # Stored under names that no subclass would choose for its own methods.
         self._slot_compute_loss = taking(self.compute_loss, 3, "num_items_in_batch")
         self._loss_takes_count = accepts(self.compute_loss, "num_items_in_batch")
         self._slot_training_step = taking(self.training_step, 2, "num_items_in_batch")
@@ -242,7 +242,7 @@ class Trainer(SetUpMethods):
             map(self._is_overridden, ("autocast_smart_context_manager", "torchdynamo_smart_context_manager"))
         )
         self._shares = self._make_shares()
-        # A step of the user's own, which may call compute_loss itself.
+        # A user's own step may call compute_loss itself.
         self._steps_itself, self._is_weighing = self._is_overridden("training_step"), False
         check_hooks(type(self), Trainer, given=given, attributes=vars(self))
 
@@ -269,15 +269,15 @@ class Trainer(SetUpMethods):
         return name in vars(self) or getattr(type(self), name) is not getattr(Trainer, name)
 
     if not TYPE_CHECKING:
-        # Hidden from type checkers, for which every attribute would exist.
+        # Hidden from type checkers, which would otherwise accept every attribute.
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):
-                # A property raised an AttributeError of its own: let it speak.
+                # A property raised an AttributeError: raise that one again.
                 return object.__getattribute__(self, name)
             raise AttributeError(missing_attribute(type(self), name, is_made="args" in vars(self)))
 
     def _start_idle(self) -> None:
-        """Set what only train(), evaluate() and predict() change."""
+        """Set the attributes that only train(), evaluate() and predict() change."""
         self._output = Output(lambda: self.args.output_dir, self.strategy)
         self._journal = Journal()
         self._hub = TrainerHub(
@@ -291,7 +291,7 @@ class Trainer(SetUpMethods):
         )
         self.is_in_train = False
         self.hp_search_backend = None
-        # A subclass may have set these two before.
+        # A subclass may have set these two earlier.
         self._eval_dataloaders = getattr(self, "_eval_dataloaders", {})
         self._signature_columns = getattr(self, "_signature_columns", None)
         self._found, self._eval_logs = {}, {}
@@ -328,7 +328,7 @@ class Trainer(SetUpMethods):
             ConfigError: The settings cannot work; raised before any device is used.
             CheckpointError: There is no valid checkpoint to resume from.
             SystemExit: SIGTERM stopped the run after a checkpoint; the exit status is 128 + 15.
-            KeyboardInterrupt: SIGINT stopped the run likewise.
+            KeyboardInterrupt: SIGINT stopped the run after a checkpoint.
 
         Source: the documented `Trainer.train`.
         """
@@ -370,7 +370,7 @@ class Trainer(SetUpMethods):
             return run(resume)
 
     def _check_training(self, resume: str | bool | None) -> Path | None:
-        """Refuse a training that cannot work, before anything is launched; return the checkpoint to go on from."""
+        """Raise for a training that cannot work, before anything is launched; return the checkpoint to resume from."""
         self._check_data()
         if saves_at_all(self.args, self.save_policy):
             self._output.check_writable()
@@ -384,7 +384,7 @@ class Trainer(SetUpMethods):
         return folder
 
     def _train_once(self, resume: Path | None, ignore_keys: list[str] | None) -> TrainOutput:
-        """Build a run, run it and close it."""
+        """Build a run, execute it and close it."""
         self.is_in_train = True
         self._run_parts = self._make_run_parts(ignore_keys)
         try:
@@ -413,7 +413,7 @@ class Trainer(SetUpMethods):
         )
 
     def _estimate(self, num_batches: int, watch: TrainerCallback) -> None:
-        """Rehearse so many steps for an estimate, with one more callback."""
+        """Rehearse `num_batches` steps for an estimate, with an extra callback."""
         self._num_estimated = num_batches
         self.add_callback(watch)
         try:
@@ -472,7 +472,7 @@ class Trainer(SetUpMethods):
             )
             options: dict[str, Any] = {"compute_objective": compute_objective, "hp_name": hp_name}
             attempt = partial(self._attempt, num_objectives=len(config.directions), **options)
-            # Each trial makes its own, and none travels to a process of Ray's.
+            # Each trial creates its own, and Ray's processes must not receive these.
             self.accelerator = None
             parts: dict[str, Any] = {"strategy": self.strategy, "handler": self.callback_handler}
             return search(config, chosen, attempt, **parts, evaluates=self.args.eval_strategy != "no")
@@ -484,13 +484,13 @@ class Trainer(SetUpMethods):
         with self._trying(trial, **options) as run:
             self.train(resume_from_checkpoint=resume, trial=trial)
             if run.step != self.state.global_step or self.args.load_best_model_at_end:
-                # The model that the trial ends with has not been evaluated.
+                # The trial's final model has not been evaluated.
                 run.values = run.compute_objective(dict(self.evaluate()))
             return run.objectives(num_objectives)
 
 
 def _settled(args: TrainingArguments | None) -> TrainingArguments:
-    """Check the arguments, and fill in what follows from others; by default those for a folder in the working one."""
+    """Check the arguments and fill in dependent values; None means the defaults, with a folder in the working one."""
     args = TrainingArguments("tmp_trainer") if args is None else args
     check_arguments(args)
     settle(args)
@@ -500,7 +500,7 @@ def _settled(args: TrainingArguments | None) -> TrainingArguments:
 
 
 def _one_of(value: Any, older: Any, *, new: str, old: str) -> Any:
-    """Return a value passed under its new or older name."""
+    """Return a value that was passed under its new or its older name."""
     if older is None:
         return value
     if value is not None:

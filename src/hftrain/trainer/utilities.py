@@ -1,4 +1,4 @@
-"""The documented small functions around a Trainer, for scripts that use them by themselves."""
+"""The documented helper functions of a Trainer, for scripts that call them directly."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def speed_metrics(
     num_steps: int | None = None,
     num_tokens: int | None = None,
 ) -> dict[str, float]:
-    """Return the runtime since `start_time` and the rates that follow from it.
+    """Return the runtime since `start_time` and the resulting rates.
 
     Args:
-        split: What the names begin with.
+        split: Prefix of the names.
         start_time: A `time.time()` reading.
         num_samples: Samples since then.
         num_steps: Optimizer updates or batches since then.
         num_tokens: Tokens since then.
 
     Units:
-        seconds, and so many in a second.
+        seconds; counts per second.
 
     Source: the documented `speed_metrics`.
     """
@@ -65,12 +65,12 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """Call a function with a smaller `batch_size` whenever memory runs out; also a decorator.
 
-    `TrainingArguments(auto_find_batch_size=True)` does not start again: it splits the batch and keeps the step.
+    `TrainingArguments(auto_find_batch_size=True)` does not restart: it splits the batch and keeps the step.
 
     Args:
-        function: What takes the batch size first.
-        starting_batch_size: The first one to try.
-        auto_find_batch_size: Whether to try smaller ones.
+        function: Takes the batch size as its first argument.
+        starting_batch_size: The first size to try.
+        auto_find_batch_size: Whether to try smaller sizes.
 
     Source: the documented `find_executable_batch_size`.
     """

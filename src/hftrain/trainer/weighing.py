@@ -1,4 +1,4 @@
-"""The one place that normalises: a micro-batch's mean loss becomes its share of the step's mean over all items."""
+"""Loss normalisation: a micro-batch's mean loss becomes its share of the step's mean over all items."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _SEES_COUNT = ("get_batch_samples", "_get_num_items_in_batch", "training_step", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossHooks:
-    """What of a Trainer has to do with the loss of a step.
+    """The parts of a Trainer that affect the loss of a step.
 
     Args:
-        compute_loss_func: What was given; None, a function, or a mark of another library's.
-        is_overridden: Tells whether the user's class has a hook of its own.
+        compute_loss_func: The Trainer's argument: None, a function, or another library's marker.
+        is_overridden: Returns whether the user's class overrides a hook.
         takes_count: Whether `compute_loss` takes `num_items_in_batch`.
         accepts_count: The documented `model_accepts_loss_kwargs`.
-        says_divided: The documented `loss_is_scaled_for_ga`, None where it is not set.
+        says_divided: The documented `loss_is_scaled_for_ga`, None if it is not set.
     """
 
     compute_loss: Callable[..., Any]
@@ -53,7 +53,7 @@ class LossShares:
     """Count the items of a step, and multiply each micro-batch's loss by its share of them.
 
     Attributes:
-        has_weighed: Whether a loss came here; not if a step of the user's own does not call the documented one.
+        has_weighed: Whether a loss was weighted here; False if a user's step does not call the documented one.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class LossShares:
         self.is_on = args.gradient_accumulation_steps > 1 or self.num_ranks > 1
         function = hooks.compute_loss_func if callable(hooks.compute_loss_func) else None
         is_overridden = hooks.is_overridden("compute_loss")
-        # What an override of compute_loss returns is divided already if it says so, or leaves a mark in the place of
-        # the function, as other libraries do.
+        # The loss of a compute_loss override is already divided if `says_divided` is set, or if a marker is set in
+        # place of the function, as other libraries do.
         says = hooks.says_divided
         is_marked = hooks.compute_loss_func is not None and function is None
         self.is_divided = bool(is_marked if says is None else says) and is_overridden
-        # Whoever computes the loss in the user's code is handed the count, and may or may not divide by it.
+        # User code that computes the loss receives the count and may or may not divide by it.
         self._is_users = is_overridden or function is not None
-        # The documented method undoes the mean over ranks, and so do copies of it.
+        # The documented method undoes the mean over ranks, and so do copies of its code.
         code = getattr(hooks.compute_loss, "__code__", None)
         self._scales = is_overridden and code is not None and "num_processes" in code.co_names
         divides = (
@@ -94,8 +94,8 @@ class LossShares:
         self._wait: Callable[[], Any] | None = None
         if self.plain is not None:
             self.plain.accepts_item_count = hooks.accepts_count
-            # Copies on several devices divide exactly by a count, but their means are weighed by samples; and a step
-            # of the user's own may believe that the model has divided.
+            # Copies on several devices divide exactly by a count, but their means are weighted by samples; and a
+            # user's own step may rely on the model to divide.
             is_copied = getattr(strategy, "num_devices", 1) > 1
             self.plain.keeps_count = is_copied or self.is_divided or hooks.is_overridden("training_step")
 
@@ -104,7 +104,7 @@ class LossShares:
     def take(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Count | None]:
-        """Take a step's micro-batches, and note how many samples they hold for losses that nothing else weighs."""
+        """Take a step's micro-batches; count their samples, which weight losses without an item count."""
         self._total, self._counted = None, {}
         taken = self._hooks.get_batch_samples(epoch_iterator, num_batches, device)
         if not isinstance(taken, (tuple, list)) or len(taken) != 2 or not isinstance(taken[0], (list, tuple)):
@@ -139,7 +139,7 @@ class LossShares:
         if self._is_read or (task is not None and (task.label_smoothing or task.gives_count)):
             wait()
         else:
-            # Nobody reads it before the loss is weighed, so the exchange and the forward pass overlap.
+            # Not read before the loss is weighted, so the reduction and the forward pass overlap.
             self._wait = wait
         if task is None or not self._is_read or task.gives_count or task.kind == task.label_kind:
             return self._total
@@ -159,7 +159,7 @@ class LossShares:
         needs_count = self._is_users or (found is not None and found.needs_count)
         if not needs_count:
             return None
-        # A loss that takes the mean over ranks back expects the items of all of them.
+        # A loss that undoes the mean over ranks expects the item count of all ranks.
         return task.count_labels(batch) * (self.num_ranks if self._scales else 1)
 
     def _samples_of(self, batch: Any) -> int:
@@ -170,41 +170,41 @@ class LossShares:
         is_countable = self.plain is not None or type(task).count_items is not TaskModule.count_items
         if is_countable or self._accumulates or batch_size_of(batch) is not None:
             return checked_count(task.count_items(batch), task.count_items)
-        # As DDP weighs it.
+        # One per batch, as DDP weights it.
         return 1
 
     def _sum(self, counts: list[Any], device: torch.device | None) -> tuple[Count, Callable[[], Any]]:
         total = counts[0] if len(counts) == 1 else sum(counts)
         if self.num_ranks == 1:
             return total, lambda: None
-        # Moved to the device there, without waiting for it.
+        # reduce_later moves the count to the device without waiting.
         return self._strategy.reduce_later(torch.as_tensor(total))
 
     # -- weighing --------------------------------------------------------------------------------------------------
 
     def share_of(self, batch: Any, num_items: Count | None) -> Count:
-        """Return what a micro-batch weighs: as it was counted, before anything was made of it."""
+        """Return the weight of a micro-batch, as counted before hooks could change the batch."""
         if num_items is None:
             return self._samples_of(batch)
         counted = self._counted.get(id(batch))
         return _known(self._items_of(batch)) if counted is None or counted[0] is not batch else counted[1]
 
     def noted(self, num_items: Count | None) -> Count | None:
-        """Return the count to hand to `compute_loss`: for the user's code, the first notes what becomes of it."""
+        """Return the count to pass to `compute_loss`; for user code, the first one records how it is used."""
         is_new = self._does_divide is None and self._is_users and num_items is not None
         if not is_new or not self._hooks.takes_count:
             return num_items
         if self._hooks.is_overridden("compute_loss") and self._hooks.is_compiled:
-            # What is compiled cannot take notes.
+            # Compiled code cannot record the use.
             self._does_divide = self._may_divide
             return num_items
         self._note = Note()
         return NotedCount.make(num_items, self._note)  # type: ignore[arg-type]
 
     def weigh(self, loss: torch.Tensor, share: Count, num_items: Count | None) -> torch.Tensor:
-        """Multiply a loss by its share of the step; one that is a mean over no item (NaN) has none.
+        """Multiply a loss by its share of the step; the mean over no items (NaN) has share 0.
 
-        DDP averages gradients over ranks: where the count is over all ranks, that is taken back.
+        DDP averages gradients over ranks: if the count is over all ranks, the averaging is undone.
         """
         self.has_weighed = True
         if self.is_divided:
@@ -219,7 +219,7 @@ class LossShares:
         return _scaled(loss, share, self.num_ranks, num_items if self._total is None else self._total)
 
     def over_ranks(self, loss: torch.Tensor, num_items: Count | None) -> torch.Tensor:
-        """Take DDP's mean over ranks back, as documented, for a step of the user's own that asks for the loss."""
+        """Undo DDP's mean over ranks, as documented, for a user's own step that calls `compute_loss`."""
         task = self.plain
         if self.num_ranks == 1 or num_items is None or task is None:
             return loss
@@ -227,11 +227,11 @@ class LossShares:
         return loss * self.num_ranks if divides else loss
 
     def is_weighed(self, num_items: Count | None) -> bool:
-        """Return whether a step's losses were weighed, here or by the model, which divided them by the item count."""
+        """Return whether a step's losses were weighted, here or by the model, which divides by the item count."""
         return self.has_weighed or (num_items is not None and self.plain is not None and self.plain.gives_count)
 
     def _takes_divided(self) -> bool:
-        """Return whether a loss that is said to be divided comes from the model, which knows nothing of the ranks."""
+        """Return whether a loss declared as divided comes from the model, which does not account for the ranks."""
         if self._does_divide is None and self._note is not None:
             self._does_divide = bool(self._note.divides) and not self._scales
             if self._note.divides is False and self._accumulates:
@@ -245,7 +245,7 @@ class LossShares:
         return bool(self._does_divide)
 
     def _divides(self) -> bool:
-        """Return whether the loss is already divided by the item count; collective at first for a user loss."""
+        """Return whether the loss is already divided by the item count; collective on first use for a user loss."""
         if not self._is_users:
             return self.plain is not None and bool(self.plain.label_smoothing or self.plain.gives_count)
         if self._does_divide is None:
@@ -272,16 +272,16 @@ def _known(count: Count) -> Any:
 
 
 def _scaled(loss: torch.Tensor, share: Any, num_ranks: int, total: Any) -> torch.Tensor:
-    """Return a mean loss as its share of the mean over a step's items; 0 for one over no item, which is NaN."""
+    """Return a mean loss scaled to its share of the mean over a step's items; 0 for a mean over no items (NaN)."""
     total = _known(total)
     if isinstance(total, torch.Tensor) or isinstance(share, torch.Tensor):
-        # In the loss's precision, which 16 bits are too few for.
+        # At least float32: 16 bits are too few for the count.
         dtype = torch.promote_types(loss.dtype, torch.float32)
         if isinstance(total, torch.Tensor):
             total = total.to(loss.device, dtype, non_blocking=True)
         if isinstance(share, torch.Tensor):
             share = share.to(loss.device, dtype, non_blocking=True)
-            # Both, so that no NaN reaches the gradient: neither the loss's nor that of 0 / 0.
+            # Both are masked, so that no NaN reaches the gradient: neither the loss's nor that of 0 / 0.
             factor = torch.where(share > 0, share * num_ranks / total, 0.0)
             return torch.where(share > 0, loss, 0.0) * factor.to(loss.dtype)
     if not share:
@@ -291,11 +291,11 @@ def _scaled(loss: torch.Tensor, share: Any, num_ranks: int, total: Any) -> torch
 
 
 class _CountWatch:
-    """Say once what a loss of the user's own is weighed by, where its samples hold unequal numbers of labels.
+    """Warn once how a user's loss is weighted if samples hold unequal numbers of labels.
 
     Args:
-        hooks: The override of `compute_loss` is read for whether it hands the batch on, or takes the model's loss.
-        task: None where no plain model is trained.
+        hooks: The code of a `compute_loss` override shows whether it calls super() or reads the model's loss.
+        task: None if no plain model is trained.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class _CountWatch:
         self._strategy, self._task, self._has_function = strategy, task, function is not None
         code = getattr(hooks.compute_loss, "__code__", None)
         names: set[str] = set() if code is None or not is_overridden else {*code.co_names, *map(str, code.co_consts)}
-        # One that takes the count without using it is told so.
+        # A function that takes the count without using it gets another warning.
         is_own = is_overridden or (function is not None and not takes_item_count(function))
         self._takes_models = "loss" in names
         self.is_on = is_own and "super" not in names and task is not None and task.count_rule is None
@@ -318,7 +318,7 @@ class _CountWatch:
         self._num_looks = 0
 
     def see(self, batches: list[Any]) -> None:
-        """Look at the labels of batches, ever more rarely; to read them waits for a device."""
+        """Check the labels of batches, ever more rarely, because reading them waits for a device."""
         task = self._task
         assert task is not None
         self._num_looks += 1
