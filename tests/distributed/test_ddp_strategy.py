@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from support.distributed import launch
 from torch import nn
 
-from hftrain.core.errors import StrategyError
+from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.precision.registry import precisions
 from hftrain.step.assemble import assemble_stepper
 from hftrain.strategies.base import Strategy
@@ -305,3 +305,44 @@ def test_accelerate_launch_starts_a_group(tmp_path: Path) -> None:
     subprocess.run([*launcher, "script.py"], cwd=tmp_path, env=env, check=True, timeout=120, capture_output=True)
     for rank in range(2):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == ["ddp", [0, 1]]
+
+
+def build_by_rank(name: str) -> list[str]:
+    """Return what this rank is told of models that differ from the other rank's, one after the other."""
+    strategy = create_strategy(name, use_cpu=True)
+    strategy.launch()
+    is_second = strategy.rank == 1
+
+    def told(change: Callable[[nn.Module], Any], *, is_changed: bool = is_second) -> str:
+        model = Branches()
+        if is_changed:
+            change(model)
+        try:
+            strategy.setup(model, make_optimizer, precisions.create("fp32").policy)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return [
+        told(lambda model: model.used.append(nn.Linear(1, 1))),
+        told(lambda model: model.unused.bias.requires_grad_(False)),
+        told(lambda model: model.unused.double()),
+        told(lambda model: model.register_buffer("mean", torch.zeros(2))),
+        told(lambda model: model.double(), is_changed=True),
+    ]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp1"])
+def test_ranks_with_different_models_are_told_the_first_difference(
+    run_distributed: Callable[..., list[Any]], name: str
+) -> None:
+    told, others = run_distributed(build_by_rank, name=name)
+    assert told == others
+    differences = [
+        "unused.weight float32 (1, 3) on rank 0; used.3.weight float32 (1, 1) on rank 1",
+        "unused.bias float32 (1,) on rank 0; unused.bias float32 (1,) frozen on rank 1",
+        "unused.weight float32 (1, 3) on rank 0; unused.weight float64 (1, 3) on rank 1",
+        "no further parameter on rank 0; mean float32 (2,) on rank 1",
+    ]
+    start = "Cannot train Branches on 2 ranks: their models differ. The first difference: "
+    assert [text.partition(". Build")[0] for text in told] == [*(start + each for each in differences), ""]

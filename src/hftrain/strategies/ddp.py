@@ -87,13 +87,14 @@ class DDPStrategy(DistributedStrategy):
         Every rank gets rank 0's parameters before the optimizer is created.
 
         Raises:
-            ConfigError: No parameter requires a gradient.
+            ConfigError: The ranks have different models, or no parameter requires a gradient.
         """
         if make_optimizer is None or isinstance(model, DistributedDataParallel):
             wrapped, optimizer = super().setup(model, make_optimizer, policy)
             if isinstance(wrapped, DistributedDataParallel):
                 self._follow(wrapped)
             return wrapped, optimizer
+        self._check_same(model)
         check_trainable(model, name=self.name)
         device_ids = [self.device.index] if self.place_model and self.device_type != "cpu" else None
         wrapped = DistributedDataParallel(self.place(model), device_ids=device_ids, **self._options)

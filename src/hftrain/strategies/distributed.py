@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import hashlib
 import itertools
 import os
 import socket
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
+from torch.nn.parameter import is_lazy
 
 from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError, StrategyError
@@ -162,6 +165,42 @@ class DistributedStrategy(Strategy):
         # A separate connection: the group's blocking waits occupy theirs.
         store = _launchers_store(*address, self.rank, self.world_size, self.timeout).clone()  # type: ignore[attr-defined]
         return Board(PrefixStore(f"board/{next(_boards)}", store))
+
+    def _check_same(self, model: nn.Module) -> None:
+        """Raise unless all ranks have the same parameters and buffers, in the same order. Collective; synchronises.
+
+        torch compares sizes only, and says the place of a parameter. Other differences end in a broken connection, an
+        abort or a timeout, or mix up values without an error.
+
+        Raises:
+            ConfigError: It names the first that differs, by name, shape, dtype or being frozen, and its ranks.
+        """
+        if self.world_size == 1:
+            return
+        own = [
+            f"{name} {str(each.dtype).removeprefix('torch.')} {() if is_lazy(each) else tuple(each.shape)}"
+            + (" frozen" if isinstance(each, nn.Parameter) and not each.requires_grad else "")
+            for name, each in chain(model.named_parameters(), model.named_buffers())
+        ]
+        digest = int.from_bytes(hashlib.sha256("\n".join(own).encode()).digest()[:7], "big")
+        highest, lowest = self.reduce(torch.tensor([digest, -digest]), "max").tolist()
+        if highest == -lowest:
+            return
+        found: dict[str, list[str]] = {}
+        for row in zip_longest(*self.gather_object(own), fillvalue="no further parameter"):
+            if len(set(row)) > 1:
+                for rank, each in enumerate(row):
+                    found.setdefault(each, []).append(str(rank))
+                break
+        told = (
+            f"{each} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:4])}{', ...' * (len(ranks) > 4)}"
+            for each, ranks in found.items()
+        )
+        raise ConfigError(
+            f"Cannot train {type(model).__name__} on {self.world_size} ranks: their models differ.",
+            f"The first difference: {'; '.join(told)}.",
+            "Build the same model on every rank: from the same config, with the same number of labels and vocabulary.",
+        )
 
     def _share_buffers(self, model: nn.Module) -> None:
         """Broadcast rank 0's buffers, which a checkpoint would hold. Collective; mutates the buffers."""

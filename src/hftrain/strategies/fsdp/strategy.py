@@ -150,12 +150,13 @@ class FSDPStrategy(SplittingStrategy):
         A model that is already sharded only gets an optimizer.
 
         Raises:
-            ConfigError: See `check_model`.
+            ConfigError: See `check_model`; or the ranks have different models.
         """
         root = self._split_root(model)
         if make_optimizer is None:
             return super().setup(root or model, None, policy)
         if root is None:
+            self._check_same(model)
             self.check_model(model)
             self._policy = policy
             units = self._units(model)
