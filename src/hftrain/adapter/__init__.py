@@ -1,1 +1,1 @@
-"""The only package that reads `TrainingArguments`: pure functions that build the other packages' configs."""
+"""Functions that read `TrainingArguments` and build the configs of other packages."""

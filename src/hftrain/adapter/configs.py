@@ -1,4 +1,4 @@
-"""What the packages below take from the arguments, one small config each."""
+"""The configs of other packages, built from the arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hftrain.optim.schedules import ScheduleConfig
 from hftrain.strategies.environment import is_set
 from hftrain.task.compilation import CompileConfig
 
-# The settings that a model card tells.
+# The settings listed in a model card.
 _TOLD = (
     "learning_rate", "train_batch_size", "eval_batch_size", "gradient_accumulation_steps", "seed", "optim",
     "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "lr_scheduler_type",
@@ -29,7 +29,7 @@ _LOADER_SETTINGS = ("split_batches", "dispatch_batches", "even_batches", "use_se
 
 
 def optimizer_config(args: Any) -> OptimizerConfig:
-    """Return the optimizer the arguments ask for."""
+    """Return the config of the optimizer that the arguments select."""
     return OptimizerConfig(
         name=str(args.optim),
         learning_rate=args.learning_rate,
@@ -38,15 +38,15 @@ def optimizer_config(args: Any) -> OptimizerConfig:
         eps=args.adam_epsilon,
         options=args.optim_args,
         target_modules=args.optim_target_modules,
-        # How many they are follows from the run's length, which is known here only when it is given in steps.
+        # A warm-up ratio needs the run's length, which is known here only if it is set in steps.
         warmup_steps=args.get_warmup_steps(max(args.max_steps, 0)),
         use_cpu=bool(args.use_cpu),
     )
 
 
 def schedule_config(args: Any, *, num_training_steps: int) -> ScheduleConfig:
-    """Return the learning-rate schedule the arguments ask for."""
-    # Beside a constant rate the warm-up is the optimizer's; other schedules do their own as well, as documented.
+    """Return the config of the learning-rate schedule that the arguments select."""
+    # With a constant rate the optimizer does the warm-up; other schedules also do their own, as documented.
     warms_up_itself = (
         str(args.optim) in ("schedule_free_adamw", "schedule_free_sgd")
         and str(args.lr_scheduler_type) == "constant"
@@ -61,7 +61,7 @@ def schedule_config(args: Any, *, num_training_steps: int) -> ScheduleConfig:
 
 
 def checkpoint_config(args: Any, *, output_dir: Path, url: str | None = None) -> CheckpointConfig:
-    """Return where checkpoints go and how many stay."""
+    """Return the config of checkpoints: location, format and number to keep."""
     return CheckpointConfig(
         output_dir=output_dir,
         save_total_limit=args.save_total_limit,
@@ -80,7 +80,7 @@ def evaluate_config(
     spill_dir: Path | None = None,
     returns_predictions: bool = True,
 ) -> EvaluateConfig:
-    """Return what an evaluation keeps and hands to `compute_metrics`."""
+    """Return the config of an evaluation: what it keeps and passes to `compute_metrics`."""
     return EvaluateConfig(
         keeps_predictions=keeps_predictions and not args.batch_eval_metrics,
         moves_every=args.eval_accumulation_steps,
@@ -102,11 +102,11 @@ def full_eval_dtype(args: Any) -> torch.dtype | None:
 
 
 def generation_options(args: Any, given: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return what `generate` is called with: what a call gave wins over the arguments, and they over the config.
+    """Return the keyword arguments of `generate`: a call's override the training arguments, and these the config.
 
     Args:
         given: The keyword arguments of `evaluate` or `predict`; None counts as not given. A `generation_config` among
-            them takes the place of everything the arguments say.
+            them replaces all settings of the training arguments.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
     if "generation_config" in chosen:
@@ -117,15 +117,15 @@ def generation_options(args: Any, given: Mapping[str, Any], config: Any) -> dict
         if args.generation_num_beams is not None:
             chosen.setdefault("num_beams", args.generation_num_beams)
     if "max_length" in chosen and "max_new_tokens" not in chosen and getattr(config, "max_new_tokens", None):
-        # Beside it, generate would not look at max_length.
+        # With max_new_tokens set, generate would ignore max_length.
         chosen["max_new_tokens"] = None
     return chosen
 
 
 def compile_config(args: Any) -> CompileConfig | None:
-    """Return how to compile, None where nothing asks for it.
+    """Return the config of compilation, None if it is off.
 
-    The arguments decide; where they are silent, what `accelerate launch --dynamo_backend` says.
+    If the arguments do not set it, `accelerate launch --dynamo_backend` decides.
     """
     if args.torch_compile:
         backend, mode = args.torch_compile_backend or "inductor", args.torch_compile_mode
@@ -143,7 +143,7 @@ def compile_config(args: Any) -> CompileConfig | None:
 
 
 def hub_config(args: Any, *, output_dir: Path) -> HubConfig:
-    """Return where a run is pushed; without `hub_model_id` the repository is named like the folder."""
+    """Return the config of pushes to the Hub; without `hub_model_id` the repository is named after the folder."""
     return HubConfig(
         output_dir=output_dir,
         model_id=args.hub_model_id or output_dir.resolve().name,
@@ -156,7 +156,7 @@ def hub_config(args: Any, *, output_dir: Path) -> HubConfig:
 
 
 def told_hyperparameters(args: Any) -> dict[str, Any]:
-    """Return the settings that a model card tells: those that are set, and how long training lasts."""
+    """Return the settings to list in a model card: those that are set, and the length of the training."""
     told = {name: getattr(args, name) for name in _TOLD if getattr(args, name)}
     length = {"max_steps": args.max_steps} if args.max_steps > 0 else {"num_train_epochs": args.num_train_epochs}
     return {**told, **length}
@@ -165,13 +165,13 @@ def told_hyperparameters(args: Any) -> dict[str, Any]:
 def accelerator_settings(args: Any, policy: Any, *, device_type: str) -> tuple[str, dict[str, Any]]:
     """Return the mixed precision by accelerate's name, and the loader settings.
 
-    Accelerate knows no fp16 on the CPU, which torch does: it is told "no" there.
+    On the CPU fp16 is passed as "no", because accelerate does not support it there, while torch does.
     """
     sharing = read_accelerator_config(args)
     names = {"float16": "fp16", "bfloat16": "bf16"}
     mixed = names.get(str(policy.compute_dtype).removeprefix("torch."), "no") if policy.autocast else "no"
     if device_type == "cpu" and mixed == "fp16":
         mixed = "no"
-    # As documented, the order is drawn from the seed; accelerate's own default draws it from the global generator.
+    # As documented, the order depends on the seed; accelerate's own default draws it from the global generator.
     loading = {"use_seedable_sampler": True, **{k: sharing[k] for k in _LOADER_SETTINGS if k in sharing}}
     return mixed, {**loading, "data_seed": args.data_seed}

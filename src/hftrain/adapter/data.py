@@ -1,4 +1,4 @@
-"""How data is loaded."""
+"""Configs of data loading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 
 
 def loader_config(args: Any, *, is_training: bool, has_accelerator: bool = False) -> LoaderConfig:
-    """Return how data is loaded; `has_accelerator` says whether pinning memory helps."""
+    """Return the config of a loader; memory is pinned only with `has_accelerator`."""
     return LoaderConfig(
         batch_size=args.train_batch_size if is_training else args.eval_batch_size,
         drop_last=args.dataloader_drop_last,
@@ -33,10 +33,10 @@ def loader_config(args: Any, *, is_training: bool, has_accelerator: bool = False
 
 
 def shard_plan(args: Any, *, rank: int, world_size: int, is_training: bool, is_own: bool = True) -> ShardPlan:
-    """Return how ranks share out data.
+    """Return how ranks share data.
 
     Args:
-        is_own: Whether it is a Trainer's own loader, whose batch size in evaluations is always that of one process.
+        is_own: Whether the loader is the Trainer's own, whose evaluation batch size is always per process.
     """
     sharing = read_accelerator_config(args)
     return ShardPlan(
@@ -51,19 +51,19 @@ def shard_plan(args: Any, *, rank: int, world_size: int, is_training: bool, is_o
 
 
 def total_batch_size(args: Any, *, world_size: int) -> int:
-    """Return the samples per optimizer update, all ranks together; with `split_batches` they share one batch."""
+    """Return the samples per optimizer update over all ranks; with `split_batches` the ranks share one batch."""
     is_split = read_accelerator_config(args).get("split_batches", False)
     return int(args.train_batch_size * args.gradient_accumulation_steps * (1 if is_split else world_size))
 
 
 def length_config(args: Any, *, tool: Any, batch_size: int, is_training: bool) -> LengthConfig | None:
-    """Return how samples are ordered by length, None where they are not.
+    """Return how samples are ordered by length, None if they are not.
 
     Args:
         args: The training arguments.
-        tool: The processing class, whose first `model_input_names` is the input that is measured.
+        tool: The processing class; the length is that of the first of its `model_input_names`.
         batch_size: Samples per optimizer update, all ranks together.
-        is_training: Evaluations are ordered by `sortish_sampler` alone.
+        is_training: Whether the data is for training; evaluations are ordered only by `sortish_sampler`.
 
     Raises:
         ConfigError: `sortish_sampler` and `group_by_length` or `train_sampling_strategy` are both set.

@@ -1,4 +1,4 @@
-"""What the arguments and the launcher say for DeepSpeed, and models that ZeRO-3 splits while they are built."""
+"""DeepSpeed settings from the arguments and the launcher, and models that ZeRO-3 splits during construction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hftrain.strategies.deepspeed.config import Fill, find
 from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
 from hftrain.strategies.environment import is_set
 
-# What `accelerate launch` sets when it was told to use DeepSpeed.
+# Set by `accelerate launch --use_deepspeed`.
 LAUNCHED = "ACCELERATE_USE_DEEPSPEED"
 _YES = ("1", "true", "yes")
 _HALVES = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
@@ -44,7 +44,7 @@ def settle_deepspeed(args: Any, strategy: Strategy, precision: Precision) -> Non
     """Fill a DeepSpeed strategy's config from the arguments; other strategies are left alone. Mutates the strategy."""
     if not isinstance(strategy, DeepSpeedStrategy):
         return
-    # What `Trainer.propagate_args_to_deepspeed` calls, when arguments have changed since.
+    # Called by `Trainer.propagate_args_to_deepspeed` after arguments have changed.
     strategy.propagate_args = partial(_propagate, strategy, precision.policy)  # type: ignore[attr-defined]
     _propagate(strategy, precision.policy, args)
     _warn_of_what_the_config_makes(args, strategy)
@@ -62,7 +62,7 @@ def run_values(args: Any, *, world_size: int, has_found_batch_size: bool = False
     """Return the values of the config's keys given by the arguments.
 
     Args:
-        has_found_batch_size: Whether the batch size was searched for, and wins over the config's.
+        has_found_batch_size: Whether the batch size was searched for and overrides the config's.
 
     Source: the documented "auto" values.
     """
@@ -87,11 +87,11 @@ def run_values(args: Any, *, world_size: int, has_found_batch_size: bool = False
 
 
 def _warn_of_what_the_config_makes(args: Any, strategy: DeepSpeedStrategy) -> None:
-    """Say so where the arguments choose an optimizer or a schedule, and the config makes another."""
+    """Warn if the arguments choose an optimizer or a schedule but the config creates it."""
     defaults = {each.name: each.default for each in fields(args)}
     for part, name in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
         value = getattr(args, name)
-        # The default's kin are spelled out in many a script.
+        # Many scripts set a variant of the default explicitly.
         if part in strategy.makes and value != defaults[name] and not str(value).startswith("adamw_torch"):
             made = find(strategy.config, f"{part}.type")
             warn_once(f"{name}={str(value)!r} changes nothing: the DeepSpeed config makes the {part}, {made}.")
@@ -117,7 +117,7 @@ def _from_launcher() -> dict[str, Any] | str:
     config: dict[str, Any] = {"zero_optimization": zero}
     clipping = said.get("gradient_clipping", "auto")
     config["gradient_clipping"] = clipping if clipping == "auto" else float(clipping)
-    # 1 is what the launcher sets unasked.
+    # The launcher sets 1 by default.
     steps = said.get("gradient_accumulation_steps", "1")
     config["gradient_accumulation_steps"] = "auto" if steps in ("1", "auto") else int(steps)
     return config
@@ -130,7 +130,7 @@ class HfDeepSpeedConfig:
     collective.
 
     Args:
-        config_or_args: The training arguments, whose `deepspeed` counts, or a DeepSpeed config as a dict or a path.
+        config_or_args: The training arguments, whose `deepspeed` is used, or a DeepSpeed config as a dict or a path.
 
     Attributes:
         config: The DeepSpeed config, its "auto" values filled from the arguments or left out.
@@ -163,7 +163,7 @@ class HfDeepSpeedConfig:
         if is_available("transformers"):
             from transformers.integrations.deepspeed import set_hf_deepspeed_config
 
-            # Held weakly: what is built after this object is gone is whole.
+            # A weak reference: models built after this object is deleted are not partitioned.
             hold: Callable[[Any], Any] = set_hf_deepspeed_config
             hold(self)
 

@@ -1,4 +1,4 @@
-"""The documented `fsdp` and `fsdp_config`, as options of the strategy."""
+"""The documented `fsdp` and `fsdp_config` as options of the strategy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hftrain.strategies.environment import is_set
 
 logger = get_logger(__name__)
 
-# What `accelerate launch` sets when it was told to use FSDP.
+# Set by `accelerate launch --use_fsdp`.
 LAUNCHED = "ACCELERATE_USE_FSDP"
 _SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _XLA_KEYS = ("xla", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
-# Keys that are options of the strategy, most of them by the same name.
+# Keys that are options of the strategy, most of them with the same name.
 _OPTIONS = {
     "min_num_params": "min_num_params",
     "transformer_layer_cls_to_wrap": "layer_classes",
@@ -31,7 +31,7 @@ _OPTIONS = {
     "reshard_after_forward": "reshard_after_forward",
 }
 _KEYS = (*_OPTIONS, *_XLA_KEYS, "backward_prefetch", "limit_all_gathers", "use_orig_params", "version")
-# Keys of accelerate's own config file, and keys that something else sets here.
+# Keys of accelerate's own config file, and keys that have another name here.
 _OF_ACCELERATE = ("compute_environment", "config", "distributed_type", "mixed_precision", "num_processes")
 _LAUNCHERS = "That is a key of accelerate's config file: pass the file to `accelerate launch --config_file`."
 _ELSEWHERE = {
@@ -44,7 +44,7 @@ _FLAGS = (
     *("forward_prefetch", "sync_module_states", "cpu_ram_efficient_loading", "activation_checkpointing"),
     *("limit_all_gathers", "use_orig_params"),
 )
-# As documented; one document spells it so.
+# As documented; one page has the spelling "backward_pos".
 _BACKWARD_PREFETCH = {
     "backward_pre": "backward_pre",
     "backward_post": "backward_post",
@@ -54,7 +54,7 @@ _BACKWARD_PREFETCH = {
 
 
 def asks_for_wrapper(args: Any) -> bool:
-    """Return whether the arguments ask for torch's older wrapper: by its version, or by what only it does."""
+    """Return whether the arguments select torch's older wrapper, by version or by an option that only it has."""
     config = read_fsdp_config(_asked(args)[1])
     if "version" in config:
         return str(config["version"]) == "1"
@@ -62,7 +62,7 @@ def asks_for_wrapper(args: Any) -> bool:
 
 
 def check_engine(args: Any, name: str) -> None:
-    """Raise if the name of a strategy means another engine of FSDP than the version in `fsdp_config`."""
+    """Raise if the name of a strategy selects another FSDP engine than the version in `fsdp_config`."""
     version = read_fsdp_config(_asked(args)[1]).get("version")
     means = "1" if name == "fsdp1" else "2"
     if version is not None and str(version) in ("1", "2") and str(version) != means:
@@ -74,11 +74,11 @@ def check_engine(args: Any, name: str) -> None:
 
 
 def fsdp_options(args: Any, *, is_named: bool, has_wrapper: bool = False) -> dict[str, Any]:
-    """Return the options of `FSDPStrategy` that the arguments ask for.
+    """Return the options of `FSDPStrategy` that the arguments set.
 
     Args:
-        is_named: Whether the strategy was asked for by its own name, rather than by `fsdp`.
-        has_wrapper: Whether the strategy is `FSDP1Strategy`, which takes more of them.
+        is_named: Whether the strategy was chosen by name rather than by `fsdp`.
+        has_wrapper: Whether the strategy is `FSDP1Strategy`, which has more options.
     """
     words, given = _asked(args)
     if not is_named and read_launch().launcher is None:
@@ -110,13 +110,13 @@ def fsdp_options(args: Any, *, is_named: bool, has_wrapper: bool = False) -> dic
 
 
 def _asked(args: Any) -> tuple[list[str], Any]:
-    """Return `fsdp` and `fsdp_config`, else what the launcher says in their place."""
+    """Return `fsdp` and `fsdp_config`, or the launcher's if both are unset."""
     words, given = [str(word) for word in args.fsdp or ()], args.fsdp_config
     return _from_launcher() if is_set(LAUNCHED) and not words and not given else (words, given)
 
 
 def _wrapper_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of torch's older wrapper that differ from what the composable engine does."""
+    """Return the options of torch's older wrapper that differ from the behaviour of the composable engine."""
     prefetch = str(config.get("backward_prefetch") or "backward_pre").lower()
     found: dict[str, Any] = {}
     if prefetch != "backward_pre":
@@ -136,7 +136,7 @@ def _from_words(words: list[str], *, is_cut: bool) -> dict[str, Any]:
 
 
 def read_fsdp_config(given: Any) -> dict[str, Any]:
-    """Return `fsdp_config` as a dict: the documented ``fsdp_`` is stripped, and booleans may be text."""
+    """Return `fsdp_config` as a dict: the documented prefix ``fsdp_`` is removed, and booleans may be text."""
     if isinstance(given, str):
         path = given
         try:
@@ -160,7 +160,7 @@ def read_fsdp_config(given: Any) -> dict[str, Any]:
 
 
 def _from_launcher() -> tuple[list[str], dict[str, Any]]:
-    """Return what `accelerate launch` set in the environment, as `fsdp` and `fsdp_config` would say it."""
+    """Return the settings of `accelerate launch` in the environment, in the form of `fsdp` and `fsdp_config`."""
     said = {name.removeprefix("FSDP_"): value for name, value in os.environ.items() if name.startswith("FSDP_")}
     sharding = said.get("SHARDING_STRATEGY", "FULL_SHARD")
     if said.get("VERSION") == "2":
@@ -231,7 +231,7 @@ def _check_config(args: Any, config: dict[str, Any], words: list[str]) -> None:
 
 
 def _report_unused(config: dict[str, Any], *, has_wrapper: bool) -> None:
-    """Say which keys change nothing, and why."""
+    """Log which keys have no effect, and why."""
     reasons: dict[str, str] = {}
     if config.get("use_orig_params") is False:
         reasons["use_orig_params"] = "the original parameters are always kept"

@@ -21,7 +21,7 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
     None means all that are installed, as documented; the log names them. A Kubeflow TrainJob is always reported to.
 
     Args:
-        given: What the Trainer was given as `loggers`; wins over `report_to`.
+        given: The `loggers` argument of the Trainer; takes precedence over `report_to`.
     """
     asked = args.report_to if given is None else given
     if asked is None:
@@ -37,7 +37,7 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
     wanted: list[str | Logger] = []
     for each in asked:
         wanted += available_loggers() if each == "all" else [] if each == "none" else [_check(each)]
-    # A Kubeflow TrainJob asks for reports itself.
+    # The environment of a Kubeflow TrainJob requests reports.
     job: Any = known_loggers.resolve("kubeflow")[0]
     if job.why_off() is None:
         wanted.append("kubeflow")
@@ -45,10 +45,10 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
 
 
 def tracker_callbacks(trackers: Sequence[str | Logger], *, besides: Sequence[Any]) -> list[TrackerCallback]:
-    """Return the callbacks that feed trackers; nothing is started.
+    """Return the callbacks that report to trackers; nothing is started.
 
     Args:
-        besides: The user's own callbacks; a tracker that has one of them is not fed twice.
+        besides: The user's own callbacks; a tracker that one of them reports to is left out.
     """
     kinds = {callback if isinstance(callback, type) else type(callback) for callback in besides}
     fed = {kind.tracker for kind in kinds if issubclass(kind, TrackerCallback)}
@@ -56,7 +56,7 @@ def tracker_callbacks(trackers: Sequence[str | Logger], *, besides: Sequence[Any
 
 
 def _check(tracker: Any) -> Any:
-    """Return what names a tracker or is one; refuse the rest."""
+    """Return a tracker or its name unchanged; raise for anything else."""
     if isinstance(tracker, str):
         known_loggers.summary(tracker)
     elif not isinstance(tracker, Logger):

@@ -1,4 +1,4 @@
-"""How long a run is."""
+"""Length of a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hftrain.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TrainPlan:
-    """The length of a run; its fields stand in the order of what `Trainer.set_initial_training_values` returns.
+    """The length of a run; its fields are in the order that `Trainer.set_initial_training_values` returns.
 
     Units:
         max_steps, steps_per_epoch: optimizer updates. num_epochs: passes, the last may be partial. num_batches: of
         one rank's loader per pass (None: unknown). num_examples: samples per pass, all ranks. num_samples: samples
-        of the whole run. is_by_epochs: whether the epochs, and not `max_steps`, end the run.
+        of the whole run. is_by_epochs: whether the epochs, rather than `max_steps`, end the run.
     """
 
     num_epochs: int
@@ -30,7 +30,7 @@ class TrainPlan:
 
 
 def train_plan(args: Any, *, num_batches: int | None, num_examples: int, total_batch_size: int) -> TrainPlan:
-    """Work out how many steps the arguments ask for.
+    """Compute the number of steps that the arguments ask for.
 
     Args:
         args: The training arguments.
@@ -56,10 +56,10 @@ def train_plan(args: Any, *, num_batches: int | None, num_examples: int, total_b
 
 
 def require_max_steps(args: Any) -> None:
-    """Raise unless `max_steps` says how long to train on data without a length.
+    """Raise unless `max_steps` is set, for data without a length.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: `max_steps` is not set.
     """
     if args.max_steps <= 0:
         raise ConfigError(

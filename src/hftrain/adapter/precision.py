@@ -1,4 +1,4 @@
-"""Which precision."""
+"""Choice of the precision."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
     """Return the precision's registry name and options.
 
     Args:
-        precision: What the `precision=` keyword said; None leaves the choice to the arguments. An object keeps the
-            options it was made with.
+        precision: The `precision=` keyword; None leaves the choice to the arguments and the launcher. An object keeps
+            its own options.
     """
     chosen = [name for name in ("fp16", "bf16") if getattr(args, name)]
     if args.fp16_opt_level != "O1":
@@ -36,7 +36,7 @@ def precision_request(args: Any, precision: str | Precision | None) -> tuple[str
             **{_field(args): True},
         )
     said = asked or next(iter(chosen), None)
-    # What `accelerate launch --mixed_precision` or its configuration file says.
+    # Set by `accelerate launch --mixed_precision` or its configuration file.
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched != "no" and said not in (None, launched):
         acting = f"{_field(args)}=True" if asked is None else f"precision={said!r}"

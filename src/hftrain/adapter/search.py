@@ -1,4 +1,4 @@
-"""From a trial's hyper-parameters to the arguments."""
+"""Setting a trial's hyper-parameters in the arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hftrain.arguments.settle import settle
 from hftrain.core.errors import ConfigError, suggest
 
 _EXTRA = {"seed", "data_seed", "eval_steps", "save_steps", "logging_steps", "run_name", "metric_for_best_model"}
-# Read again by each run; the others decide what a Trainer is made of.
+# Settings that each run reads again; the others are read once, when a Trainer is constructed.
 SEARCHABLE = frozenset(
     {
         field.name
@@ -25,10 +25,10 @@ _TRUTHS = {"true": True, "false": False, "1": True, "0": False}
 
 
 def apply_hyperparameters(args: Any, values: Mapping[str, Any], *, is_for_model: bool) -> list[str]:
-    """Write a trial's values into the arguments, in the types of the settings; mutates the arguments.
+    """Set the arguments to a trial's values, cast to the types of the settings; mutates the arguments.
 
     Args:
-        is_for_model: Whether names that are not settings may be there, for a `model_init` that takes the trial.
+        is_for_model: Whether to allow names that are not settings, for a `model_init` that takes the trial.
 
     Returns:
         The names that are not settings.
@@ -58,7 +58,7 @@ def apply_hyperparameters(args: Any, values: Mapping[str, Any], *, is_for_model:
 
 
 def _cast(name: str, value: Any, kind: str) -> Any:
-    """Return a value in the type of a setting, given as its annotation; raises where that would change it."""
+    """Return a value cast to a setting's type (its annotation); raise if that would change it."""
     value = value.item() if hasattr(value, "item") else value
     types = {each.strip() for each in kind.split("|")}
     if value is None or isinstance(value, Enum) or not types & {"int", "float", "bool"}:

@@ -1,4 +1,4 @@
-"""What `accelerator_config` says besides how loaders are shared: accumulation, copies to the device, the state."""
+"""Settings of `accelerator_config` other than those of loaders: accumulation, device copies and the state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hftrain.arguments.accelerator import AcceleratorConfig
 from hftrain.core.errors import ConfigError, suggest
 
 _SWITCHES = ("split_batches", "even_batches", "use_seedable_sampler", "non_blocking", "use_configured_state")
-# Values that say what hftrain does anyway; why it cannot do otherwise.
+# Settings that can only be True, and why.
 _FIXED = {
     "adjust_scheduler": "The schedule counts optimizer updates, so it is always adjusted to the accumulation.",
     "sync_with_dataloader": "Gradients are never carried into the next epoch: its last update takes what is left.",
@@ -20,7 +20,7 @@ _ACCUMULATION = ("num_steps", "sync_each_batch", *_FIXED)
 
 
 def settle_sharing(args: Any) -> None:
-    """Read and check `accelerator_config`, and let its `num_steps` be `gradient_accumulation_steps`; mutates `args`."""
+    """Read and check `accelerator_config`; set `gradient_accumulation_steps` to its `num_steps`. Mutates `args`."""
     if isinstance(args.accelerator_config, (str, Path)):
         args.accelerator_config = AcceleratorConfig.from_json_file(args.accelerator_config)
     config = read_accelerator_config(args)
@@ -39,7 +39,7 @@ def settle_sharing(args: Any) -> None:
 
 
 def syncs_each_batch(args: Any) -> bool:
-    """Return whether ranks exchange gradients after each micro-batch, which takes time but less memory."""
+    """Return whether ranks exchange gradients after each micro-batch, which is slower but needs less memory."""
     return bool(_accumulation(read_accelerator_config(args)).get("sync_each_batch", False))
 
 
@@ -68,5 +68,5 @@ def _accumulation(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def refused_key(key: Any, value: Any, reason: str, remedy: str) -> ConfigError:
-    """Word the refusal of a key of `accelerator_config`."""
+    """Return the error for an invalid key of `accelerator_config`."""
     return ConfigError(f"Cannot use accelerator_config={{{key!r}: ...}}.", reason, remedy, **{str(key): value})

@@ -1,4 +1,4 @@
-"""Which strategy, with which options."""
+"""Choice of the strategy and its options."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hftrain.task.introspect import is_spread
 logger = get_logger(__name__)
 
 _DEFAULT_TIMEOUT_S = 1800
-# What `accelerate launch` sets for the engines it can configure.
+# Variables that `accelerate launch` sets for the engines it can configure.
 _LAUNCHER_ENGINES = {
     fsdp.LAUNCHED: "fsdp",
     deepspeed.LAUNCHED: "deepspeed",
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm",
 }
 _STRATEGY_FIELDS = ("deepspeed", "fsdp", "sharded_ddp", "tpu_num_cores")
-# accelerate's `ParallelismConfig`: what splits a model in other ways, and the shardings with and without copies.
+# accelerate's `ParallelismConfig`: sizes that split a model in other ways, and shardings with and without replicas.
 _SPLITS = {"tp_size": "layers", "cp_size": "sequences", "sp_size": "sequences"}
 _HYBRID = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
 
@@ -37,8 +37,8 @@ def strategy_request(
     """Return the strategy's registry name and options.
 
     Args:
-        strategy: What the `strategy=` keyword said; None and ``"auto"`` leave the choice to the arguments and the
-            launcher. An object keeps the options it was made with.
+        strategy: The `strategy=` keyword; None and ``"auto"`` leave the choice to the arguments and the launcher. An
+            object keeps its own options.
         is_checkpointing: Whether the model recomputes activations (decides `find_unused_parameters`, as documented).
     """
     _check_sagemaker(args)
@@ -76,7 +76,7 @@ def strategy_request(
             "was given as an object" if is_object else "does not take them",
             ", ".join(f"{option}={wanted[option]!r}" for option in ignored),
         )
-    # Documented defaults, which a strategy chosen by name replaces by its own.
+    # Documented defaults; a strategy chosen by name has its own for some.
     defaults: dict[str, Any] = {"use_cpu": args.use_cpu, "place_model": bool(args.place_model_on_device)}
     if chosen is None:
         defaults["find_unused_parameters"] = not is_checkpointing
@@ -98,21 +98,21 @@ def _process_options(args: Any) -> dict[str, Any]:
 
 
 def forget_devices(args: Any, model: Any) -> None:
-    """Let the arguments count the devices again; a model that is spread over them counts as on one. Mutates `args`."""
+    """Make the arguments count devices again; a model spread over several counts as one. Mutates `args`."""
     vars(args).pop("_n_gpu", None)
     if model is not None and any(map(is_spread, (model, getattr(model, "model", model)))):
         vars(args)["_n_gpu"] = min(args.n_gpu, 1)
 
 
 def note_devices(args: Any, strategy: Strategy) -> None:
-    """Let the arguments say how many devices the strategy takes: batch sizes are per device. Mutates `args`."""
+    """Set the arguments' number of devices to the strategy's, since batch sizes are per device. Mutates `args`."""
     num = getattr(strategy, "num_devices", 1)
     if max(args.n_gpu, 1) != num:
         vars(args)["_n_gpu"] = num
 
 
 def _check_sagemaker(args: Any) -> None:
-    """Refuse SageMaker's own runtimes: their processes would each train alone."""
+    """Raise for SageMaker's own runtimes, whose processes would each train alone."""
     asked, runtime = None, "model-parallel"
     if (args.mp_parameters or "{}").strip() not in ("", "{}"):
         asked = f"Cannot use mp_parameters={args.mp_parameters!r}."
@@ -142,7 +142,7 @@ def _check_kind(strategy: Any) -> None:
 
 
 def _engines_of(strategy: str | Strategy | None) -> set[str]:
-    """Return the names of a strategy's class and of those it derives from: the engines whose settings it takes."""
+    """Return the names of a strategy's class and base classes: the engines whose settings it takes."""
     if strategy in (None, "auto"):
         return set()
     kind = type(strategy) if isinstance(strategy, Strategy) else strategies.resolve(str(strategy))[0]
@@ -150,19 +150,19 @@ def _engines_of(strategy: str | Strategy | None) -> set[str]:
 
 
 def _engine_meant_by(args: Any, field: str) -> str:
-    """Return the engine that a field of the arguments is about."""
+    """Return the engine that a field of the arguments configures."""
     is_xla = field == "tpu_num_cores" or (field == "fsdp" and has_xla_config(args))
     return "xla" if is_xla else "deepspeed" if field == "deepspeed" else "fsdp"
 
 
 def _check_fields(args: Any, strategy: str | Strategy | None) -> None:
-    """Raise if the arguments mean another strategy than the one that was chosen."""
+    """Raise if the arguments select another strategy than the chosen one."""
     chosen = _name_of(strategy)
     for field in _STRATEGY_FIELDS:
         value = getattr(args, field, None)
         if chosen is None or not value:
             continue
-        # A DeepSpeed object has a config of its own.
+        # A DeepSpeed object has its own config.
         has_own = field == "deepspeed" and isinstance(strategy, Strategy)
         if has_own or _engine_meant_by(args, field) not in _engines_of(strategy):
             raise ConfigError(
@@ -175,7 +175,7 @@ def _check_fields(args: Any, strategy: str | Strategy | None) -> None:
 
 
 def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[str, Any]]:
-    """Return the strategy and the options that `parallelism_config` means; None and nothing without it."""
+    """Return the strategy and the options that `parallelism_config` selects; None and no options without it."""
     found, chosen = _mesh_request(args), _name_of(strategy)
     if found is None:
         return None, {}
@@ -189,7 +189,7 @@ def _mesh(args: Any, strategy: str | Strategy | None) -> tuple[str | None, dict[
 
 
 def _mesh_request(args: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return the strategy and the options that `parallelism_config`, or the launcher's, asks for; None for nothing."""
+    """Return the strategy and options that `parallelism_config`, or the launcher's, selects; None without either."""
     config = args.parallelism_config
     if config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         from accelerate.parallelism_config import ParallelismConfig
@@ -249,7 +249,7 @@ def _name_of(strategy: str | Strategy | None) -> str | None:
 
 
 def _check_preset(name: str, wanted: dict[str, Any]) -> None:
-    """Raise if an argument takes back what a strategy's name says."""
+    """Raise if an argument contradicts an option that the strategy's name implies."""
     for option, value in strategies.resolve(name)[1].items():
         if wanted.get(option, value) != value:
             shown = f"ddp_{option}" if option in ("find_unused_parameters", "static_graph") else option
@@ -263,13 +263,13 @@ def _check_preset(name: str, wanted: dict[str, Any]) -> None:
 
 
 def _accepted_options(name: str | None) -> Callable[[str], bool]:
-    """Return what tells whether a strategy is made with an option; one that is made already takes none."""
+    """Return a function that tells whether a strategy takes an option; an existing object (None) takes none."""
     accepted = set() if name is None else accepted_options(name)
     return lambda option: accepted is None or option in accepted
 
 
 def _check_launcher(strategy: str | Strategy | None) -> None:
-    """Raise if `accelerate launch` was told to use what is not the chosen strategy: something else would train."""
+    """Raise if `accelerate launch` was set to another engine than the chosen strategy's."""
     if lacks_processes() and _name_of(strategy) != "single":
         raise ConfigError(
             "`accelerate launch` has several processes to start.",

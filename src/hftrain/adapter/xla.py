@@ -13,7 +13,7 @@ from hftrain.core.log import get_logger
 
 logger = get_logger(__name__)
 
-# What the wrapper of torch_xla takes; without it the compiler decides all of it but the dtypes.
+# Settings of torch_xla's FSDP wrapper; without the wrapper, the compiler decides all of these but the dtypes.
 _DECIDED_BY_COMPILER = (
     *("reshard_after_forward", "flatten_parameters", "execute_sharding_on_init", "optimization_barrier_in_forward"),
     *("optimization_barrier_in_backward", "sync_on_finalization", "disable_reshard_on_root", "fp32_reduce_scatter"),
@@ -31,13 +31,13 @@ def has_xla_config(args: Any) -> bool:
 
 
 def asks_for_xla(args: Any) -> bool:
-    """Return whether the arguments or the machine ask for XLA devices."""
+    """Return whether the arguments or the machine select XLA devices."""
     is_tpu = os.environ.get("PJRT_DEVICE", "").upper() == "TPU" and not args.use_cpu
     return bool(args.tpu_num_cores or (args.fsdp and has_xla_config(args)) or is_tpu)
 
 
 def xla_options(args: Any) -> dict[str, Any]:
-    """Return the options of `XLAStrategy` that the arguments ask for."""
+    """Return the options of `XLAStrategy` that the arguments set."""
     options: dict[str, Any] = {}
     if args.tpu_num_cores is not None:
         options["num_devices"] = args.tpu_num_cores

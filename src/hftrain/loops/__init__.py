@@ -1,7 +1,6 @@
-"""Control flow and nothing else: a loop never sees a Trainer, a backend's name or an argument.
+"""Loops: control flow only, without access to a Trainer, a backend's name or training arguments.
 
-The package is the public name `hftrain.loops`: it has the functions of the registry of loops, such as `register`, and
-their classes.
+The public module `hftrain.loops` holds the classes of loops and the functions of their registry, such as `register`.
 """
 
 from hftrain.loops.contract import Loop

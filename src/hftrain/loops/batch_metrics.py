@@ -17,12 +17,12 @@ from hftrain.loops.gather import Group, Kept, as_tensors
 
 
 class BatchMetrics:
-    """Call the user's function with each batch's tensors; over several ranks with the batches of one turn, joined.
+    """Call the user's function with each batch's tensors; with several ranks, join one batch of each rank per call.
 
     Args:
         compute: ``f(EvalPrediction, compute_result=...)``.
-        takes_objects: Hand on what is not a tensor, too.
-        finish_outputs: Runs on a turn's outputs, joined.
+        takes_objects: Also pass values that are not tensors.
+        finish_outputs: Applied to the joined outputs.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class BatchMetrics:
         self._takes_objects = takes_objects
 
     def add(self, parts: Mapping[str, Any], *, is_last: bool) -> None:
-        """Hand on one turn's outputs, labels, inputs and losses; without the first two, nothing. Collective.
+        """Call the function with one turn's outputs, labels, inputs and losses, if the first two exist. Collective.
 
         Args:
             parts: The values of this rank's batch by name; empty if it has none.
             is_last: No rank has a further batch.
 
         Raises:
-            TaskError: The function returned something else than metrics, or the ranks' batches cannot be joined.
+            TaskError: The function did not return metrics, or the ranks' batches cannot be joined.
         """
         turn: Any = None
         if parts.get("outputs") is not None and parts.get("labels") is not None:
@@ -61,8 +61,8 @@ class BatchMetrics:
             self.metrics = call_metrics(self._compute, prediction, compute_result=is_last)
 
     def _over_ranks(self, mine: Any) -> Any:
-        """Return the batches of all ranks, joined, on this rank's device; None if there is none. Collective."""
-        # Arrays do not know every type that tensors have.
+        """Return the joined batches of all ranks on this rank's device; None if there are none. Collective."""
+        # NumPy arrays lack some dtypes of tensors.
         names: list[str] = []
         map_tensors(mine, lambda tensor: names.append(str(tensor.dtype).removeprefix("torch.")))
         dtypes: Iterator[str] = iter(next(filter(None, self._group.gather_object(names)), []))
@@ -82,7 +82,7 @@ def call_metrics(function: Callable[..., Any], prediction: EvalPrediction, **opt
     """Return the result of `compute_metrics`; None means no metrics.
 
     Raises:
-        TaskError: It is neither a mapping with text as keys nor None.
+        TaskError: The result is neither a mapping with text keys nor None.
     """
     try:
         metrics = function(prediction, **options)

@@ -1,4 +1,4 @@
-"""Arrays that grow by rows, in memory or in an unnamed file that is mapped into it."""
+"""Arrays that grow by rows, in memory or in an unnamed memory-mapped file."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Array = numpy.ndarray[Any, Any]
 
 
 class Rows:
-    """Take rows of one stream of host tensors, padded with -100 on the right where their lengths differ.
+    """Collect rows of one stream of host tensors, padded with -100 on the right if their lengths differ.
 
-    Space for all of them is taken at once where their number is known, so that nothing is held twice.
+    If their number is known, space for all rows is allocated at once, so that no copy is needed.
 
     Args:
-        num_expected: How many rows will come, as far as is known.
-        folder: Hold them in a file there; None holds them in memory.
+        num_expected: The expected number of rows, 0 if unknown.
+        folder: The folder of a file to keep them in; None keeps them in memory.
     """
 
     def __init__(self, *, num_expected: int = 0, folder: Path | None = None) -> None:
@@ -39,10 +39,10 @@ class Rows:
         self._array: Array | None = None
 
     def append(self, rows: torch.Tensor) -> None:
-        """Take a batch of rows; bfloat16, which NumPy lacks, becomes float32.
+        """Add a batch of rows; bfloat16, which NumPy lacks, becomes float32.
 
         Raises:
-            TaskError: It has another number of dimensions than the batches before.
+            TaskError: The batch has another number of dimensions than earlier batches.
         """
         rows = rows.float() if rows.dtype is torch.bfloat16 else rows
         space = self._space_for(rows)[self._length : self._length + len(rows)]
@@ -51,7 +51,7 @@ class Rows:
         self.batch_sizes.append(len(rows))
 
     def array(self) -> Array:
-        """Return the rows taken so far; at least one batch must have come."""
+        """Return the rows added so far; requires at least one batch."""
         assert self._array is not None
         return self._array[: self._length]
 
@@ -67,7 +67,7 @@ class Rows:
         shape, dtype = common_kind([space, rows])
         if needed <= len(space) and list(space.shape[1:]) == shape and space.dtype is dtype:
             return space
-        # By more than is needed, so that what has come is copied seldom; untouched memory costs nothing.
+        # More than is needed, so that rows are rarely copied; untouched memory costs nothing.
         length = len(space) if needed <= len(space) else max(needed, len(space) * 3 // 2)
         self._array = allocate((length, *shape), dtype, folder=self._folder)
         wider = torch.from_numpy(self._array)
@@ -107,10 +107,10 @@ def padded(rows: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torc
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, *, folder: Path | None) -> Array:
-    """Return an array without content, in memory or mapped to a file without a name that goes when the array does.
+    """Return an uninitialised array, in memory or mapped to an unnamed file that is deleted with the array.
 
     Raises:
-        OSError: The disk has no space for it.
+        OSError: The disk does not have enough space.
     """
     kind = torch.empty(0, dtype=dtype).numpy().dtype
     num_bytes = math.prod(shape) * kind.itemsize
@@ -119,7 +119,7 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, *, folder: Path | None) -
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):
-            # A full disk is then an error here and not a signal that ends the process when the rows are written.
+            # A full disk then raises here; otherwise a signal would kill the process when it writes rows.
             os.posix_fallocate(file.fileno(), 0, num_bytes)
         return numpy.memmap(file, kind, mode="w+", shape=tuple(shape))
 

@@ -11,7 +11,7 @@ from hftrain.core.signatures import Shown
 Stage = Literal["fit", "evaluate", "predict"]
 Parts = TypeVar("Parts")
 
-# What a loop may not support, and what to do about it.
+# Features that a loop may not support, and what to do instead.
 FEATURES = {
     "accelerator": "Do not use trainer.accelerator, or run one process.",
     "accumulation": "Set gradient_accumulation_steps=1.",
@@ -44,7 +44,7 @@ class Loop(Shown, Generic[Parts]):
     parts: Parts
 
     def attach(self, parts: Parts) -> None:
-        """Set the parts of a run before it begins, and reset the state of the previous run.
+        """Set the parts of a run before it starts, and reset the state of the previous run.
 
         Raises:
             ConfigError: The loop is running already.
@@ -80,14 +80,14 @@ class Loop(Shown, Generic[Parts]):
 
 
 def check_features(loop: Loop[Any], used: Mapping[str, str]) -> None:
-    """Raise if a run uses what its loop does not support.
+    """Raise if a run uses features that its loop does not support.
 
     Args:
         loop: Any loop.
-        used: The features in use, each with what was asked for.
+        used: The features in use, each with the setting that selects it.
 
     Raises:
-        ConfigError: It names the feature, the loop's reason and the remedy.
+        ConfigError: A feature is not supported; the message gives the loop's reason and the remedy.
     """
     for feature, reason in loop.unsupported.items():
         if feature not in FEATURES:

@@ -26,18 +26,18 @@ _END = object()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateConfig:
-    """What an evaluation keeps and how it hands it on.
+    """What an evaluation keeps and returns.
 
     Args:
         keeps_predictions: Keep outputs and labels of the whole set.
         moves_every: Batches kept on the device before they move to the host; None moves them at the end.
-        joins_batches: Concatenate over batches, or hand out one entry per batch.
+        joins_batches: Concatenate over batches; otherwise return one entry per batch.
         computes_per_batch: Call `compute_metrics` with each batch and keep nothing.
-        includes: What else `compute_metrics` gets: ``"inputs"``, ``"loss"``.
-        input_name: The key of the batch that counts as its input.
-        takes_objects: Keep what is not a tensor, too.
-        spill_dir: Hold what is kept in files there, mapped into memory; None holds it in memory.
-        returns_predictions: Hand out predictions that `compute_metrics` does not need.
+        includes: Further inputs of `compute_metrics`: ``"inputs"``, ``"loss"``.
+        input_name: The key of the batch's main input.
+        takes_objects: Also keep values that are not tensors.
+        spill_dir: Folder of memory-mapped files for the kept values; None keeps them in memory.
+        returns_predictions: Return predictions even if `compute_metrics` does not need them.
     """
 
     keeps_predictions: bool = False
@@ -53,23 +53,23 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateHooks:
-    """The functions the loop calls.
+    """The functions that the loop calls.
 
     Args:
         evaluate_batch: batch -> loss, outputs, labels, logs.
-        count_items: batch -> how many items its mean loss is a mean over; or, for each of `kinds`, the factor of its
-            loss and the items it stands for.
-        kinds: What the loss may be a mean over, the same in every process.
-        choose_kind: Tells after the last batch which of several it is; collective.
+        count_items: batch -> the number of items its mean loss averages over; or, for each of `kinds`, the weight of
+            its loss and its number of items.
+        kinds: The kinds of item that the loss may average over, the same in every process.
+        choose_kind: Returns after the last batch which of several kinds it is; collective.
         compute_metrics: The user's function on predictions and labels, or None.
-        preprocess_logits: Runs on (logits, labels) before they are kept, or None.
+        preprocess_logits: Applied to (logits, labels) before they are kept, or None.
         needs_labels: Whether `compute_metrics` must run: a batch without labels or predictions is then an error.
-        repeat_batch: Runs a step on a batch again, for nothing; given where steps may talk to other processes, so that
-            each rank runs as many steps as the one with the most batches.
-        finish: Runs what the others' forward passes still need of this rank; called after the last batch, and after
-            each turn where the ranks take turns. Collective.
-        read_metrics: Compute and reset the task's own metrics; collective.
-        finish_outputs: Runs on what was kept of the outputs, joined, before anybody sees it.
+        repeat_batch: Runs a step on a batch again and drops the result; set if steps may communicate, so that each
+            rank runs as many steps as the one with the most batches.
+        finish: Runs the forward passes that other ranks still need of this one; called after the last batch, and
+            after each turn if ranks take turns. Collective.
+        read_metrics: Computes and resets the task's own metrics; collective.
+        finish_outputs: Applied to the collected, joined outputs.
     """
 
     evaluate_batch: Callable[[Any], StepOutput]
@@ -90,10 +90,10 @@ class EvaluateParts:
     """Parts of an evaluation, created by the Trainer for each evaluation.
 
     Args:
-        config: What is kept.
+        config: What to keep.
         hooks: The functions to call.
         group: The ranks.
-        events: Tells the callbacks (`on_prediction_step`).
+        events: Sends `on_prediction_step` to callbacks.
     """
 
     config: EvaluateConfig
@@ -112,7 +112,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
     stage: ClassVar[Stage] = "evaluate"
 
     def attach(self, parts: EvaluateParts) -> None:
-        """Set the parts of an evaluation before it begins."""
+        """Set the parts of an evaluation before it starts."""
         super().attach(parts)
         config, hooks, group = parts.config, parts.hooks, parts.group
         self._kept: dict[str, Kept | KeptBatches] = {}
@@ -125,8 +125,8 @@ class EvaluateLoop(Loop[EvaluateParts]):
                 finish_outputs=hooks.finish_outputs,
             )
         self._logs = LogWindow(gather_object=group.gather_object)
-        # For each kind: the sum of the losses, and the items; in double precision where the device has it, because the
-        # sum must not depend on how the set is cut into batches.
+        # For each kind: the sum of the losses, and the items; in double precision if the device has it, because the
+        # sum must not depend on the batch size.
         sum_dtype = torch.float32 if group.device.type == "mps" else torch.float64
         self._loss_sums = torch.zeros(len(hooks.kinds), 2, dtype=sum_dtype, device=group.device)
         self._num_samples = 0
@@ -143,13 +143,13 @@ class EvaluateLoop(Loop[EvaluateParts]):
         """Evaluate the batches; collective at the end only, unless ranks take batches in turn.
 
         Args:
-            loader: Gives this rank's batches.
+            loader: This rank's batches.
             is_interleaved: Ranks take batches in turn (streams); else each holds a contiguous run.
             order: Dataset indices of the samples in reading order, if that differs from the dataset's order.
             num_expected: The number of samples of this rank, if known.
 
         Returns:
-            Predictions and labels in the data's order (None where not kept), metrics without prefix, sample count.
+            Predictions and labels in the data's order (None if not kept), metrics without prefix, sample count.
         """
         config, hooks = self.parts.config, self.parts.hooks
         self._order = order
@@ -178,10 +178,10 @@ class EvaluateLoop(Loop[EvaluateParts]):
         return EvalLoopOutput(predictions, labels, metrics, num_samples)
 
     def _run_batches(self, batches: Iterator[Any]) -> None:
-        """Run this rank's batches, and take part in the turns of ranks that have more, where they need it.
+        """Run this rank's batches, and take part in the turns of ranks that have more if these need it.
 
-        In a turn without a batch, a rank repeats its last one if the steps may talk to each other (what comes of it is
-        dropped), runs the forward passes that a split model needs of it, and has nothing for metrics of a turn.
+        In a turn without a batch, a rank repeats its last one if steps may communicate (and drops the result), runs
+        the forward passes that a split model needs of it, and adds nothing to metrics computed per turn.
         """
         hooks, metrics = self.parts.hooks, self._batch_metrics
         is_watched = self.stops_early or metrics is not None or hooks.repeat_batch is not None
@@ -210,7 +210,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
             if metrics is not None:
                 metrics.add(parts, is_last=is_over)
         if self.stops_early and self._order is not None and not agree(upcoming is _END):
-            # Of samples that were not all read, there is no order but that of reading.
+            # If not all samples were read, only the reading order is left.
             self._order = None
 
     def should_stop(self, output: StepOutput | None) -> bool:
@@ -262,7 +262,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         return output
 
     def _batch_parts(self, batch: Any, output: StepOutput) -> dict[str, Any]:
-        """Return what of a batch is handed to `compute_metrics`; its loss once per sample."""
+        """Return the parts of a batch that `compute_metrics` receives; the loss is repeated per sample."""
         parts = {"outputs": output.outputs, "labels": output.labels}
         if "inputs" in self.parts.config.includes and self.parts.hooks.compute_metrics is not None:
             parts["inputs"] = _main_input(batch, self.parts.config.input_name)
@@ -278,7 +278,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
             joined = kept.joined(group, is_interleaved=is_interleaved)
         if name == "outputs" and self.parts.hooks.finish_outputs is not None:
             joined = self.parts.hooks.finish_outputs(joined)
-        # Several ranks have put each row where it belongs.
+        # With several ranks, joining has already restored the order.
         if order is None or group.world_size > 1 or not self.parts.config.joins_batches:
             return joined
         return put_back(joined, order, folder=self.parts.config.spill_dir)
@@ -288,7 +288,7 @@ class EvaluateLoop(Loop[EvaluateParts]):
         for row, kind in zip(self._loss_sums, self.parts.hooks.kinds, strict=True):
             pair = counts[kind] if isinstance(counts, dict) else (counts, counts)
             factor, count = (torch.as_tensor(each, device=loss.device, dtype=loss.dtype) for each in pair)
-            # A batch without a single item has no mean; it must not turn the others into NaN.
+            # The mean loss of a batch without items is NaN, which must not reach the sum.
             row += torch.stack([torch.where(count > 0, loss * factor, 0.0).reshape(()), count.reshape(())])
 
     def _mean_loss(self) -> dict[str, float]:
@@ -313,7 +313,7 @@ def _columns(batch: Any) -> str:
 
 
 def _main_input(batch: Any, name: str) -> Any:
-    """Return a batch's main input; raise where `compute_metrics` would get none."""
+    """Return a batch's main input; raise if `compute_metrics` would get none."""
     if isinstance(batch, Mapping) and name in batch:
         return batch[name]
     raise TaskError(

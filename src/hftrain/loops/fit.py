@@ -22,13 +22,13 @@ from hftrain.step.stepper import Stepper
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitConfig:
-    """How long to train, and how a step is cut.
+    """Length of the training, and the size of a step.
 
     Units:
-        max_steps: optimizer updates. num_epochs: passes after which a run ends although callbacks cut some short (None:
+        max_steps: optimizer updates. num_epochs: passes after which a run ends even if callbacks cut some short (None:
         only `max_steps` ends it). accumulation: micro-batches per update. num_batches: of one rank's loader per
-        epoch (None: unknown). num_batches_first: of the pass that a resume with another batch size goes on with, where
-        it is cut differently from the others. world_size: ranks. empty_cache_every: updates (None: never).
+        epoch (None: unknown). num_batches_first: the same for the first pass after a resume with another batch size,
+        which is divided differently. world_size: ranks. empty_cache_every: updates (None: never).
     """
 
     max_steps: int
@@ -43,22 +43,22 @@ class FitConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitHooks:
-    """The functions the loop calls, with the documented signatures; a Trainer fills in its own methods.
+    """The functions that the loop calls, with the documented signatures; a Trainer passes its own methods.
 
     Args:
         get_batch_samples: (iterator, number, device) -> the step's micro-batches (none left: empty), item count.
-        training_step: (model, batch, item count) -> detached loss, its share of the step; runs backward.
+        training_step: (model, batch, item count) -> detached loss, scaled to its share of the step; runs backward.
         before_epoch: Called before an epoch's data is opened.
-        restore_rng: Called once it is open; returns whether the pass is over already.
-        log, evaluate, save: Act on what callbacks asked for.
-        empty_cache: Gives cached device memory back.
-        make_feed: A dataset -> what gives this rank's batches of it, as the Trainer's loader does; the run reads that
-            one from then on. Collective.
-        evaluate_on: (dataset, prefix) -> the metrics of an evaluation on it, which are logged too. Collective.
-        act: (the loop's own `act`, last gradient norm, last learning rate); called in place of `FitLoop.act` where
-            something must see the end of every step, and calls what it is given. None costs nothing.
-        mark_sync: Told before each micro-step that begins or ends a step whether it is the last one before the update.
-            None costs nothing.
+        restore_rng: Called once the data is open; returns whether the pass is already over.
+        log, evaluate, save: Perform the actions that callbacks requested.
+        empty_cache: Frees cached device memory.
+        make_feed: A dataset -> the feed of this rank's batches of it, loaded as by the Trainer; the run reads it from
+            then on. Collective.
+        evaluate_on: (dataset, prefix) -> the metrics of an evaluation on it, which are also logged. Collective.
+        act: (the loop's own `act`, last gradient norm, last learning rate); called instead of `FitLoop.act` at the end
+            of every step and epoch, and must call its first argument. None costs nothing.
+        mark_sync: Called before the first and the last micro-step of a step; its argument is whether the micro-step is
+            the last one before the update. None costs nothing.
     """
 
     get_batch_samples: Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
@@ -79,7 +79,7 @@ class Feed(Protocol):
     """Source of the loop's batches."""
 
     def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
-        """Return the epoch's batches, cut from sample `offset` on, the first `skip` left out."""
+        """Return the epoch's batches from sample `offset` on, without the first `skip` batches."""
 
 
 class Events(Protocol):
@@ -96,21 +96,21 @@ class FitParts:
     """Parts of a training run, created by the Trainer for each run.
 
     Args:
-        config: How long, and how a step is cut.
+        config: Length of the training and size of a step.
         hooks: The functions to call.
-        feed: Gives each epoch's batches.
-        dataset: What the Trainer was given to train on, or None.
+        feed: Source of each epoch's batches.
+        dataset: The Trainer's training dataset, or None.
         stepper: Runs backward, clips and updates.
-        model: What `training_step` receives, as the strategy wrapped it.
+        model: The model that `training_step` receives, as wrapped by the strategy.
         optimizer: The loop itself only reads its current learning rate.
         schedule: Stepped after each update that was not skipped; None if something else drives it.
         no_sync: Context for micro-steps that must not exchange gradients.
-        device: Where losses live.
-        progress, state, control: Where the run is; mutated.
-        events: Tells the callbacks.
+        device: The device of the losses.
+        progress, state, control: The progress of the run; mutated.
+        events: Sends events to callbacks.
         losses: Sums the losses.
-        pending: What to call at the end of the next step, and of each one after, until it takes itself out again: put
-            there by another thread or a signal handler, which may change the list at any time. Empty costs nothing.
+        pending: Functions to call at the end of each step, until they remove themselves. Another thread or a signal
+            handler may change the list at any time. Empty costs nothing.
     """
 
     config: FitConfig
@@ -138,13 +138,13 @@ class FitLoop(Loop[FitParts]):
     """
 
     stage = "fit"
-    # From an epoch's begin until what comes at its end begins.
+    # True from the start of an epoch until its end is processed.
     is_within_epoch = False
-    # Does what callbacks asked for at the end of a step or an epoch: `act`, or what sees every step's end before it.
+    # Performs requested actions at the end of a step or an epoch: `act`, or a hook that wraps it.
     end_step: Callable[[], None]
 
     def attach(self, parts: FitParts) -> None:
-        """Set the parts of a run before it begins."""
+        """Set the parts of a run before it starts."""
         super().attach(parts)
         self.is_within_epoch = False
         self._batches_per_epoch = 1
@@ -155,8 +155,8 @@ class FitLoop(Loop[FitParts]):
         """Train until `max_steps` or until a callback stops the run.
 
         Args:
-            has_left: Whether `restore_rng` has something to do that the checkpoint's run had left to do.
-            ends_epoch: Whether that run, if its steps are all done, has not come to the end of its last epoch yet.
+            has_left: Whether `restore_rng` has to finish actions that the checkpoint's run had not done yet.
+            ends_epoch: Whether that run, if all its steps are done, had not ended its last epoch yet.
         """
         config, progress = self.parts.config, self.parts.progress
         if has_left and progress.step >= config.max_steps:
@@ -169,7 +169,7 @@ class FitLoop(Loop[FitParts]):
                 break
 
     def _finish(self, *, ends_epoch: bool) -> None:
-        """Do what was left after the last step; the data stay closed, for a stream would be read to its end."""
+        """Finish actions left after the last step; the data stays closed, since a stream would be read to its end."""
         if ends_epoch:
             self.parts.events.fire("on_epoch_begin")
         self.parts.hooks.restore_rng()
@@ -193,7 +193,7 @@ class FitLoop(Loop[FitParts]):
         is_exhausted = False
         while progress.step < max_steps and not is_over:
             if progress.micro_steps_in_epoch == num_batches:
-                # Hooks are not asked for batches after the last one. A loader may hold more than it says.
+                # Hooks must not be asked for batches after the last one. A loader may hold more than its length.
                 more = list(islice(batches, 1))
                 if not more:
                     is_exhausted = True
@@ -222,7 +222,7 @@ class FitLoop(Loop[FitParts]):
         num_batches = config.num_batches_first if progress.offset_in_epoch else config.num_batches
         self.is_within_epoch = False
         progress.cut_epochs += control.should_epoch_stop
-        # Counted before the event, so that a checkpoint taken here resumes with the next epoch.
+        # Counted before the event, so that a checkpoint saved here resumes with the next epoch.
         if is_exhausted or control.should_epoch_stop or progress.micro_steps_in_epoch == num_batches:
             progress.epoch += 1
             progress.micro_steps_in_epoch = progress.offset_in_epoch = 0
@@ -234,7 +234,7 @@ class FitLoop(Loop[FitParts]):
 
         Args:
             window: The step's micro-batches, at least one.
-            num_items: What `get_batch_samples` counted in them.
+            num_items: Their item count from `get_batch_samples`.
         """
         parts, hooks, last = self.parts, self.parts.hooks, len(window) - 1
         for index, batch in enumerate(window):
@@ -259,7 +259,7 @@ class FitLoop(Loop[FitParts]):
         is_updated = parts.stepper.step()
         if "on_optimizer_step" in heard:
             parts.events.fire("on_optimizer_step")
-        # The rate this step used: the schedule moves it right after.
+        # The rate that this step used, before the schedule changes it.
         parts.losses.learning_rate = parts.optimizer.param_groups[0]["lr"]
         if is_updated and parts.schedule is not None:
             parts.schedule.step()
@@ -309,7 +309,7 @@ class FitLoop(Loop[FitParts]):
         if losses.grad_norm is not None:
             logs["grad_norm"] = as_number(losses.grad_norm)
         rate = losses.learning_rate
-        # A checkpoint of transformers' Trainer does not tell what the last step used.
+        # A checkpoint of transformers' Trainer does not hold the rate of the last step.
         logs["learning_rate"] = float(self.parts.optimizer.param_groups[0]["lr"] if rate is None else rate)
         return logs
 

@@ -1,4 +1,4 @@
-"""Keeping predictions: batch by batch, padded where lengths differ, in the data's order over all ranks."""
+"""Collecting predictions: batch by batch, padded if lengths differ, in the data's order over all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hftrain.loops.buffers import Array, Rows, allocate, common_kind, padded
 from hftrain.loops.objects import Objects, decode, encode, to_plain
 from hftrain.loops.shared_file import SharedFile
 
-# How much the ranks together send at once.
+# How much all ranks together send at once.
 _CHUNK_BYTES = 1 << 22
 _CHUNK_OBJECTS = 1 << 14
 
@@ -30,11 +30,11 @@ class Group(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """The rank of this process."""
 
     @property
     def device(self) -> torch.device:
-        """Where tensors must be to travel."""
+        """The device on which tensors are exchanged."""
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate every rank's rows."""
@@ -47,11 +47,11 @@ class Group(Protocol):
 
 
 class _Keeper:
-    """Take one stream of nested tensors (predictions, labels, inputs or losses), and move it to the host in time.
+    """Collect one stream of nested tensors (predictions, labels, inputs or losses) and move it to the host.
 
     Args:
         moves_every: Batches kept on the device before they move to the host; None moves them at the end.
-        takes_objects: Keep what is not a tensor, too: lists as one object per sample, others as one per batch.
+        takes_objects: Also keep values other than tensors: lists as one object per sample, others as one per batch.
     """
 
     def __init__(self, *, moves_every: int | None = None, takes_objects: bool = False) -> None:
@@ -63,7 +63,7 @@ class _Keeper:
         """Keep one batch's tensors, arrays and numbers (0-d ones become rows); None is skipped.
 
         Raises:
-            TaskError: The batch holds anything else, or cannot be joined with those before.
+            TaskError: The batch holds other values, or cannot be joined with earlier batches.
         """
         if tree is None:
             return
@@ -75,7 +75,7 @@ class _Keeper:
             self.to_host()
 
     def to_host(self) -> None:
-        """Move what is still on the device to host memory; synchronises."""
+        """Move batches that are still on the device to host memory; synchronises."""
         waiting, self._waiting = self._waiting[::-1], []
         while waiting:
             self._store(map_tensors(waiting.pop(), torch.Tensor.cpu))
@@ -111,18 +111,18 @@ class KeptBatches(_Keeper):
 
 
 class Kept(_Keeper):
-    """Keep a stream as a whole: nothing is held twice where the number of samples is known.
+    """Keep a stream as a whole, without copies if the number of samples is known.
 
     Args:
         num_samples: The number of samples of this rank, if known.
-        folder: Hold arrays in files there, mapped into memory; None holds them in memory.
+        folder: Folder of memory-mapped files for the arrays; None keeps them in memory.
     """
 
     def __init__(self, *, num_samples: int | None = None, folder: Path | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._num_samples = num_samples or 0
         self._folder = folder
-        # The rows of each leaf; the form of the batches, and which of their leaves are objects.
+        # The rows of each leaf; the structure of the batches, and which of their leaves are objects.
         self._rows: list[Any] = []
         self._form: tuple[TreeSpec, list[bool]] | None = None
 
@@ -143,14 +143,14 @@ class Kept(_Keeper):
     def joined(self, group: Group, *, is_interleaved: bool, order: Any = None) -> Any:
         """Return everything as NumPy arrays, concatenated over batches and ranks; None if nothing was kept.
 
-        Lengths that differ beyond the first dimension are padded on the right with -100. Of several ranks, those of one
-        machine share a file if there is a `folder`. Collective.
+        Lengths that differ beyond the first dimension are padded on the right with -100. With a `folder`, the ranks of
+        a machine share a file. Collective.
 
         Args:
-            order: Where several ranks' rows go, see `put_back`.
+            order: The positions of several ranks' rows, see `put_back`.
 
         Raises:
-            TaskError: Ranks hold what cannot be joined.
+            TaskError: The ranks' predictions cannot be joined.
         """
         self.to_host()
         if group.world_size == 1:
@@ -163,7 +163,7 @@ class Kept(_Keeper):
             return None
         spec, kinds = forms[0]
         joined: list[Any] = []
-        # A rank without batches learns the form from the others, and sends nothing.
+        # A rank without batches gets the structure from the others and sends no rows.
         for is_objects, mine in zip_longest(kinds, self._rows):
             places = _places(group.gather_object(mine.batch_sizes if mine else []), is_interleaved=is_interleaved)
             places = _in_order(places, order)
@@ -177,7 +177,7 @@ class Kept(_Keeper):
 
 
 class _ObjectRows:
-    """Take objects, one per row."""
+    """Collect objects, one per row."""
 
     def __init__(self) -> None:
         self.batch_sizes: list[int] = []
@@ -192,7 +192,7 @@ class _ObjectRows:
 
 
 def as_tensors(tree: Any, *, takes_objects: bool = False) -> Any:
-    """Return nested values with arrays and numbers as tensors, and objects, where they are taken, as `Objects`.
+    """Return nested values with arrays and numbers as tensors, and with `takes_objects` other values as `Objects`.
 
     Raises:
         TaskError: A value is neither; the error names its type.
@@ -223,13 +223,13 @@ def to_numpy(tree: Any) -> Any:
 
 
 def put_back(tree: Any, order: Any, *, folder: Path | None = None) -> Any:
-    """Put the rows of nested arrays where their samples stand in the dataset; arrays of other lengths stay.
+    """Return nested arrays with rows in dataset order; arrays of other lengths do not change.
 
-    Several rows for each sample, such as the sequences of `num_return_sequences`, stay together.
+    Several rows of a sample, such as the sequences of `num_return_sequences`, stay together.
 
     Args:
-        order: The places of the samples in the order they were read.
-        folder: Hold arrays in files there, mapped into memory; None holds them in memory.
+        order: The dataset indices of the samples in reading order.
+        folder: Folder of memory-mapped files for the arrays; None keeps them in memory.
     """
     return tree_map(partial(_put_back, order=order, folder=folder), tree, is_leaf=lambda each: isinstance(each, list))
 
@@ -268,7 +268,7 @@ def _mismatch(of: str, forms: list[tuple[TreeSpec, list[bool]]]) -> TaskError:
 
 
 def _places(batch_sizes: Sequence[Sequence[int]], *, is_interleaved: bool) -> list[Array]:
-    """Return for each rank where its rows stand in the data, from the sizes of its batches."""
+    """Return for each rank the positions of its rows in the data, from the sizes of its batches."""
     places: list[list[Array]] = [[numpy.empty(0, numpy.int64)] for _ in batch_sizes]
     in_runs = [[(rank, size) for size in sizes] for rank, sizes in enumerate(batch_sizes)]
     start = 0
@@ -279,7 +279,7 @@ def _places(batch_sizes: Sequence[Sequence[int]], *, is_interleaved: bool) -> li
 
 
 def _in_order(places: list[Array], order: Any) -> list[Array]:
-    """Return for each rank where its rows stand in the dataset, whose samples were read in an order; see `put_back`."""
+    """Return for each rank the positions of its rows in the dataset, for samples read in `order` (see `put_back`)."""
     total = sum(map(len, places))
     if order is None or not len(order) or total % len(order):
         return places
@@ -290,9 +290,9 @@ def _in_order(places: list[Array], order: Any) -> list[Array]:
 
 
 def _gather_rows(mine: Array | None, group: Group, places: list[Array], *, folder: Path | None) -> Array:
-    """Bring all ranks' rows together piece by piece, each where it stands in the data; collective.
+    """Join all ranks' rows chunk by chunk, each at its position in the data; collective.
 
-    Ranks that share a file each write their own rows into it, and nothing travels.
+    Ranks that share a file write their own rows into it and exchange none.
     """
     own = None if mine is None else torch.from_numpy(mine)
     kinds = group.gather_object(None if own is None else [str(own.dtype).removeprefix("torch."), list(own.shape[1:])])

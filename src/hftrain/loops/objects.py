@@ -1,6 +1,6 @@
-"""Objects among predictions: text, numbers and arrays in lists and mappings; as JSON they travel between processes.
+"""Objects among predictions: text, numbers and arrays in lists and mappings, sent between processes as JSON.
 
-Pickles could hold anything, and could run code where they are read; hence plain data only, on one process as on many.
+Unpickling can run arbitrary code, so only plain data is allowed, with one process as with several.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def to_plain(value: Any) -> Any:
     """Return nested plain data with its tensors as NumPy arrays; synchronises.
 
     Raises:
-        TaskError: Something else is inside; the error names its type.
+        TaskError: A value is not plain data; the error names its type.
     """
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
@@ -48,7 +48,7 @@ def to_plain(value: Any) -> Any:
 
 
 def encode(value: Any) -> Any:
-    """Return JSON data that `decode` turns back into what `to_plain` returned, types of keys and arrays included."""
+    """Return plain data from `to_plain` as JSON data, from which `decode` restores it with all types."""
     if isinstance(value, numpy.ndarray):
         data = base64.b64encode(value.tobytes()).decode("ascii")
         return {"array": data, "dtype": value.dtype.str, "shape": list(value.shape)}
@@ -60,11 +60,11 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """Return what `encode` was given."""
+    """Return the value that `encode` converted."""
     if not isinstance(data, dict):
         return data
     if "array" in data:
-        # A copy, because what is read from bytes cannot be written to.
+        # A copy, because an array over bytes is read-only.
         array = numpy.frombuffer(base64.b64decode(data["array"]), numpy.dtype(data["dtype"]))
         return array.reshape(data["shape"]).copy()
     if "items" in data:

@@ -1,4 +1,4 @@
-"""Prediction: an evaluation that always keeps what the model said."""
+"""Prediction: an evaluation that always keeps the model's outputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class PredictLoop(EvaluateLoop):
     stage = "predict"
 
     def attach(self, parts: EvaluateParts) -> None:
-        """Set the parts of a prediction before it begins."""
+        """Set the parts of a prediction before it starts."""
         config = dataclasses.replace(parts.config, keeps_predictions=True)
         super().attach(dataclasses.replace(parts, config=config))
 
     def _tell(self, output: StepOutput) -> None:
-        """Hand the batch's predictions to callbacks, too: some write them somewhere."""
+        """Also pass the batch's predictions to callbacks, such as writers."""
         self.parts.events.fire("on_prediction_step", outputs=output.outputs, labels=output.labels)

@@ -21,14 +21,14 @@ _BASES: dict[str, type[Loop[Any]]] = {"fit": FitLoop, "evaluate": EvaluateLoop, 
 
 
 def create_loops(chosen: Any) -> dict[str, Loop[Any]]:
-    """Return the loops that were asked for, by the stage that each runs.
+    """Return the chosen loops, by the stage that each runs.
 
     Args:
         chosen: A name, a class, an instance, or a sequence of those; None for none.
 
     Raises:
-        ConfigError: There is no such name, a class needs options, or two loops run the same stage.
-        TaskError: Something is not a loop.
+        ConfigError: A name is unknown, a class needs options, or two loops run the same stage.
+        TaskError: A value is not a loop.
     """
     if chosen is None:
         return {}

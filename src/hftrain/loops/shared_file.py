@@ -1,4 +1,4 @@
-"""One array for all processes of a machine, in a file that is mapped into the memory of each."""
+"""One array for all processes of a machine, in a file that is mapped into the memory of each process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Group(Protocol):
-    """The processes; each calls what is collective."""
+    """The group of processes; every process must call the collective methods."""
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """The rank of this process."""
 
     def gather_object(self, value: Any) -> list[Any]:
         """Return every process's plain data; collective."""
@@ -30,18 +30,18 @@ class Group(Protocol):
 class SharedFile:
     """A new array that the processes of each machine fill together; collective.
 
-    The file has a name until all have opened it, so that nothing is left behind once they write.
+    The file is unlinked once all have opened it, so it is not left behind if a process is killed while writing.
 
     Args:
-        folder: Where the file is.
+        folder: The folder of the file.
         group: The processes.
 
     Attributes:
-        writes_all: Whether this process writes the rows of all: the first one of its machine does.
+        writes_all: Whether this process writes all rows: the first process of each machine does.
         is_of_all: Whether all processes share one file, so that each writes its own rows.
 
     Raises:
-        OSError: The disk has no space for it.
+        OSError: The disk does not have enough space.
     """
 
     def __init__(self, shape: Sequence[int], kind: numpy.dtype[Any], *, folder: Path, group: Group) -> None:
@@ -52,7 +52,7 @@ class SharedFile:
         path = self._make(folder) if first == group.rank else None
         paths = group.gather_object(path)
         self._file = _open(paths[first])
-        # Processes of one machine that see other folders, as in containers, have a file each.
+        # Processes of one machine that see different folders, as in containers, have one file each.
         self.writes_all = path is not None or self._file is None
         shares = self._file is not None and machines == machines[:1] * len(machines)
         self.is_of_all = all(group.gather_object(shares))
@@ -64,11 +64,11 @@ class SharedFile:
             os.unlink(own)
 
     def space(self) -> Array:
-        """Return the array, to be written."""
+        """Return the array for writing."""
         return self._map("r+")
 
     def finished(self) -> Array:
-        """Return the array when all have written; what a process then changes in it, it alone sees. Collective."""
+        """Return the array once all have written it; later changes stay private to a process. Collective."""
         self._group.gather_object(None)
         array = self._map("c")
         assert self._file is not None
@@ -84,7 +84,7 @@ class SharedFile:
         num_bytes = int(numpy.prod(self._shape, dtype=numpy.int64)) * self._kind.itemsize
         try:
             if hasattr(os, "posix_fallocate"):
-                # A full disk is then an error here and not a signal that ends the process when the rows are written.
+                # A full disk then raises here; otherwise a signal would kill the process when it writes rows.
                 os.posix_fallocate(handle, 0, num_bytes)
             else:
                 os.truncate(handle, num_bytes)
@@ -104,5 +104,5 @@ def _open(path: str) -> IO[bytes] | None:
 
 
 def _machine() -> str:
-    """Return what names this machine, and no other that shares its folders."""
+    """Return a name of this machine, unique among machines that share its folders."""
     return f"{platform.node()} {_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ''}"

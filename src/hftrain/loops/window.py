@@ -12,12 +12,12 @@ from hftrain.core.errors import TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 
-# How many losses wait before they are summed. The number is constant, so that a resumed sum is bit-identical.
+# Number of losses collected before they are summed. It is constant, so that a resumed sum is bit-identical.
 _FOLD_EVERY = 64
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
-# What a window's state is made of.
+# Types of the values in a window's state.
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("num_nonfinite", "num_micro_steps", "num_steps", "run_steps"), (int,)),
     "sum": (torch.Tensor, type(None)),
@@ -35,8 +35,8 @@ class LossWindow:
     optimizer updates since the last reading, which the loop counts.
 
     Args:
-        filters_nonfinite: Put the window's running mean in place of a NaN or infinite loss in what is logged (the
-            gradients are not touched). Each one is counted, the count is logged, and the first one warns.
+        filters_nonfinite: Replace a NaN or infinite loss by the window's running mean in the logged loss (gradients do
+            not change). Each one is counted, the count is logged, and the first one warns.
         reduce: Mean over ranks; collective.
         is_live: Keep the sum up to date, for code that reads and resets it itself (`open_sum`, `leave`).
 
@@ -75,12 +75,12 @@ class LossWindow:
         is_finite = loss.isfinite()
         self.num_finite = self.num_finite + is_finite
         if self._filters:
-            # The window's mean so far, as documented.
+            # Replaced by the window's mean so far, as documented.
             loss = torch.where(is_finite, loss, total / (1 + self.num_steps))
         self.sum = total + loss
 
     def _fold(self) -> None:
-        """Sum up what is pending: a few operations for many micro-steps instead of a few for each."""
+        """Sum the pending losses: a few operations for many micro-steps instead of a few for each."""
         if self.pending:
             losses = torch.stack(self.pending)
             self.pending = []
@@ -92,18 +92,18 @@ class LossWindow:
             self.sum = total if self.sum is None else self.sum + total
 
     def open_sum(self) -> torch.Tensor:
-        """Return what has been added since the last reading: of a live window the sum itself, which may be reset."""
+        """Return the sum since the last reading; for a live window, the tensor itself, which may be reset."""
         self._fold()
         if self.sum is None:
             self.sum = torch.zeros(())
         return self.sum
 
     def give(self, total: Any) -> None:
-        """Say what is to be read in place of the sum; None takes that back."""
+        """Set a value to read in place of the sum; None resets it."""
         self._given = None if total is self.sum else total
 
     def leave(self, num_steps: int) -> None:
-        """Go on as if all but the last `num_steps` steps had been read, by code that resets a live window's sum."""
+        """Count all but the last `num_steps` steps as read, for code that resets a live window's sum."""
         if self._is_live:
             self._count_nonfinite()
             self.run_steps += self.num_steps - num_steps
@@ -127,13 +127,13 @@ class LossWindow:
                 "mean; 'nonfinite_losses' in the logs counts it. Set logging_nan_inf_filter=False to see it."
             )
         if self._is_live and given is not None:
-            given.zero_()  # as whoever holds it expects
+            given.zero_()  # as code that holds it expects
         self.sum = None
         self.num_finite = self.num_steps = self.num_micro_steps = 0
         return logs
 
     def _filled_up(self, total: torch.Tensor) -> torch.Tensor:
-        """Put the mean of the finite losses in the place of the others; NaN if there is no finite one."""
+        """Replace losses that are not finite by the mean of the others; NaN if none is finite."""
         num_micro_steps, num_finite = self.num_micro_steps, self.num_finite
         if self._count_nonfinite() and self._filters:
             total = total if self._is_live else total * (num_micro_steps / num_finite)
@@ -141,7 +141,7 @@ class LossWindow:
         return total
 
     def _count_nonfinite(self) -> int:
-        """Count the losses that were not finite, and return how many; synchronises."""
+        """Count the losses that were not finite and return their number; synchronises."""
         num_missing = self.num_micro_steps - int(self.num_finite)
         self.num_nonfinite += num_missing
         self.num_finite = self.num_micro_steps = 0
@@ -149,12 +149,12 @@ class LossWindow:
 
     @property
     def num_hidden(self) -> int:
-        """How many losses that were not finite do not show in what was logged."""
+        """The number of non-finite losses that the logged mean leaves out."""
         return self.num_nonfinite if self._filters else 0
 
     def total_nonfinite(self) -> int:
-        """Return how many losses of the run were not finite, with those that nobody has read yet; synchronises."""
-        # Not summed up here: a resumed sum would be another one in its last bits.
+        """Return how many losses of the run were not finite, including those not read yet; synchronises."""
+        # The pending losses are not summed here: that would change the last bits of a resumed sum.
         num_finite = int(self.num_finite) + (int(torch.stack(self.pending).isfinite().sum()) if self.pending else 0)
         return self.num_nonfinite + self.num_micro_steps - num_finite
 
@@ -162,14 +162,14 @@ class LossWindow:
         """Return everything summed so far, as tensors and plain numbers; collective if the norm is sharded."""
         own = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         norm = _whole(self.grad_norm)
-        # An engine may hand out something that reads its norm when it is asked for.
+        # An engine may return an object that reads its norm on conversion to float.
         return {**own, "grad_norm": norm if norm is None or isinstance(norm, torch.Tensor) else float(norm)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, device: torch.device) -> None:
-        """Go on from what `state_dict` returned; mutates the object.
+        """Restore the state that `state_dict` returned; mutates the object.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The state is not valid.
         """
         if not all(name in _KINDS and _is_of(value, _KINDS[name]) for name, value in state.items()):
             raise ValueError(f"The state of a logging window does not hold {sorted(map(str, state))} as these are.")
@@ -199,7 +199,7 @@ class LogWindow:
 
         Args:
             logs: Numbers by name.
-            weight: How much they count in the mean: the samples they stand for.
+            weight: Their weight in the mean: the number of samples.
         """
         for name, value in logs.items():
             value = (value.detach() if isinstance(value, torch.Tensor) else value) * weight
@@ -207,14 +207,14 @@ class LogWindow:
             self._counts[name] = self._counts.get(name, 0) + weight
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is summed up since the last reading, as tensors and plain numbers."""
+        """Return the sums since the last reading, as tensors and plain numbers."""
         return {"sums": dict(self._sums), "counts": dict(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, device: torch.device) -> None:
-        """Go on from what `state_dict` returned; mutates the object.
+        """Restore the state that `state_dict` returned; mutates the object.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The state is not valid.
         """
         sums, counts = state.get("sums", {}), state.get("counts", {})
         if sums.keys() != counts.keys() or not all(map(_is_sum, [*sums.values(), *counts.values()])):
@@ -223,7 +223,7 @@ class LogWindow:
         self._counts = dict(state.get("counts", {}))
 
     def read(self) -> dict[str, float]:
-        """Return the means over steps and ranks and forget them; synchronises, collective."""
+        """Return the means over steps and ranks and reset them; synchronises, collective."""
         mine = {name: (_number(name, value), self._counts[name]) for name, value in self._sums.items()}
         self._sums, self._counts = {}, {}
         merged: dict[str, list[float]] = {}
