@@ -1,1 +1,1 @@
-"""What a checkpoint holds, where, and how it is committed, verified, rotated and found again."""
+"""Checkpoints: content, layout, commit, verification, rotation and lookup."""

@@ -26,7 +26,7 @@ class BackgroundWrite:
         name: What `Consensus.due` returns at the boundary at which all call `finish`; unique to this write.
         work: Called in the thread, with a group through which the processes agree.
         settle: Called in the main thread with what the work returned, or its error; may raise.
-        consensus: The processes'.
+        consensus: The object through which the processes agree.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class BackgroundWrite:
     def _run(self) -> None:
         try:
             self._path = self._work(self._consensus)
-        except BaseException as error:  # of any kind: the main thread must know
+        except BaseException as error:  # of any kind, because the main thread raises it
             self._error = error
         try:
             if not self._consensus.all_true(self._error is None) and self._error is None:

@@ -192,7 +192,7 @@ class Consensus:
         self._bell.put(None)
         if self._watcher.is_alive():
             self._watcher.join(_JOIN_S)
-        # After the last note of the thread: whoever sees this one has seen all.
+        # Posted after the last note of the thread, so a process that reads this one has read all.
         if self.world_size > 1 and not self._watcher.is_alive() and not self._is_deaf:
             with suppress(Exception):
                 self._board.post(f"left/{self.rank}", "failed" if is_failed else "ended")
@@ -237,7 +237,7 @@ class Consensus:
                 if not (self._wait_for(number) and self._hold(number)):
                     return
         except Exception as error:
-            # The board is gone, and so is the process that hosted it.
+            # The board is not available any more, because the process that hosted it has ended.
             self._is_deaf = True
             if not self._is_closing:
                 self._end_if_asked(f"the processes cannot reach each other any more ({error!r})")

@@ -17,7 +17,7 @@ from hftrain.core.log import get_logger
 
 logger = get_logger(__name__)
 
-# Messages besides signal numbers.
+# Messages other than signal numbers.
 _CLOSE, _ELSEWHERE = 0, 255
 _POLL_S, _LONGEST_POLL_S = 0.25, 5.0
 _JOIN_S = _SAY_S = 1.0

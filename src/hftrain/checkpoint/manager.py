@@ -79,7 +79,7 @@ class CheckpointManager:
     """Write, find, verify and rotate the checkpoints of one run, which owns its output folder.
 
     Args:
-        config: Where and how many.
+        config: The folders, the content and the number of checkpoints.
         group: The processes that call `save` together.
         parcels: Transfers files if machines do not share the mirror of a remote folder.
     """
@@ -118,7 +118,7 @@ class CheckpointManager:
             step: The optimizer updates done.
             main: What the main process writes; each is called with the folder to write to.
             each: What every process writes, in files whose names differ by rank.
-            facts: What the manifest records besides the files: numbers, text, lists and dictionaries.
+            facts: What the manifest records in addition to the files: numbers, text, lists and dictionaries.
             group: How the processes agree; by default the manager's group, which uses collectives.
 
         Returns:

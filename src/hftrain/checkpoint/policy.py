@@ -1,4 +1,4 @@
-"""When and how a run saves, beyond what the documented arguments can say."""
+"""When and how a run saves, beyond the documented arguments."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SavePolicy:
         every_s, grace_s: seconds.
 
     Raises:
-        ConfigError: A value is not one of these.
+        ConfigError: A value is not allowed.
     """
 
     save_async: bool = False

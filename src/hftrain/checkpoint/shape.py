@@ -71,7 +71,7 @@ def check_shape(saved: Mapping[str, Any], current: Mapping[str, Any], *, is_with
     if saved.get("weights_dtype") is not None and saved["weights_dtype"] == current.get("weights_dtype"):
         # Only the arithmetic changes, not the weights and the optimizer's state.
         fixed.remove("precision")
-    # Then only the ranks that shared the data know their positions.
+    # In these cases, a position is only valid with the same number of ranks.
     alone = saved.get("own_shares") or current.get("own_shares") or current.get("seedable") is False
     fixed += ["world_size"] if is_within_epoch and alone else []
     if is_within_epoch and not (saved.get("round_size") and current.get("round_size")):

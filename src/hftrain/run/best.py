@@ -42,7 +42,7 @@ class BestMetric:
         return {"metric": value if step == self._state.global_step and math.isfinite(value) else None}
 
 
-# What an evaluation reports of itself.
+# Endings of the names of values that describe the evaluation itself, such as its speed.
 _NOT_METRICS = ("epoch", "_runtime", "_per_second", "_preparation_time")
 
 

@@ -38,7 +38,7 @@ def open_run(parts: RunParts, hooks: RunHooks, resume: Path | None) -> Iterator[
             yield _build(parts, hooks, resume, stack)
         except (RuntimeError, OSError, EOFError) as error:
             report_worker(error)
-            report_late_ranks(parts.strategy, error)  # while the run still knows what it was doing
+            report_late_ranks(parts.strategy, error)  # before the description of what the run does is lost
             raise
 
 

@@ -69,7 +69,7 @@ def saved_tool(processing_class: Any, collator: Any) -> Any:
 def frozen_state(state: TrainerState) -> TrainerState:
     """Return a copy of the documented state, independent of later steps, without the log history."""
     frozen = copy.copy(state)
-    frozen.log_history = []  # `HistoryText` has it
+    frozen.log_history = []  # stored in `HistoryText`
     frozen.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
     return frozen
 

@@ -52,7 +52,7 @@ class Finiteness:
         self._parts, self._hooks, self._ready, self._manager, self._own = parts, hooks, ready, manager, own
         self._policy = parts.save_policy.on_nonfinite
         self._is_finite = True
-        # The steps of this session whose saves found something that is not finite.
+        # The steps of this session at whose saves a weight or loss was not finite.
         self.found_steps: list[int] = []
         self._num_losses = self._num_restores = 0
         if self._policy != "warn" and not saves_at_all(parts.args, parts.save_policy) and parts.strategy.is_main:
@@ -122,7 +122,7 @@ class Finiteness:
         manifests = {path.name: read_manifest(path) for path in self._manager.own_checkpoints()}
         return next(iter(last_finite_name(manifests)), None)
 
-    # -- going back ----------------------------------------------------------------------------------------------
+    # -- restoring -----------------------------------------------------------------------------------------------
 
     def _restore(self, step: int, found: str) -> None:
         """Load weights, optimizers and loss scale from the last finite checkpoint; the rest continues. Collective."""
@@ -166,7 +166,7 @@ class Finiteness:
         for schedule, state in zip(schedules, states, strict=True):
             schedule.load_state_dict(state)
 
-    # -- looking -------------------------------------------------------------------------------------------------
+    # -- checking ------------------------------------------------------------------------------------------------
 
     def _nonfinite_names(self) -> list[str]:
         """Return the names of weights that are not finite in this process's part; synchronises."""

@@ -131,7 +131,7 @@ class Interrupts:
     def settle(self) -> None:
         """End a complete run like a stopped one, if the stop was requested too late; collective."""
         if self.consensus is not None and self._policy.on_signal:
-            # A process may wait long for the main one, which finishes the run; it must check only afterwards.
+            # The main process may take long to finish the run; the others must check for requests only afterwards.
             self._strategy.barrier()
             asked = strongest(self._strategy.gather_object(self.consensus.left_over()))
             if asked is not None:
@@ -143,7 +143,7 @@ class Interrupts:
             warn_once(f"Nothing is saved as was asked: save_strategy={str(args.save_strategy)!r}.")
             return
         is_due = control.should_evaluate, control.should_save
-        # Of what is due at this boundary, only the log, which takes no time.
+        # Of the actions due at this boundary, run only the log, which takes no time.
         control.should_evaluate = control.should_save = False
         self._end_step()
         control.should_evaluate, control.should_save = is_due
@@ -165,7 +165,7 @@ class Interrupts:
                 self._leave_marker(name, step)
         if not is_complete:
             self._events.fire("on_train_end")
-        # Together, because a launcher would kill the slower ones.
+        # Processes end together, because a launcher would kill the slower ones.
         self._strategy.barrier()
         raise stopped_by(name, message)
 
@@ -185,7 +185,7 @@ class Interrupts:
             pulse=lambda: (progress.step, losses.num_micro_steps, *fired, parts.phase.text),
             share=lambda pulse: consensus.share([*pulse, staged_bytes(folder), is_writing()]),
             where=self._where,
-            # A process that was gone before the signal has no note.
+            # A process that had ended before the signal has no note.
             is_saving=lambda notes: is_writing() or any(json.loads(note or "[false]")[-1] for note in notes or ()),
             missing=None if strategy.watch is None else strategy.watch.missing,
             interrupt=handlers.interrupt,

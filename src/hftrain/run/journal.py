@@ -1,16 +1,16 @@
-"""`journal.jsonl`: what a run did and when, one JSON object a line, appended to its output folder as it happens.
+"""`journal.jsonl`: the events of a run, one JSON object per line, appended to its output folder as they happen.
 
-A checkpoint holds the log up to its save; the journal also has what came later, and what no checkpoint has: times,
-memory, stops. Nothing of a run depends on it, and nothing in it is ever rewritten: when a run is resumed, the entries
-that its checkpoint does not know are superseded by those that follow. Every line has ``event`` and ``at``, seconds
+A checkpoint contains the log up to its save. The journal also contains later entries, and what checkpoints do not
+record: times, memory, stops. No run depends on it, and its lines are never rewritten. When a run is resumed, entries
+that its checkpoint does not contain are superseded by those that follow. Each line has ``event`` and ``at``, in seconds
 since the epoch:
 
-``begin``: ``step``, ``resumed_from`` (a checkpoint or None), ``num_logged`` (entries of the log that it goes on from),
+``begin``: ``step``, ``resumed_from`` (a checkpoint or None), ``num_logged`` (entries in the log at that point),
 ``arguments`` (those that differ from their defaults), ``plan``, ``environment``.
 ``log``: ``entry`` as in `log_history`, ``samples`` and ``trained_s`` (samples, and seconds without evaluations and
 saves, since ``begin``), ``memory`` (highest use so far in bytes: of the ``host``'s process, of the ``device``).
 ``save``: ``step``, ``name``, ``size`` in bytes.
-``end``: ``step``, ``reason`` (None for a run that did all its steps), ``is_error``.
+``end``: ``step``, ``reason`` (None if all steps were done), ``is_error``.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _CALLBACK = "a callback set should_training_stop"
 
 
 class Journal:
-    """Append to the journal of the run that began last; the main process does, on others nothing happens.
+    """Append to the journal of the run that began last; only the main process writes.
 
-    No failure of it ends a run: the first is a warning.
+    A failed write does not end the run; the first one logs a warning.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Journal:
         self._is_paused = self._is_torn = self._has_warned = False
 
     def begin(self, output: Output, strategy: Strategy, progress: Progress, **facts: Any) -> None:
-        """Open the journal in the output folder, and write down with what a run begins."""
+        """Open the journal in the output folder, and append the ``begin`` event."""
         self._path = None
         if not strategy.is_main:
             return
@@ -79,7 +79,7 @@ class Journal:
         self._append("begin", step=progress.step, **facts)
 
     def log(self, entry: Mapping[str, Any]) -> None:
-        """Append an entry of the log."""
+        """Append a ``log`` event."""
         if self._path is not None:
             self._append(
                 "log",
@@ -90,11 +90,11 @@ class Journal:
             )
 
     def save(self, path: Path, *, step: int, num_bytes: int) -> None:
-        """Append that a checkpoint was committed.
+        """Append a ``save`` event, after the commit of a checkpoint.
 
         Args:
             path: Its folder.
-            num_bytes: About what it takes, if the folder is not there.
+            num_bytes: Its approximate size, used if the folder is not there.
         """
         if self._path is not None:
             size = sum(file.stat().st_size for file in walk_files(path) if file.is_file()) if path.is_dir() else 0
@@ -102,7 +102,7 @@ class Journal:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the time as spent on training."""
+        """Exclude the time within the context from the training time."""
         is_outer, self._trained_s = not self._is_paused, self._trained()
         self._is_paused = True
         try:
@@ -113,7 +113,7 @@ class Journal:
 
     @contextmanager
     def ending(self, state: TrainerState) -> Iterator[None]:
-        """Append how the run ends, and why."""
+        """Append an ``end`` event with the reason when the context ends."""
         try:
             yield
         except BaseException as error:
@@ -130,7 +130,7 @@ class Journal:
     def _append(self, event: str, **facts: Any) -> None:
         if self._path is None:
             return
-        # One write: whoever reads meanwhile, or after a kill, finds at most the last line torn.
+        # A single write, so that a concurrent reader, or a kill, leaves at most the last line incomplete.
         line = json.dumps({"event": event, "at": round(time.time(), 3), **facts}, default=str, skipkeys=True) + "\n"
         try:
             with open(self._path, "a", encoding="utf-8") as file:
@@ -139,7 +139,7 @@ class Journal:
         except OSError as error:
             self._is_torn = True
             if not self._path.parent.exists():
-                self._path = None  # of a rehearsal, say, which leaves nothing
+                self._path = None  # for example, a rehearsal has deleted its folder
             else:
                 self._warn(error)
 
@@ -150,7 +150,7 @@ class Journal:
 
 
 def environment(strategy: Strategy) -> dict[str, Any]:
-    """Return on what a run trains, without names of machines or users."""
+    """Return the versions, device and processes of a run, without names of machines or users."""
     device = strategy.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     per_host = read_launch().local_world_size or 1
@@ -175,7 +175,7 @@ def _memory(device: torch.device) -> dict[str, int]:
 
 
 def _is_torn(path: Path) -> bool:
-    """Tell whether the last line of a file has no end, because its process was killed."""
+    """Tell whether the last line of a file is incomplete, because its process was killed."""
     if not path.exists() or not path.stat().st_size:
         return False
     with open(path, "rb") as file:
@@ -184,7 +184,7 @@ def _is_torn(path: Path) -> bool:
 
 
 def _fetch(url: str, path: Path) -> None:
-    """Take over the journal of a remote folder, to which another machine may have added."""
+    """Download the journal of a remote folder, because another machine may have appended to it."""
     try:
         RemoteFolder(url).download(JOURNAL, path)
     except FileNotFoundError:

@@ -112,7 +112,7 @@ class Run:
         return output
 
     def _begin_journal(self) -> None:
-        """Write down with what the run begins; one that saves nothing leaves nothing."""
+        """Append the start of the run to the journal; a run that never saves has no journal."""
         parts, plan, ready = self._parts, self._plan, self._ready
         if saves_at_all(parts.args, parts.save_policy):
             parts.journal.begin(

@@ -1,4 +1,4 @@
-"""What the end of a run says about it: figures that the run has counted anyway."""
+"""The summary at the end of a run: figures that the run has counted anyway."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def show_summary(
     first: Progress,
     resume: Path | None,
 ) -> None:
-    """Hand the summary to those callbacks that show it; nothing is read if there are none.
+    """Pass the summary to the callback that shows it; if there is none, compute nothing.
 
     Args:
-        metrics: What `train()` returns.
-        first: Where this session began.
-        resume: The checkpoint that it began from.
+        metrics: The metrics that `train()` returns.
+        first: The position at which this session began.
+        resume: The checkpoint from which it resumed; None for a new run.
     """
     state, callbacks = parts.state, parts.events.callbacks
     shown_by: list[Any] = [each for each in callbacks if isinstance(each, SummaryCallback)]
@@ -85,7 +85,7 @@ def _files(parts: RunParts, checkpoints: RunCheckpoints) -> Rows:
 
 
 def _oddities(parts: RunParts, checkpoints: RunCheckpoints) -> Rows:
-    """Return what a run should not have met."""
+    """Return the problems of a run: losses or weights that are not finite, skipped updates and saves."""
     rows: Rows = {}
     if parts.losses.num_nonfinite:
         rows["NaN or infinite"] = [f"{parts.losses.num_nonfinite} training losses"]
@@ -103,7 +103,7 @@ def _oddities(parts: RunParts, checkpoints: RunCheckpoints) -> Rows:
 
 
 def _shown(path: Path) -> str:
-    """Return a path as one would type it."""
+    """Return a path as text, relative to the working directory if it is inside."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 

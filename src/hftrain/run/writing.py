@@ -84,7 +84,7 @@ class CheckpointWrites:
         self._flight: BackgroundWrite | None = None
         self._has_waited = self._is_closed = False
         self._is_written = threading.Event()
-        # The steps whose checkpoints had no room on the disk.
+        # The steps whose checkpoints did not fit on the disk.
         self.skipped_steps: list[int] = []
 
     def __enter__(self) -> CheckpointWrites:
