@@ -1,4 +1,4 @@
-"""The documented settings: plain data, grouped by concern, checked when built. Imports no torch."""
+"""The documented settings: plain data, grouped by concern, checked on construction. Does not import torch."""
 
 from hftrain.arguments.accelerator import AcceleratorConfig
 from hftrain.arguments.enums import (

@@ -1,4 +1,4 @@
-"""`AcceleratorConfig`: how loaders are shared between processes, and what else accelerate is told."""
+"""`AcceleratorConfig`: how loaders are split across processes, and other settings of accelerate."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class ReportingArguments:
     trackio_bucket_id: str | None = setting(
         None, "Bucket in which Trackio's Space stores its data; None leaves the choice to Trackio."
     )
-    # In this order, which transformers' parser of arguments can read.
+    # transformers' argument parser can only read the types in this order.
     trackio_static_space_id: str | None | Literal[False] = setting(  # noqa: RUF036
         None, "Static Space to publish after the run; None or False publishes none."
     )

@@ -1,4 +1,4 @@
-"""One form for what may be written in several: lists, JSON text, paths, choices."""
+"""Convert settings that may be written in several forms: lists, JSON text, paths, choices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hftrain.core.errors import ConfigError, suggest
 
 _LISTS = ("label_names", "include_for_metrics")
 _WORDS = ("debug", "fsdp")
-# The dict settings that may name a file instead.
+# Dict settings that may be the path of a file instead.
 _JSON_OR_PATH = ("fsdp_config", "deepspeed", "accelerator_config")
 _CHOICES: dict[str, type[Enum]] = {
     "eval_strategy": IntervalStrategy,
@@ -37,7 +37,7 @@ _CHOICE_LISTS: dict[str, type[Enum]] = {"debug": DebugOption, "fsdp": FSDPOption
 
 
 def normalize(args: ArgumentFields) -> None:
-    """Give every setting but the choices its one form; mutates the arguments."""
+    """Convert every setting except the choices to its normal form; mutates the arguments."""
     _normalize_paths(args)
     _normalize_lists(args)
     _normalize_json(args)
@@ -48,7 +48,7 @@ def normalize(args: ArgumentFields) -> None:
 
 
 def convert_choices(args: ArgumentFields) -> None:
-    """Turn the names of choices into members of their enum; mutates the arguments."""
+    """Convert the names of choices to members of their enums; mutates the arguments."""
     for name, choice in _CHOICES.items():
         setattr(args, name, _choose(choice, getattr(args, name), name))
     for name, choice in _CHOICE_LISTS.items():
@@ -56,7 +56,7 @@ def convert_choices(args: ArgumentFields) -> None:
 
 
 def _choose(choice: type[Enum], value: Any, setting: str) -> Enum:
-    """Return a member; an error names the setting, not the enum."""
+    """Return the member of a value; errors name the setting, not the enum."""
     try:
         return choice(value)
     except ConfigError:
@@ -72,7 +72,7 @@ def _normalize_paths(args: ArgumentFields) -> None:
 
 
 def _expand(path: str) -> str:
-    """Return the path as text. Only a path that begins with '~' makes it look up the home folder."""
+    """Return the path as text; the home folder is looked up only for a path that begins with '~'."""
     text = os.fspath(path)
     return os.path.expanduser(text) if text.startswith("~") else text
 
@@ -82,7 +82,7 @@ def _normalize_lists(args: ArgumentFields) -> None:
     if fsdp is True:
         args.fsdp = [FSDPOption.FULL_SHARD]
     elif isinstance(fsdp, str):
-        # The documentation's XLA chapter spells it so.
+        # The spelling in the documentation's XLA chapter.
         args.fsdp = fsdp.replace("full shard", "full_shard")
     if args.include_for_metrics is None:
         args.include_for_metrics = []
@@ -97,7 +97,7 @@ def _normalize_lists(args: ArgumentFields) -> None:
 
 def _trackers(value: str | list[str] | None) -> list[str] | None:
     if value is None:
-        # Which trackers that means depends on what is installed, so the Trainer says.
+        # Replaced by the Trainer, because the default depends on the installed trackers.
         return None
     trackers = [value] if isinstance(value, str) else list(value)
     if "none" not in trackers:
@@ -115,13 +115,13 @@ def _normalize_json(args: ArgumentFields) -> None:
     ours = ArgumentFields._VALID_DICT_FIELDS
     for name in dict.fromkeys([*ours, *type(args)._VALID_DICT_FIELDS]):
         value = getattr(args, name)
-        # What a subclass adds may be any text.
+        # A field that a subclass adds may be any text.
         is_json = name in ours and name not in _JSON_OR_PATH
         if isinstance(value, str) and (is_json or value.lstrip().startswith("{")):
             setattr(args, name, convert_texts(_parse(name, value)))
     if args.lr_scheduler_kwargs is None:
         args.lr_scheduler_kwargs = {}
-    # A path stays one until a Trainer reads it: building arguments reads no file.
+    # The Trainer reads a path later, because building arguments reads no file.
     sharing: Any = args.accelerator_config
     if not isinstance(sharing, (str, os.PathLike)):
         sharing = AcceleratorConfig.from_settings(sharing)
@@ -131,7 +131,7 @@ def _normalize_json(args: ArgumentFields) -> None:
 
 
 def strip_fsdp(config: dict[str, Any]) -> dict[str, Any]:
-    """Return `fsdp_config` with its keys without the documented ``fsdp_``, and booleans that are written as text."""
+    """Return `fsdp_config` without the prefix ``fsdp_`` of its keys, and with booleans in place of their texts."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         short, value = str(key).removeprefix("fsdp_"), _flag(value)
@@ -145,7 +145,7 @@ def strip_fsdp(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def convert_texts(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with booleans and numbers that are written as text read as such, at any depth.
+    """Convert the texts of booleans and numbers in settings, at any depth.
 
     Example:
         >>> convert_texts({"a": "True", "b": {"c": "5"}, "d": "0.5", "e": "1-b"})
@@ -176,5 +176,5 @@ def _parse(name: str, text: str) -> dict[str, Any]:
 
 
 def _flag(value: Any) -> Any:
-    """Read the booleans that the documentation writes as text."""
+    """Convert the texts "true" and "false" to booleans, and return other values unchanged."""
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Which process this is, and what follows from it; asked of the launcher's environment variables at each call."""
+"""Properties of the current process, read from the launcher's environment variables at each call."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class ArgumentProcesses(ArgumentFields):
 
     @property
     def _setup_devices(self) -> torch.device:
-        """The device: code that was written for transformers reads it under this name, or overrides it."""
+        """The device, under the name that code for transformers reads or overrides."""
         import torch
 
         if not self.use_cpu:
             for kind, devices in (("cuda", torch.cuda), ("xpu", torch.xpu)):
                 if devices.is_available():
-                    # A launcher may show each process one device only.
+                    # Modulo, because a launcher may make only one device visible to each process.
                     return torch.device(kind, self.local_process_index % devices.device_count())
             if torch.backends.mps.is_available():
                 return torch.device("mps")
@@ -69,8 +69,8 @@ class ArgumentProcesses(ArgumentFields):
     def n_gpu(self) -> int:
         """Accelerators that this process computes on; imports torch.
 
-        0 on the CPU. All visible CUDA devices where no launcher started the process (`DataParallel`); a Trainer whose
-        strategy takes another number sets it.
+        0 on the CPU; all visible CUDA devices if no launcher started the process (`DataParallel`). A Trainer sets it if
+        its strategy uses another number.
         """
         if "_n_gpu" in vars(self):
             return int(vars(self)["_n_gpu"])
@@ -83,7 +83,7 @@ class ArgumentProcesses(ArgumentFields):
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """Whether the launcher started one process or several, or one uses several devices.
+        """How the run is parallel: several processes, one process with several devices, or neither.
 
         Source: the documented `TrainingArguments.parallel_mode`.
         """
@@ -122,11 +122,11 @@ class ArgumentProcesses(ArgumentFields):
 
     @property
     def should_save(self) -> bool:
-        """Whether this process writes what a single process must write."""
+        """Whether this process writes the files that only one process must write."""
         return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
 
     def get_process_log_level(self) -> int:
-        """Return the numeric log level of this process; "passive" is hftrain's present level.
+        """Return the numeric log level of this process; "passive" is hftrain's current level.
 
         Source: the documented `TrainingArguments.get_process_log_level`.
         """
@@ -151,7 +151,7 @@ class ArgumentProcesses(ArgumentFields):
 
         Args:
             local: The first process of each node goes first; otherwise the first of the run.
-            desc: What the work is, for the debug log.
+            desc: A description of the work, for the debug log.
 
         Source: the documented `TrainingArguments.main_process_first`.
         """

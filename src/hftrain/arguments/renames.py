@@ -1,7 +1,6 @@
-"""Old spellings: each still works, warns once with the new spelling, and is put back to its default.
+"""Deprecated names: each still works, warns once with the new name, and is reset to its default.
 
-An old name holds nothing after construction, so that copies (`dataclasses.replace`) neither warn again nor contradict
-a new value.
+The reset keeps copies (`dataclasses.replace`) from warning again, and from contradicting a new value.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _RENAMED = {
     "torchdynamo": "torch_compile_backend",
     "push_to_hub_token": "hub_token",
 }
-# Switches that are members of a list now.
+# Former switches that are now members of a list.
 _NOW_MEMBERS = {
     "tpu_metrics_debug": ("debug", DebugOption.TPU_METRICS_DEBUG),
     "include_inputs_for_metrics": ("include_for_metrics", "inputs"),
@@ -46,7 +45,7 @@ _SHARDINGS = {
 
 
 def apply_renames(args: ArgumentFields) -> None:
-    """Move every old spelling to its new place; mutates the arguments."""
+    """Move the value of every deprecated name to the new one; mutates the arguments."""
     for old, new in _RENAMED.items():
         if _is_given(args, old):
             _take_over(args, old, new, getattr(args, old))
@@ -70,7 +69,7 @@ def apply_renames(args: ArgumentFields) -> None:
 
 
 def current_optimizer(name: str) -> str:
-    """Return the optimizer's name as it is spelt today; warns about an old one."""
+    """Return the current name of an optimizer; a deprecated one warns."""
     if name == "adamw_hf":
         _deprecate("optim='adamw_hf'", "optim='adamw_torch'")
         return OptimizerNames.ADAMW_TORCH
@@ -143,7 +142,7 @@ def _rename_sharded_ddp(args: ArgumentFields) -> None:
     _deprecate("sharded_ddp", f"fsdp={' '.join(shardings)!r}")
 
 
-# What those who write from memory call settings.
+# Names from other libraries or from memory -> the settings.
 COMMON_NAMES = {
     "accumulate_grad_batches": "gradient_accumulation_steps",
     "accumulation_steps": "gradient_accumulation_steps",

@@ -1,4 +1,4 @@
-"""What is refused about the settings alone: values that cannot work, and settings that contradict one another."""
+"""Checks of the settings alone: invalid values, and settings that contradict each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hftrain.arguments.fields import ArgumentFields
 from hftrain.core.errors import ConfigError, shorten, suggest
 from hftrain.core.log import get_logger, warn_once
 
-# Smallest accepted value; None leaves a setting open, but for those in _NEEDED.
+# The smallest accepted values; None is also accepted, except for settings in _NEEDED.
 _COUNTS: dict[str, int] = {
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
@@ -46,13 +46,13 @@ _RANGES: dict[str, tuple[float, float]] = {
     "ddp_timeout": (1, math.inf),
     "dataloader_timeout": (0, math.inf),
 }
-# Every run reads these.
+# Settings that every run reads, so None is not accepted.
 _NEEDED = (
     *("adam_beta1", "adam_beta2", "adam_epsilon", "dataloader_num_workers", "dataloader_timeout"),
     *("gradient_accumulation_steps", "learning_rate", "max_steps", "past_index", "per_device_eval_batch_size"),
     *("per_device_train_batch_size", "seed", "warmup_steps", "weight_decay"),
 )
-# What annotations of settings call what a setting takes.
+# Names in annotations -> the kinds of values, for errors.
 _KINDS = {"str": "text", "dict": "a dict", "list": "a list", "int": "a number", "float": "a number"}
 _LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -68,8 +68,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 _INTERVALS = {"logging_steps": "logging_strategy", "eval_steps": "eval_strategy", "save_steps": "save_strategy"}
 _HYBRID = (FSDPOption.HYBRID_SHARD, FSDPOption.HYBRID_SHARD_ZERO2)
 _SHARDING = (FSDPOption.FULL_SHARD, FSDPOption.SHARD_GRAD_OP, *_HYBRID)
-# What each switch turns on, with the values that ask for nothing. Not hub_private_repo: trackers and a manual push read
-# it.
+# The settings that need each switch, with the values that have no effect. Without hub_private_repo, which trackers and
+# a manual push read, too.
 _SWITCHES: dict[str, dict[str, tuple[Any, ...]]] = {
     "gradient_checkpointing": {"gradient_checkpointing_kwargs": (None, {})},
     "use_liger_kernel": {"liger_kernel_config": (None, {})},
@@ -83,13 +83,13 @@ _XLA_KEYS = ("xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 
 
 def _annotation(kind: type, name: str) -> str:
-    """Return a field's annotation. Its `Field.type` is no source: transformers' `HfArgumentParser` changes it."""
+    """Return a field's annotation; not `Field.type`, which transformers' `HfArgumentParser` changes."""
     owners = (vars(each).get("__annotations__", {}) for each in kind.__mro__)
     return next(str(annotations[name]) for annotations in owners if name in annotations)
 
 
 def check_kinds(args: ArgumentFields) -> None:
-    """Refuse a number or a list in the place of text, a dict or another kind of value."""
+    """Raise if a value is of the wrong kind, such as a number or a list in place of text."""
     for each in fields(ArgumentFields):
         value = getattr(args, each.name)
         heads = [part.split("[")[0].strip() for part in _annotation(ArgumentFields, each.name).split("|")]
@@ -108,7 +108,7 @@ def check_kinds(args: ArgumentFields) -> None:
 
 
 def check_values(args: ArgumentFields) -> None:
-    """Reject values that are invalid regardless of the other settings."""
+    """Raise if a value is invalid regardless of the other settings."""
     for name, smallest in _COUNTS.items():
         _check_number(args, name, smallest, math.inf, kind=Integral)
     for name, (low, high) in _RANGES.items():
@@ -142,7 +142,7 @@ def _check_number(args: ArgumentFields, name: str, low: float, high: float, *, k
         return
     noun = "an integer" if kind is Integral else "a number"
     bounds = "" if low == -math.inf else f" of at least {low}" if high == math.inf else f" from {low} to {high}"
-    if low == -1:  # it stands for "not set"
+    if low == -1:  # -1 means "not set"
         bounds = " above 0, or -1 for no limit" if name == "max_steps" else " from 0, or -1 for none"
     raise ConfigError(f"Cannot use {name}={value!r}:", f"it must be {noun}{bounds}.", _number_remedy(name, value, kind))
 
@@ -189,7 +189,7 @@ def _check_interval(args: ArgumentFields, name: str, strategy: str) -> None:
 
 
 def check_combinations(args: ArgumentFields) -> None:
-    """Refuse settings that cannot work together; warn once about those that have no effect together."""
+    """Raise if settings cannot be combined; warn once about settings without effect."""
     _check_best_model(args)
     _check_followers(args)
     _check_precision(args)
@@ -238,14 +238,14 @@ def _check_steps_meet(args: ArgumentFields, eval_steps: float, save_steps: float
         reason = "One counts optimizer updates and the other is a share of the run, so they need not meet."
         raise _refuse(args, reason, "Write both in the same unit.", *names)
     times = save_steps / eval_steps
-    # Shares are binary fractions: 0.3 / 0.1 is not exactly 3.
+    # Not compared exactly, because 0.3 / 0.1 is not exactly 3.
     if abs(times - round(times)) > 1e-6 or round(times) < 1:
         reason = "A checkpoint that is saved between two evaluations cannot be ranked."
         raise _refuse(args, reason, "Make save_steps a multiple of eval_steps.", *names)
 
 
 def _check_followers(args: ArgumentFields) -> None:
-    """Refuse what follows a metric, without one."""
+    """Raise if a setting needs an evaluation metric that does not exist."""
     saves_best = args.save_strategy == SaveStrategy.BEST
     if saves_best and args.metric_for_best_model is None:
         reason = "Nothing says which metric is best."

@@ -32,7 +32,7 @@ class ArgumentSerialization(ArgumentProcesses):
         return json.dumps(self.to_dict(), indent=2, default=str)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Return the settings as TensorBoard takes them: numbers, booleans, text and tensors; the rest as text.
+        """Return the settings as TensorBoard accepts them: numbers, booleans, text and tensors; others become text.
 
         Source: the documented `TrainingArguments.to_sanitized_dict`.
         """
@@ -51,7 +51,7 @@ class ArgumentSerialization(ArgumentProcesses):
 
 
 def changed_settings(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """Return those of some plain settings that differ from the defaults of a class of arguments.
+    """Return the plain settings that differ from the defaults of a class of arguments.
 
     Args:
         values: By name, as `to_dict` returns them; names that the class does not have are kept.
@@ -67,7 +67,7 @@ def changed_settings(values: Mapping[str, Any], kind: type[Any]) -> dict[str, An
             return bool(value == values.get("output_dir"))
         made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = _plain(AcceleratorConfig()) if name == "accelerator_config" and made is None else _plain(made)
-        # The constructor makes lists of texts, and False of None.
+        # The constructor converts texts to lists, and None to False.
         return bool(value == default or (not value and not default and type(value) in (list, dict, bool, type(None))))
 
     return {name: value for name, value in values.items() if not is_default(name, value)}

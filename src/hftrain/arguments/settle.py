@@ -1,4 +1,4 @@
-"""From what the user wrote to what a run can rely on."""
+"""Convert, complete and check the arguments."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hftrain.arguments.rules import check_combinations, check_kinds, check_value
 
 
 def settle(args: ArgumentFields) -> None:
-    """Bring arguments into their one form, fill in what follows, and refuse what cannot work; mutates them.
+    """Convert arguments to their normal forms, fill in implied values, and check all; mutates them.
 
-    Doing it again changes nothing, so it may be repeated after attributes were assigned.
+    Idempotent, so it may be called again after attributes were assigned.
     """
     check_kinds(args)
     normalize(args)
@@ -24,7 +24,7 @@ def settle(args: ArgumentFields) -> None:
 
 
 def _derive(args: ArgumentFields) -> None:
-    """Fill in what other settings imply and the user left open; changes nothing the second time."""
+    """Fill in omitted settings that others imply; idempotent."""
     if args.run_name is None:
         args.run_name = args.output_dir
     if args.use_cpu:
@@ -35,7 +35,7 @@ def _derive(args: ArgumentFields) -> None:
         args.eval_steps = args.logging_steps
     for name in ("logging_steps", "eval_steps", "save_steps"):
         value = getattr(args, name)
-        # Shares of the run stay fractions.
+        # Fractions below 1 are shares of the run, and stay.
         if isinstance(value, float) and value >= 1 and value.is_integer():
             setattr(args, name, int(value))
     if args.save_steps == -1 and args.save_strategy == SaveStrategy.STEPS:

@@ -1,4 +1,4 @@
-"""`TrainingArguments`: every documented setting, checked as soon as it is written."""
+"""`TrainingArguments`: every documented setting, checked on construction."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _TWINS = {
 
 
 class _InitSignature:
-    """Show the names that `__init__` takes: editors and `inspect` would show those of `__new__`."""
+    """The signature of `__init__`; editors and `inspect` would show that of `__new__`."""
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
         signature = inspect.signature(owner.__init__)  # type: ignore[misc]
@@ -64,7 +64,7 @@ class TrainingArguments(ArgumentSetters, ArgumentSerialization):
     Omitted settings that follow from others are filled in. `dataclasses.replace` copies the filled-in values, so pass
     them again if the settings they follow from change.
 
-    Each setting is described where it is declared: the classes in `hftrain.arguments.fields` hold one concern each.
+    Each setting is described where it is declared: the classes in `hftrain.arguments.fields` group them by concern.
 
     Args:
         output_dir: Folder for checkpoints and predictions. Every other setting is given by name.
@@ -98,7 +98,7 @@ class TrainingArguments(ArgumentSetters, ArgumentSerialization):
         settle(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Two names of one setting hold one value, whichever is assigned; None says nothing.
+        # Two names of one setting always have the same value; assigning None to the newer one changes nothing.
         twin = _TWINS.get(name)
         if twin is not None:
             value = vars(self).get(twin) if value is None and name.startswith("activation") else value
@@ -127,7 +127,7 @@ def _remedy(name: str, known: frozenset[str]) -> str:
 
 @functools.cache
 def _accepted_names(cls: type) -> frozenset[str] | None:
-    """Return the names that the class's `__init__` takes, or None where it takes any."""
+    """Return the names that the class's `__init__` accepts, None if it accepts any."""
     parameters = list(inspect.signature(cls).parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None

@@ -1,1 +1,1 @@
-"""What is refused before a run, and why: one module for each concern; none needs a Trainer."""
+"""Checks before a run: one module per concern; none needs a Trainer."""

@@ -1,4 +1,4 @@
-"""Functions and methods of the user's that cannot be called as the Trainer calls them, or return something else."""
+"""Errors of user functions that have other parameters or results than the Trainer expects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 from hftrain.core.errors import TaskError
 from hftrain.core.notes import describe
 
-# What the Trainer calls -> how it is written.
+# Functions that the Trainer calls -> their signatures.
 _DOCUMENTED = {
     "compute_loss": "(self, model, inputs, return_outputs=False, num_items_in_batch=None)",
     "compute_loss_func": "(outputs, labels, num_items_in_batch=None)",
@@ -32,10 +32,10 @@ _REFUSED = re.compile(r"(\S+)\(\) ((?:missing|takes|got an unexpected|got multip
 
 
 def explain_calls(error: Exception, frames: list[FrameType]) -> TaskError | None:
-    """Return an error in the user's terms for a call that our code made and the user's function refused.
+    """Return an error that explains why our call of a user's function failed; None if that is not the cause.
 
     Args:
-        error: What was raised.
+        error: The raised error.
         frames: The frames of its traceback, the outermost first.
     """
     frames = frames[:-1] if frames and frames[-1].f_globals.get("__name__") == "torch._tensor" else frames
@@ -59,7 +59,7 @@ def explain_calls(error: Exception, frames: list[FrameType]) -> TaskError | None
     if refused is None:
         return None
     name = refused[1].rpartition(".")[2]
-    # Functions that are handed over may have any name; the line that calls them knows their role.
+    # Functions given as arguments may have any name; the line that calls them shows their role.
     line = traceback.extract_tb(error.__traceback__)[-1].line or ""
     role = next((each for each in _DOCUMENTED if f"{each.removesuffix('_for_metrics')}(" in line), None)
     known = name if name in _DOCUMENTED else role
@@ -73,7 +73,7 @@ def explain_calls(error: Exception, frames: list[FrameType]) -> TaskError | None
 
 
 def _wrong_parts(error: Exception, caller: FrameType) -> TaskError | None:
-    """Say that an override returned something other than the parts that its caller takes."""
+    """Return an error for an override whose result is not what its caller unpacks."""
     returned = {"step": ("prediction_step", "(loss, logits, labels), each of which may be None")}
     returned["predict_batch"] = ("compute_loss", "(loss, outputs) if return_outputs=True")
     if caller.f_code.co_name not in returned:

@@ -1,4 +1,4 @@
-"""What can be read as a dataset, and whether there is enough of it."""
+"""Checks of datasets and loaders: their kind, size and columns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_kind(dataset: Any, role: str) -> None:
 
 
 def check_train_data(args: TrainingArguments, dataset: Any) -> None:
-    """Raise unless there is something to train on and a way to tell how long."""
+    """Raise unless there is a non-empty dataset, and the length of the run is known."""
     remedy = "Pass train_dataset to the Trainer or override get_train_dataloader."
     if dataset is None:
         raise ConfigError("Cannot train:", "there is no train_dataset.", remedy)
@@ -47,7 +47,7 @@ def check_train_data(args: TrainingArguments, dataset: Any) -> None:
 
 
 def check_eval_data(args: TrainingArguments, eval_dataset: Any, *, has_own_loader: bool) -> None:
-    """Raise where evaluations are planned without data, or on an empty set."""
+    """Raise if evaluations are planned without data, or on an empty set."""
     if args.eval_strategy == "no":
         return
     asked = f"Cannot use eval_strategy={str(args.eval_strategy)!r}."
@@ -61,7 +61,7 @@ def check_eval_data(args: TrainingArguments, eval_dataset: Any, *, has_own_loade
 
 
 def check_one_set(dataset: Any) -> None:
-    """Raise where a dict of datasets, such as what load_dataset returns, stands where one of them belongs."""
+    """Raise if a dict of datasets or columns, such as the result of load_dataset, was given as one dataset."""
     if isinstance(dataset, Mapping) and len(dataset) and 0 not in dataset:
         raise ConfigError(
             f"Cannot use a {type(dataset).__name__} as one dataset:",
@@ -73,7 +73,7 @@ def check_one_set(dataset: Any) -> None:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise where several loaders, as Lightning takes them, stand where one belongs."""
+    """Raise if the loader is None, or a collection of several loaders, which Lightning accepts."""
     if loader is None:
         raise TaskError(
             "Cannot read batches from None:",
@@ -91,7 +91,7 @@ def check_loader(loader: Any) -> None:
 
 
 def batch_columns(task: TaskModule, dataset: Any, collator: Any) -> set[str] | None:
-    """Return the keys of a batch, where the default collator makes it of columns that are known unread; else None."""
+    """Return a batch's keys for a plain model with the default collator; None if not known in advance."""
     columns = known_columns(dataset) if collator is default_data_collator and isinstance(task, ModelTask) else None
     if columns is None:
         return None
@@ -102,7 +102,7 @@ def batch_columns(task: TaskModule, dataset: Any, collator: Any) -> set[str] | N
 
 
 def check_inputs(model: nn.Module, columns: Iterable[str]) -> None:
-    """Raise where the model needs an input that no column of the training data gives."""
+    """Raise if the model needs an input that is not a column of the training data."""
     missing = [
         name
         for name, parameter in forward_parameters(model).items()
@@ -120,7 +120,7 @@ def check_inputs(model: nn.Module, columns: Iterable[str]) -> None:
 
 
 def _find_problem(dataset: Any, role: str) -> tuple[str, str] | None:
-    """Return why something cannot be read as a dataset, and what to give instead; None where it can."""
+    """Return why an object cannot be used as a dataset, and what to pass instead; None if it can."""
     loader = _LOADERS[role]
     if isinstance(dataset, DataLoader):
         return (
@@ -166,9 +166,9 @@ def _is_map(dataset: Any) -> bool:
 
 
 def _is_set(element: Any, *, num_elements: int) -> bool:
-    """Tell whether an element of a list is a dataset, and not a sample: a conversation, a pair, a tuple with a dict."""
+    """Tell whether an element of a list is a dataset, and not a sample, such as a conversation or a pair."""
     if isinstance(element, list):
-        # Sets are few and have many samples; samples are many and have few parts.
+        # A list of datasets is short, with long elements; a list of samples is long, with short elements.
         has_tensors = bool(element) and isinstance(element[0], Mapping) and any(map(_has_shape, element[0].values()))
         return has_tensors and len(element) > num_elements
     return isinstance(element, (Dataset, EvalSet)) or hasattr(element, "column_names")

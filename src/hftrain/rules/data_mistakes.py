@@ -1,4 +1,4 @@
-"""Where an error of the user's dataset or collator was raised: which sample, which batch, which worker."""
+"""Locate an error in the user's dataset or collator: the sample, the batch and the worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_SAMPLES = 8
 
 
 def locate_in_data(error: BaseException) -> str | None:
-    """Return in words where in reading the data an error was raised; None if it was raised elsewhere."""
+    """Describe the sample or batch at which reading the data failed; None if the error was raised elsewhere."""
     steps = list(traceback.walk_tb(error.__traceback__))
     place = next((index for index, (frame, _) in enumerate(steps) if frame.f_globals["__name__"] == _FETCH), None)
     if place is None:
@@ -71,7 +71,7 @@ def _listed(samples: list[Any]) -> str:
 
 
 def _name(collator: Any) -> str:
-    # What removes columns before the user's own is not the user's.
+    # Skip our wrapper, which removes columns before it calls the user's collator.
     while type(collator).__module__.startswith("hftrain.") and hasattr(collator, "collator"):
         collator = collator.collator
     return getattr(collator, "__name__", type(collator).__name__)

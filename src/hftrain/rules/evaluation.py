@@ -1,4 +1,4 @@
-"""Evaluations that cannot run as asked, and metrics that nothing reports."""
+"""Checks of evaluations: their functions, data, intervals and metrics."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from hftrain.task.module import TaskModule
 
 
 def best_metric_key(metric: str) -> str:
-    """Return the name a metric has in an evaluation's results."""
+    """Return the name of a metric in the results of an evaluation."""
     return metric if metric.startswith("eval_") else f"eval_{metric}"
 
 
 def check_best_metric(
     args: TrainingArguments, *, task: TaskModule, compute_metrics: Callable[..., Any] | None, eval_dataset: Any
 ) -> None:
-    """Raise where no evaluation can ever report `metric_for_best_model`.
+    """Raise if no evaluation can report `metric_for_best_model`.
 
-    A task's own logs and a `compute_metrics` function may report any name: those are rehearsed on one batch.
+    A task and a `compute_metrics` function may report any name; a rehearsal checks them on one batch.
     """
     if args.metric_for_best_model is None:
         return
@@ -50,11 +50,11 @@ def check_best_metric(
 
 
 def check_functions(args: TrainingArguments, functions: Mapping[str, Any], *, computes_loss: bool) -> None:
-    """Raise where something that is to be called cannot be, or not so.
+    """Raise if a given function is not callable, or not with the arguments of its role.
 
     Args:
-        functions: By the names of the Trainer's arguments, or what else they are called in an error.
-        computes_loss: Whether the user's class overrides compute_loss, which may read `compute_loss_func` as it likes.
+        functions: The functions, by their names in errors: those of the Trainer's arguments, if they have one.
+        computes_loss: Whether the user's class overrides compute_loss; `compute_loss_func` is then not checked.
     """
     for name, function in functions.items():
         is_loss = name == "compute_loss_func"
@@ -75,10 +75,10 @@ def check_functions(args: TrainingArguments, functions: Mapping[str, Any], *, co
 
 
 def check_cadences(args: TrainingArguments, sets: Mapping[str, EvalSet], *, eval_steps: float | None) -> None:
-    """Raise where a set's cadence never meets the run's evaluations.
+    """Raise if the interval of an evaluation set is not a multiple of the run's.
 
     Args:
-        eval_steps: Steps between the run's evaluations; None or a share of the run where that is not known yet.
+        eval_steps: Steps between the run's evaluations; None, or a share of the run, if not known yet.
     """
     if args.eval_strategy != "steps" or eval_steps is None or eval_steps < 1:
         return
@@ -94,7 +94,7 @@ def check_cadences(args: TrainingArguments, sets: Mapping[str, EvalSet], *, eval
 
 
 def check_batches(args: TrainingArguments, strategy: Strategy, name: str, dataset: Any) -> None:
-    """Raise where an evaluation would find no batch."""
+    """Raise if an evaluation would have no batch."""
     config = loader_config(args, is_training=False)
     if not config.drop_last or not has_length(dataset):
         return
@@ -113,7 +113,7 @@ def check_batches(args: TrainingArguments, strategy: Strategy, name: str, datase
 def check_columns(
     args: TrainingArguments, model: nn.Module, label_names: Sequence[str], name: str, columns: set[str]
 ) -> None:
-    """Raise where the columns of an evaluation's batches lack what `compute_metrics` is called with."""
+    """Raise if the columns of an evaluation's batches lack what `compute_metrics` needs."""
     labels, main, lacking = list(label_names), getattr(model, "main_input_name", "input_ids"), None
     if labels and not set(labels) <= columns:
         lacking = f"labels ({', '.join(labels)})"
@@ -127,10 +127,10 @@ def check_columns(
 
 
 def check_evaluating(args: Any, *, strategy: Strategy, task: TaskModule, spill_dir: Any) -> None:
-    """Raise where an evaluation cannot run as the arguments ask.
+    """Raise if an evaluation cannot run with these arguments.
 
     Raises:
-        ConfigError: A setting needs a plain model, a model that takes its memory, or weights that can be cast.
+        ConfigError: A setting needs a plain model, a model that accepts past states, or weights that can be cast.
     """
     if (args.bf16_full_eval or args.fp16_full_eval) and strategy.owns & Owns.CASTING:
         raise ConfigError(

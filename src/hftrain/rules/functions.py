@@ -1,4 +1,4 @@
-"""Functions that a Trainer is given: whether they can be called as it will call them."""
+"""Check that functions given to a Trainer can be called as it will call them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from hftrain.core.errors import TaskError
 
-# Role -> how often it is called without and with names, of which one way will do, and how it is written.
+# Role -> the number of positional arguments, a keyword that may be passed, and the signature for errors.
 _CALLS: dict[str, tuple[int, str, str]] = {
     "compute_loss_func": (2, "num_items_in_batch", "(outputs, labels, num_items_in_batch=None)"),
     "compute_metrics": (1, "compute_result", "(prediction), where prediction has predictions and label_ids"),
@@ -20,10 +20,10 @@ _CALLS: dict[str, tuple[int, str, str]] = {
 
 
 def check_call(role: str, function: Callable[..., Any]) -> None:
-    """Raise where a function cannot be called as its role asks; roles that are not known here are not looked at.
+    """Raise if a function cannot be called with the arguments of its role; unknown roles are not checked.
 
     Raises:
-        TaskError: It takes other arguments, or is a class where an instance belongs.
+        TaskError: It takes other arguments, or is a module class instead of an instance.
     """
     if role not in _CALLS:
         return

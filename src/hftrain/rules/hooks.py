@@ -1,4 +1,4 @@
-"""What a subclass may define: hooks that are called, documented ones that are not, and names that are taken."""
+"""Check what a subclass defines: documented hooks that are never called, and names that the Trainer uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOP = (
 )
 _SEARCH = "Override train(), which gets the trial, or _report_to_hp_search."
 
-# Those that a Trainer calls; `DOCUMENTED` has them too.
+# Hooks that a Trainer calls; also part of `DOCUMENTED`.
 _CALLED = (
     "_activate_neftune", "_align_special_tokens", "_deactivate_neftune", "_determine_best_metric", "_evaluate",
     "_get_collator_with_removed_columns", "_get_dataloader", "_get_eval_sampler", "_get_learning_rate",
@@ -27,8 +27,8 @@ _CALLED = (
     "_save_optimizer_and_scheduler", "_set_signature_columns_if_needed", "_wrap_model", "floating_point_ops",
 )  # fmt: skip
 
-# Every underscored hook the Hugging Face Trainer has, and what to do where this Trainer does not call it. Which ones it
-# does call is told by the class itself: it defines them.
+# Every underscored hook of the Hugging Face Trainer, and what to do instead if this Trainer does not call it. The hooks
+# that it calls are those that its class defines.
 DOCUMENTED: dict[str, str] = {
     **dict.fromkeys(_CALLED, ""),
     "_add_sm_patterns_to_gitignore": "Write the file before training.",
@@ -54,8 +54,8 @@ DOCUMENTED: dict[str, str] = {
     "store_flos": "",
 }
 
-# Those that came with version 5, and ordinary names. A class that uses one of them itself has a helper of that name,
-# written before transformers took it.
+# Hooks added in version 5, and common names. A class that calls one of them itself has its own helper of that name,
+# older than the hook of transformers.
 NEWER: dict[str, str] = {
     "_build_accelerator_args": "Pass strategy= and precision=, or set accelerator_config.",
     "_clip_grad_norm": "Set max_grad_norm, or do it in on_pre_optimizer_step of a callback.",
@@ -75,20 +75,20 @@ NEWER: dict[str, str] = {
     "load_generation_config": "Set generation_config in Seq2SeqTrainingArguments to a GenerationConfig.",
 }
 
-# Those that a subclass may call, and that nothing else calls.
+# Methods that a subclass may call, but that the Trainer does not call.
 HELPERS = frozenset({"_move_model_to_device"})
 
-# Private by name, but downstream classes set them.
+# Private names that downstream classes set.
 _SETTABLE = frozenset({"_signature_columns", "_eval_dataloaders"})
 
 
 def check_hooks(kind: type, base: type, *, given: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
-    """Raise where a subclass defines a hook that nothing calls, or takes a name that the base class lives on.
+    """Raise if a subclass defines a hook that nothing calls, or a private name that the base class uses.
 
     Args:
-        base: The class that calls the hooks; the package's own subclasses of it know what they do.
-        given: The attributes that a subclass had set before it called the base class's ``__init__``.
-        attributes: Those that the Trainer has now.
+        base: The class that calls the hooks; the package's own subclasses of it are not checked.
+        given: The attributes that a subclass set before it called the base class's ``__init__``.
+        attributes: The current attributes of the Trainer.
     """
     if all(each.__module__.startswith("hftrain.") for each in kind.__mro__[:-1] if each not in base.__mro__):
         return
@@ -113,10 +113,10 @@ def check_hooks(kind: type, base: type, *, given: Mapping[str, Any], attributes:
 
 
 def missing_attribute(kind: type, name: str, *, is_made: bool) -> str:
-    """Word the error of an attribute that a Trainer lacks: what to do, if other Trainers have it.
+    """Return the error message for a missing attribute, with a remedy if other Trainers have it.
 
     Args:
-        is_made: Whether the Trainer's own ``__init__`` has begun.
+        is_made: Whether the Trainer's ``__init__`` has been called.
     """
     message = f"{kind.__name__!r} object has no attribute {name!r}"
     if not is_made:
@@ -130,6 +130,6 @@ def _is_private(name: str) -> bool:
 
 
 def _defines(kind: type, base: type, name: str) -> bool:
-    """Tell whether somebody outside the package defines a name again."""
+    """Tell whether a class outside the package overrides a name."""
     owner = next(each for each in kind.__mro__ if name in vars(each))
     return owner is not base and not owner.__module__.startswith("hftrain.")

@@ -1,4 +1,4 @@
-"""torch's errors about what a layer got: a wrong width, another dtype, or something that is not a tensor."""
+"""Explain torch's errors about a layer's input: a wrong shape or dtype, or something other than a tensor."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _DTYPE = ("must have the same dtype", "expected scalar type", "should be the sam
 
 
 def explain_layers(error: Exception, frames: list[FrameType], model: nn.Module, batch: Any) -> TaskError | None:
-    """Return an error that names the layer and what it got, None if the cause is not known for certain.
+    """Return an error that names the layer and its input, None if the cause is not certain.
 
     Args:
-        error: What a step raised.
+        error: The error of a step.
         frames: The frames of its traceback, the outermost first.
         model: The network.
-        batch: What the step got.
+        batch: The batch of the step.
     """
     text = str(error)
     layer, value = _innermost(frames)
@@ -58,7 +58,7 @@ def explain_layers(error: Exception, frames: list[FrameType], model: nn.Module, 
 
 
 def _innermost(frames: list[FrameType]) -> tuple[nn.Module | None, Any]:
-    """Return the layer of torch's own that an error comes from, and its input."""
+    """Return the torch layer that raised the error, and its input; (None, None) if none did."""
     for frame in reversed(frames):
         owner, name = frame.f_locals.get("self"), frame.f_globals.get("__name__", "")
         if isinstance(owner, nn.Module) and name.startswith("torch.nn.modules") and frame.f_code.co_name == "forward":
@@ -69,7 +69,7 @@ def _innermost(frames: list[FrameType]) -> tuple[nn.Module | None, Any]:
 
 
 def _no_tensor(refused: re.Match[str], frames: list[FrameType], batch: Any, layer: str, value: Any) -> TaskError | None:
-    """Say what stood where a tensor belongs, and where it came from."""
+    """Return an error that names the object passed in place of a tensor, and its origin."""
     argument, kind = refused.groups()
     columns = batch if isinstance(batch, Mapping) else {}
     asked = f"Cannot apply {layer}:" if layer else f"Cannot pass {kind} as {argument!r} to a function of torch's:"

@@ -15,12 +15,12 @@ from hftrain.strategies.base import Strategy
 def used_in_training(
     args: Any, strategy: Strategy, precision: Precision, policy: SavePolicy, *, dataset: Any, resume: Any
 ) -> dict[str, str]:
-    """Return the features that a training uses, of those that a loop may not support, each with what was asked for.
+    """Map each feature that a training uses, and that a loop may not support, to the setting that requests it.
 
     Args:
-        policy: When the run saves besides what the arguments say.
-        dataset: What to train on; None where a loader is overridden.
-        resume: The checkpoint to go on from, if any.
+        policy: When the run saves, in addition to the arguments.
+        dataset: The training dataset; None if the loader is overridden.
+        resume: The checkpoint to resume from, if any.
     """
     saves_by_clock = f"SavePolicy(every_s={policy.every_s})"
     has_length = dataset is not None and not isinstance(dataset, IterableDataset)

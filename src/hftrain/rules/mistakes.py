@@ -35,14 +35,14 @@ def explain_mistake(
     loss_maker: str | None,
     datasets: Sequence[Any] = (),
 ) -> None:
-    """Raise a `TaskError` in place of an error whose cause is known; add to others where they were raised, and on what.
+    """Raise a `TaskError` in place of an error whose cause is known; add notes with place and batch to others.
 
-    Only what the traceback holds is looked at, so that a step which succeeds pays nothing.
+    Only the traceback is inspected, so successful steps cost nothing.
 
     Args:
-        error: What a step, a collator, a dataset or a callback raised; notes are added to it.
-        loss_maker: What returned the loss, where it was neither the task nor the model.
-        datasets: Those of the run, for columns that did not reach the batch.
+        error: The error of a step, a collator, a dataset or a callback; notes are added to it.
+        loss_maker: The name of the function that returned the loss, if it was neither the task nor the model.
+        datasets: The datasets of the run, to find columns that are not in the batch.
     """
     if isinstance(error, HFTrainError) and not isinstance(error, TaskError):
         return
@@ -50,7 +50,7 @@ def explain_mistake(
     if where is not None:
         add_note(error, where)
     if getattr(error, "__notes__", None):
-        # Explained already, or not of a step.
+        # Already explained, or not raised in a step.
         return
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     batch = next((found for frame in reversed(frames) if (found := _batch_in(frame)) is not _NO_BATCH), _NO_BATCH)
@@ -78,13 +78,13 @@ def explain_mistake(
         add_note(error, f"{type(owner).__name__} has the children {parts or '(none)'}.")
     if batch is not _NO_BATCH:
         add_note(error, f"The batch: {describe(batch)}.")
-    # Python's traceback ends there already where the user's own line raised the error.
+    # If the user's own line raised the error, Python's traceback already ends there.
     if place is not None and not isinstance(error, HFTrainError) and f"{frames[-1].f_code.co_filename}:" not in place:
         add_note(error, f"At {place}")
 
 
 def _batch_in(frame: FrameType) -> Any:
-    """Return the batch that one of our functions was working on, if the frame is of one."""
+    """Return the batch of a frame of one of our functions, `_NO_BATCH` if there is none."""
     if not frame.f_globals.get("__name__", "").startswith("hftrain."):
         return _NO_BATCH
     found = frame.f_locals.get("inputs", frame.f_locals.get("batch", _NO_BATCH))
@@ -103,7 +103,7 @@ def _lightnings_attribute(task: TaskModule, error: Exception) -> TaskError | Non
 
 
 def _broken_backward(error: Exception, maker: str | None) -> TaskError | None:
-    """Return why the backward pass failed, if its graph or what a step returned is at fault."""
+    """Return an error if the backward pass failed because of its graph or the result of a step."""
     text = str(error)
     if isinstance(error, RuntimeError) and "backward through the graph a second time" in text:
         return TaskError(
@@ -134,7 +134,7 @@ def _broken_backward(error: Exception, maker: str | None) -> TaskError | None:
 def _unusable_loss(
     task: TaskModule, model: nn.Module, error: Exception, frames: list[FrameType], maker: str | None
 ) -> TaskError | None:
-    """Return what keeps a loss from being differentiated, if that is what failed."""
+    """Return an error if a loss could not be differentiated."""
     text = str(error)
     if not isinstance(error, RuntimeError) or not ("scalar outputs" in text or "does not require grad" in text):
         return None
@@ -163,7 +163,7 @@ def _unusable_loss(
 
 
 def _unusable_batch(task: TaskModule, error: Exception, batch: Any) -> TaskError | None:
-    """Say that the batch is not a mapping of columns, if a step or a plain model failed because of that."""
+    """Return an error if a step or a plain model failed because the batch is not a mapping of columns."""
     text, plain = str(error), isinstance(task, ModelTask)
     user = type(task.model if plain else task).__name__
     if batch is None and isinstance(error, (TypeError, AttributeError)) and (plain or "NoneType" in text):
@@ -198,11 +198,11 @@ def _unusable_batch(task: TaskModule, error: Exception, batch: Any) -> TaskError
 def _missing_column(
     task: TaskModule, error: Exception, frames: list[FrameType], batch: Any, datasets: Sequence[Any]
 ) -> TaskError | None:
-    """Say that a step asked its batch for a column that is not there, if that is what failed."""
+    """Return an error if a step read a column that its batch does not have."""
     if not isinstance(error, KeyError) or not isinstance(batch, Mapping) or not error.args:
         return None
     name = error.args[0]
-    # The batch is asked directly, or by its own __getitem__.
+    # The batch was indexed directly, or in its own __getitem__.
     is_asked = any(value is batch for frame in frames[-2:] for value in frame.f_locals.values())
     if not isinstance(name, str) or name in batch or not is_asked:
         return None
@@ -223,12 +223,12 @@ def _missing_column(
 def _refused_column(
     task: TaskModule, model: nn.Module, error: Exception, frames: list[FrameType], label_names: Sequence[str]
 ) -> TaskError | None:
-    """Say that a plain model's forward takes not all of the batch's columns, if that is what failed."""
+    """Return an error if a plain model's forward does not accept the columns of the batch."""
     if not isinstance(error, TypeError) or not isinstance(task, ModelTask) or "argument" not in str(error):
         return None
     called = next((f for f in reversed(frames) if f.f_code is call_model.__code__), None)
     inputs = None if called is None else called.f_locals.get("inputs")
-    # The call itself failed, and nothing that forward does.
+    # The call itself must have failed, not code inside forward.
     if not isinstance(inputs, Mapping) or any(f.f_code.co_name == "forward" for f in frames):
         return None
     if type(model).forward is nn.Module.forward:

@@ -1,4 +1,4 @@
-"""Models that cannot be trained as asked, because of where their layers are or what their weights are."""
+"""Checks of the model: the devices of its layers, and the kind of its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hftrain.task.quantized import is_quantized
 
 
 def check_not_sharded(model: nn.Module) -> None:
-    """Refuse a model that was sharded when it was loaded: it exchanges its gradients by rules of its own."""
+    """Raise if a model was sharded when it was loaded, because it then synchronises gradients itself."""
     if getattr(model, "is_distributed_loading_by_transformers", False):
         raise ConfigError(
             f"Cannot train {type(model).__name__} as it was loaded with distributed_config=DistributedConfig(...):",
@@ -23,7 +23,7 @@ def check_not_sharded(model: nn.Module) -> None:
 
 
 def check_copies(args: TrainingArguments, strategy: Strategy, model: nn.Module, *, compiles: bool) -> None:
-    """Raise where one process should copy a model to several GPUs that cannot be copied."""
+    """Raise if one process would have to replicate a model on several GPUs, and the model cannot be copied."""
     if strategy.name != "data_parallel":
         return
     reason = None

@@ -1,4 +1,4 @@
-"""Which optimizer and schedule cannot train the model, and who else would make them."""
+"""Checks of the optimizer and the schedule, and of settings that would create them twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hftrain.task.module import TaskModule
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.Module) -> None:
-    """Raise unless the optimizer holds parameters of the model, and the schedule drives that optimizer."""
+    """Raise unless the optimizer has parameters of the model, and the schedule belongs to that optimizer."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in held for parameter in model.parameters()):
         raise ConfigError(
@@ -35,7 +35,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, model: nn.M
 
 
 def check_step(kind: type[torch.optim.Optimizer]) -> None:
-    """Raise where an optimizer's step calls the model again, as LBFGS does."""
+    """Raise if an optimizer's step calls the model again, as LBFGS does."""
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
@@ -47,7 +47,7 @@ def check_step(kind: type[torch.optim.Optimizer]) -> None:
 
 
 def made_optimizers(task: TaskModule) -> tuple[Any, Any]:
-    """Return (optimizer, schedule), either None, that a task makes."""
+    """Return the (optimizer, schedule) that a task creates; either may be None."""
     maker = type(task).__name__
     try:
         made = task.configure_optimizers()
@@ -60,7 +60,7 @@ def made_optimizers(task: TaskModule) -> tuple[Any, Any]:
 
 
 def read_optimizers(made: Any, *, maker: str) -> tuple[Any, Any]:
-    """Return (optimizer, schedule), either None, from what `configure_optimizers` returned."""
+    """Return (optimizer, schedule) from the result of `configure_optimizers`; either may be None."""
     optimizer, schedule = made if isinstance(made, (tuple, list)) and len(made) == 2 else (made, None)
     is_schedule = schedule is None or (hasattr(schedule, "step") and not isinstance(schedule, torch.optim.Optimizer))
     if (optimizer is None or isinstance(optimizer, torch.optim.Optimizer)) and is_schedule:
@@ -74,7 +74,7 @@ def read_optimizers(made: Any, *, maker: str) -> tuple[Any, Any]:
 
 
 def _remedy(made: Any) -> str:
-    """Return what to write in place of what `configure_optimizers` returned."""
+    """Return what `configure_optimizers` should return instead, for errors."""
     parts = made if isinstance(made, (tuple, list)) else (made,)
     if isinstance(made, type):
         return f"Call it: return {made.__name__}(self.model.parameters(), lr=...)."
@@ -88,7 +88,7 @@ def _remedy(made: Any) -> str:
 
 
 def _explained(error: ValueError, *, maker: str) -> TaskError | None:
-    """Return an error in the user's terms where torch refused the parameters that an optimizer was made of."""
+    """Return an error that explains why torch rejected the parameters of an optimizer; None if unknown."""
     asked, text = f"Cannot make the optimizer of {maker}.configure_optimizers:", str(error)
     if "empty parameter list" in text:
         return TaskError(asked, "it got no parameters.", "Check how they were filtered; self.model has them all.")
@@ -107,7 +107,7 @@ def check_made(
     optimizer_cls_and_kwargs: Any,
     is_overridden: Callable[[str], bool],
 ) -> None:
-    """Raise where the strategy's config makes the optimizer or the schedule, and somebody else does too."""
+    """Raise if the strategy's config creates the optimizer or the schedule, and other settings do, too."""
     given: dict[str, dict[str, Any]] = {
         "optimizer": {
             "optimizers[0]": optimizers[0],
@@ -116,7 +116,7 @@ def check_made(
                 type(task).configure_optimizers is not TaskModule.configure_optimizers or None
             ),
             "an override of create_optimizer": is_overridden("create_optimizer") or None,
-            # It drives an optimizer that does not exist yet.
+            # A given schedule would need the optimizer, which does not exist yet.
             "optimizers[1]": optimizers[1],
         },
         "scheduler": {

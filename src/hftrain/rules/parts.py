@@ -1,4 +1,4 @@
-"""What a Trainer is made of: its arguments, its model, what belongs to it, and keywords that it does not take."""
+"""Checks of the Trainer's constructor: its arguments, model, functions and unknown keywords."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class NoModelError(ConfigError, RuntimeError):
-    """A Trainer was made without a model; the documented error is a `RuntimeError`."""
+    """A Trainer was constructed without a model; the documented error is a `RuntimeError`."""
 
 
 def check_arguments(args: Any) -> None:
@@ -45,7 +45,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_model(model: Any, model_init: Any) -> None:
-    """Raise unless there is a way to get a model; warn if there are two."""
+    """Raise unless a model or `model_init` is given; warn if both are."""
     if model is None and model_init is None:
         raise NoModelError(
             "Cannot make a Trainer without model and without model_init:",
@@ -92,7 +92,7 @@ def check_model(model: Any, model_init: Any) -> None:
 def check_parts(
     *, model_init: Any, optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any, functions: dict[str, Any]
 ) -> None:
-    """Raise where constructor arguments contradict each other, or what should be a function is not."""
+    """Raise if constructor arguments contradict each other, or one that must be callable is not."""
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
         raise ConfigError(
             f"Cannot use {a_kind(optimizers)} as optimizers:",
@@ -128,7 +128,7 @@ def check_parts(
 
 
 def refusing_unknown(init: Init) -> Init:
-    """Let a constructor refuse keywords that it does not take; its signature stays as it is."""
+    """Make a constructor raise for unknown keywords with a remedy; its signature is unchanged."""
     known = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)

@@ -1,4 +1,4 @@
-"""Refusals as rows: when, what was asked for, why it cannot be, what to do, and the values that were received."""
+"""Checks as rows: a condition, what cannot be used, the reason, the remedy, and the received values."""
 
 from __future__ import annotations
 

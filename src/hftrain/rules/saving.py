@@ -1,4 +1,4 @@
-"""Checkpoints that could not be written, ranked, or read again."""
+"""Checks that checkpoints can be written, ranked and loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STATE = "Let state() return {'args': {...}, 'attributes': {...}} of numbers, te
 
 
 def check_save_policy(args: TrainingArguments, policy: SavePolicy, strategy: Strategy) -> None:
-    """Raise where what a `SavePolicy` asks for could not happen."""
+    """Raise if a `SavePolicy` cannot be applied with these arguments and this strategy."""
     is_ranked = args.metric_for_best_model is not None and args.eval_strategy != "no"
     restores = policy.on_nonfinite == "restore"
     refuse(
@@ -66,18 +66,18 @@ def check_save_policy(args: TrainingArguments, policy: SavePolicy, strategy: Str
 
 
 def check_fits(model: nn.Module, folder: Path | None, *, is_split: bool, is_overridden: Callable[[str], bool]) -> None:
-    """Raise where a checkpoint plainly holds another model; whether it holds all of this one is seen when it is loaded.
+    """Raise if a checkpoint has weights of other shapes; missing weights are only detected when it is loaded.
 
     Args:
-        folder: The checkpoint; None starts again.
-        is_split: Whether processes hold parts of a layer.
+        folder: The checkpoint; None for a new run.
+        is_split: Whether layers are split across processes.
     """
     if folder is not None:
         check_complete(folder, OPTIMIZER)
     if folder is None or not (folder / WEIGHTS).is_file() or is_overridden("_load_from_checkpoint"):
         return
     found = tensor_shapes(folder / WEIGHTS)
-    # What ZeRO-3 has split, in an evaluation or a training before, is empty in itself.
+    # A parameter that ZeRO-3 has split, in an earlier evaluation or training, is empty itself.
     own = {name: tuple(whole_shape(value)) for name, value in model.named_parameters()}
     others = [f"{name} is {found[name]}, not {own[name]}" for name in own if found.get(name, own[name]) != own[name]]
     if others and not is_split:
@@ -99,13 +99,13 @@ def watch_states(
     pending: list[Callable[[], None]],
     is_overridden: Callable[[str], bool],
 ) -> None:
-    """Refuse a run whose optimizer, schedule or data has a state that no checkpoint can hold.
+    """Raise if the optimizer, the schedule or the data has a state that cannot be saved in a checkpoint.
 
-    Checks now, before the first step, and once after it, when the optimizer has made its state.
+    Checks now, before the first step, and again after it, when the optimizer has its state.
 
     Args:
-        own: Returns what else each process saves.
-        pending: What the loop calls at each step's end, see `FitParts`; mutated.
+        own: Returns the other state that each process saves.
+        pending: Functions that the loop calls at the end of each step, see `FitParts`; mutated.
     """
 
     def check() -> None:
@@ -113,7 +113,7 @@ def watch_states(
         states: dict[str, Any] = {f"The state of {type(loop).__name__}": loop.state_dict for loop in in_use}
         states["The state of the training data"] = own
         if not is_overridden("_save_optimizer_and_scheduler"):
-            # Where processes hold parts, their state is put together for a save.
+            # A sharded optimizer's state is gathered at each save; only its settings are checked here.
             whole = optimizer.state_dict if not strategy.shards_model else partial(group_settings, optimizer)
             states[f"The state of {type(optimizer).__name__}"] = whole
             if schedule is not None:
@@ -134,7 +134,7 @@ def _check_states(states: Mapping[str, Callable[[], Any]]) -> None:
         try:
             state = read()
         except Exception:
-            # Some have no state before they are used.
+            # Some objects have no state before they are used.
             continue
         try:
             plain_containers(map_tensors(state, lambda _: None))
@@ -152,7 +152,7 @@ def check_saves(
     *,
     is_own: bool,
 ) -> None:
-    """Raise where the state of the model, the task or a callback cannot be written.
+    """Raise if the state of the model, the task or a callback cannot be saved.
 
     Args:
         is_own: Whether the user's class writes checkpoints or models itself.
@@ -180,7 +180,7 @@ def check_saves(
             except NotImplementedError as error:
                 raise ConfigError("Cannot save the state of a callback.", str(error), _STATE) from error
             except Exception:
-                # Some have no state before the run begins.
+                # Some callbacks have no state before the run begins.
                 continue
             is_plain = isinstance(callback, ExportableState) and "from_state" not in _defined(type(callback))
             if is_plain and (not isinstance(state, Mapping) or not {"args", "attributes"} <= state.keys()):

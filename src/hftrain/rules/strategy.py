@@ -1,4 +1,4 @@
-"""What a strategy cannot do of what the arguments ask for, and what contradicts the launch."""
+"""Checks of the arguments against the strategy and the launcher."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hftrain.storage.remote import check_url, is_url
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
 
-# What runs the model in evaluations of its own, or casts it for them.
+# Settings that cast the model for evaluations, or change how these run it.
 _NOT_IN_PARTS = ("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "jit_mode_eval")
 
 
 def check_strategy(args: TrainingArguments, strategy: Strategy, *, optimizers: tuple[Any, Any]) -> None:
-    """Refuse what the arguments ask for and the strategy, not launched yet, cannot do."""
+    """Raise if the arguments need something that the strategy does not support; before it is launched."""
     refuse(_of_devices(args, strategy))
     if isinstance(strategy, DeepSpeedStrategy):
         refuse(_of_deepspeed(args, strategy))
@@ -36,7 +36,7 @@ def check_strategy(args: TrainingArguments, strategy: Strategy, *, optimizers: t
 
 
 def check_local_rank(args: TrainingArguments) -> None:
-    """Refuse a `local_rank` that the launcher does not confirm."""
+    """Raise if `local_rank` differs from the launcher's."""
     launched = read_launch().local_rank
     if args.local_rank not in (-1, launched):
         raise ConfigError(
@@ -49,7 +49,7 @@ def check_local_rank(args: TrainingArguments) -> None:
 
 
 def check_tensor_parallel(size: int, strategy: Strategy, *, is_handled: bool) -> None:
-    """Refuse a model whose layers are split over processes that would each read other data."""
+    """Raise if a model's layers are split across processes that would read different data."""
     if size > 1 and not is_handled:
         raise ConfigError(
             f"Cannot use a model whose layers are split over {size} processes.",
@@ -60,7 +60,7 @@ def check_tensor_parallel(size: int, strategy: Strategy, *, is_handled: bool) ->
 
 
 def check_configured_state(args: TrainingArguments, planned_device: torch.device) -> None:
-    """Refuse `use_configured_state=True` where accelerate's state is missing, or is about another device."""
+    """Raise for `use_configured_state=True` if accelerate has no state, or one for another device."""
     if not read_accelerator_config(args).get("use_configured_state", False):
         return
     from accelerate import PartialState

@@ -1,4 +1,4 @@
-"""What a task must be for a Trainer to take it, and which settings a task of one's own does not read."""
+"""Checks of a task: its model, hooks and signatures, and settings that custom tasks do not read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CALLED = (*_STEPS, "configure_optimizers", "metrics", "forward")
 
 
 def check_not_lightning(model: Any) -> None:
-    """Raise if a model is one of Lightning's modules, whose hooks nothing here calls."""
+    """Raise if a model is a LightningModule, whose hooks are never called here."""
     if lightning_base(model) == "LightningModule" and not isinstance(model, TaskModule):
         name = type(model).__name__
         raise TaskError(
@@ -29,7 +29,7 @@ def check_not_lightning(model: Any) -> None:
 
 
 def check_task(task: TaskModule) -> None:
-    """Raise unless the task keeps its side of the contract: a `model` that holds every trainable parameter."""
+    """Raise unless the task has a `model` with every trainable parameter, and valid methods."""
     kind = type(task).__name__
     hidden = [name for name, _ in task.named_children() if callable(getattr(TaskModule, name, None))]
     if hidden:
@@ -64,7 +64,7 @@ def check_task(task: TaskModule) -> None:
 
 
 def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any, count_items: Any = None) -> None:
-    """Raise where a setting that only a plain model's loss reads is given with a task of one's own."""
+    """Raise if a setting that only applies to plain models is given with a custom task."""
     if isinstance(task, ModelTask):
         return
     given = {
@@ -84,16 +84,16 @@ def check_unused_by_task(args: Any, task: TaskModule, *, compute_loss_func: Any,
 
 
 def _check_names(kind: type[TaskModule]) -> None:
-    """Raise if a class defines a hook that nothing would call."""
+    """Raise if a class defines a hook that is never called."""
     if lightning_base(kind) is not None:
-        # It serves both libraries.
+        # The class works with both libraries.
         return
     hooks = {event: f"Do it in {event} of a TrainerCallback." for event in EVENTS} | MODULE_METHODS
     check_uncalled(kind, error=TaskError, called=_CALLED, hooks=hooks, misnomers=MODULE_MISNOMERS)
 
 
 def _check_signatures(task: TaskModule) -> None:
-    """Raise where a step cannot be called with the batch alone, or another method as it will be."""
+    """Raise if a step cannot be called with only the batch, or another method with its arguments."""
     calls = {**dict.fromkeys(_STEPS, ("batch",)), "configure_optimizers": (), "metrics": ("stage",)}
     for name, parameters in calls.items():
         step = getattr(task, name)

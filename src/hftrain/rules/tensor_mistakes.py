@@ -1,4 +1,4 @@
-"""torch's errors about labels, ids and devices, explained with the numbers that are at fault."""
+"""Explain torch's errors about labels, ids and devices, with the invalid values."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TOO_LONG = ("must match the existing size", "must match the size of tensor")
 
 
 def explain_tensors(error: Exception, frames: list[FrameType], model: nn.Module, batch: Any) -> TaskError | None:
-    """Return an error in the user's terms for one of torch's, None if its cause is not known for certain.
+    """Return an error that explains one of torch's, None if the cause is not certain.
 
     Args:
-        error: What a step raised.
+        error: The error of a step.
         frames: The frames of its traceback, the outermost first.
         model: The network.
-        batch: What the step got.
+        batch: The batch of the step.
     """
     text = str(error)
     if "index out of range in self" in text or any(each in text for each in _TOO_LONG):
@@ -61,7 +61,7 @@ def explain_tensors(error: Exception, frames: list[FrameType], model: nn.Module,
 
 
 def _wrong_values(error: Exception, frames: list[FrameType]) -> TaskError | None:
-    """Return an error for values that torch does not take: float ids, or scores that are not probabilities."""
+    """Return an error for values that torch rejects: float ids, or scores that are not probabilities."""
     text = str(error)
     if isinstance(error, RuntimeError) and "'indices' to have one of the following scalar types" in text:
         return TaskError(
@@ -99,14 +99,14 @@ def _dtype(tensor: Any) -> str:
 
 
 def _too_long(model: nn.Module, batch: Any, call: dict[str, Any]) -> TaskError | None:
-    """Say that the batch has more positions than the model, where the model's config tells their number."""
+    """Return an error if the batch has more positions than the model, according to the model's config."""
     size = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(size, int) or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] <= size:
         return None
     weight = call.get("weight")
     if isinstance(weight, torch.Tensor) and weight.shape[0] == getattr(model.config, "vocab_size", None):
-        # Token ids, which may be out of range as well.
+        # The error may be about token ids, which may also be out of range.
         return None
     return TaskError(
         f"Cannot run {type(model).__name__} on {ids.shape[1]} positions:",
@@ -137,7 +137,7 @@ def _label_shape(call: dict[str, Any]) -> TaskError | None:
 
 
 def _arguments_of(frames: list[FrameType], *names: str) -> dict[str, Any]:
-    """Return the arguments of the innermost call of one of torch's functions, none if there is no such call."""
+    """Return the arguments of the innermost call of one of torch's functions, empty if there is no such call."""
     for frame in reversed(frames):
         if frame.f_code.co_name in names and frame.f_globals.get("__name__") == "torch.nn.functional":
             return dict(frame.f_locals)

@@ -1,4 +1,4 @@
-"""What would fail late in a training, or run for nothing, and can be told before anything is launched."""
+"""Checks before a launch, for errors that would otherwise only appear late in a training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PREPARE = ("_prepare_inputs", "_prepare_input")
 
 @dataclass(frozen=True)
 class Given:
-    """The data of a training and the functions that are called in it; the names are those of a Trainer."""
+    """The data and the functions of a training, under the names of a Trainer's attributes."""
 
     train_dataset: Any
     eval_dataset: Any
@@ -45,12 +45,12 @@ class Given:
     compute_loss_func: Any
     callbacks: Sequence[Any]
     is_overridden: Callable[[str], bool]
-    """Tells whether the user's class has a hook of its own."""
+    """Tells whether the user's class overrides a hook."""
     count_steps: Callable[[Any], int]
-    """Returns how many updates a run makes with a loader."""
+    """Returns the number of updates of a run with a loader."""
 
     def overrides(self, *names: str) -> bool:
-        """Tell whether the user's class has any of some hooks of its own."""
+        """Tell whether the user's class overrides any of these hooks."""
         return any(map(self.is_overridden, names))
 
 
@@ -65,12 +65,12 @@ def check_ahead(
     learning_rate: float,
     spill_dir: Path | None,
 ) -> None:
-    """Refuse a training that cannot come to a good end; reads no data and launches nothing.
+    """Raise if a training would fail later; reads no data and launches nothing.
 
     Args:
-        optimizers: (optimizer, schedule); None where the run makes it.
-        learning_rate: Where a schedule begins.
-        spill_dir: Where predictions wait, if they do.
+        optimizers: (optimizer, schedule); None for each that the run creates.
+        learning_rate: The initial learning rate of a schedule.
+        spill_dir: The folder for predictions that are stored on disk, or None.
     """
     if args.output_dir and Path(args.output_dir).is_file():
         raise ConfigError(f"Cannot write to output_dir={args.output_dir!r}:", "it is a file.", "Give a folder's path.")
@@ -111,9 +111,9 @@ def check_ahead(
 
 
 def _check_metric(args: TrainingArguments, task: TaskModule, given: Given) -> None:
-    """Raise where nothing reports `metric_for_best_model`; not before a training, for metrics may be set until then."""
+    """Raise if nothing reports `metric_for_best_model`; called in train(), because metrics may be set until then."""
     listeners = (getattr(callback, "on_evaluate", None) for callback in given.callbacks)
-    # A callback's own on_evaluate may add to the metrics that it is given.
+    # A user callback's on_evaluate may add to the metrics that it receives.
     roots = {getattr(listener, "__module__", "").partition(".")[0] for listener in listeners if listener is not None}
     hooks = ("evaluate", "_evaluate", "evaluation_loop", "prediction_loop", "log", "_determine_best_metric")
     if given.overrides(*hooks) or roots - {"hftrain", "transformers"}:
@@ -124,7 +124,7 @@ def _check_metric(args: TrainingArguments, task: TaskModule, given: Given) -> No
 
 
 def _eval_datasets(args: TrainingArguments, given: Given) -> dict[str, Any]:
-    """Return what is evaluated while training, by name."""
+    """Return the datasets that are evaluated during training, by name."""
     datasets = given.eval_dataset
     if args.eval_strategy == "no" or datasets is None or given.overrides("get_eval_dataloader"):
         return {}
@@ -139,7 +139,7 @@ def _check_workers(args: TrainingArguments, given: Given, datasets: Mapping[str,
 
 
 def _check_plan(args: TrainingArguments, strategy: Strategy, given: Given, *, rate: float | None) -> None:
-    """Raise where the data gives no batch, or the schedule, if one begins at a rate, cannot be made for the run."""
+    """Raise if the data has no batch, or a schedule that begins at `rate` cannot be built for the run."""
     num_steps, dataset = args.max_steps, given.train_dataset
     if has_length(dataset):
         config = loader_config(args, is_training=True)
@@ -160,7 +160,7 @@ def _check_evaluation(
     name: str,
     dataset: Any,
 ) -> None:
-    """Raise where a set that is evaluated while training gives no batch, or not what the metrics need."""
+    """Raise if a set evaluated during training has no batch, or lacks columns that the metrics need."""
     if not given.overrides("_get_eval_sampler"):
         check_batches(args, strategy, name, dataset)
     own = ("evaluate", "evaluation_loop", "prediction_loop", "prediction_step", *_PREPARE)
