@@ -1,4 +1,4 @@
-"""Which trackers a run reports to."""
+"""Choice of the trackers that a run reports to."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ def read_launch() -> Launch:
 def announce_launch() -> None:
     """Set torch's variables from those of another launcher; mutates `os.environ`, once.
 
-    torch's rendezvous, accelerate and DeepSpeed read only these. MASTER_ADDR and MASTER_PORT are set too, unless they
-    are set already or the address is unknown.
+    torch's rendezvous, accelerate and DeepSpeed read only these. MASTER_ADDR and MASTER_PORT are set too unless they
+    are set already; an unknown address is left unset.
     """
     launch = read_launch()
     is_foreign = launch.launcher != _TORCH.launcher

@@ -15,7 +15,7 @@ from hftrain.core.log import warn_once
 
 # Classes of these packages are not the user's.
 _OTHERS = frozenset({"builtins", "hftrain", "torch", "transformers", "typing"})
-# How similar a name must be to one of our names to count as a misspelling of it.
+# Minimum similarity of a name to one of our hooks to count as a misspelling of it.
 _ALIKE = 0.88
 
 

@@ -60,7 +60,7 @@ class LossWindow:
         self.learning_rate: Any = None
 
     def add(self, loss: torch.Tensor) -> None:
-        """Add one micro-step's share of its step's loss: a detached 0-d tensor."""
+        """Add the loss of one micro-step, scaled to its share of the step: a detached 0-d tensor."""
         self.num_micro_steps += 1
         if self._is_live:
             self._add_to_sum(loss)

@@ -31,10 +31,10 @@ _PREFIX = "ACCELERATE_DYNAMO_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileConfig:
-    """How to compile. Source: the documented `torch_compile_backend` and `torch_compile_mode`.
+    """Options of compilation. Source: the documented `torch_compile_backend` and `torch_compile_mode`.
 
     Args:
-        mode: What inductor favours, such as ``"reduce-overhead"``; None for its default.
+        mode: Optimisation goal of inductor, such as ``"reduce-overhead"``; None for its default.
     """
 
     backend: str = "inductor"
@@ -42,10 +42,10 @@ class CompileConfig:
 
 
 class Compiler:
-    """Compile models while a call such as train() runs, and leave them as they were afterwards.
+    """Compile models while a call such as train() runs, and restore them afterwards.
 
     Args:
-        config: How; None compiles nothing, and nothing of torch's compiler is imported.
+        config: How to compile; None compiles nothing and does not import torch's compiler.
     """
 
     def __init__(self, config: CompileConfig | None) -> None:
@@ -58,7 +58,7 @@ class Compiler:
     def open(self) -> None:
         """Set the documented environment variables from which accelerate's own objects read what to compile.
 
-        Mutates `os.environ`; `close` puts it back.
+        Mutates `os.environ`; `close` restores it.
         """
         if self.config is None or self._environment:
             return

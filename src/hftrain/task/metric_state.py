@@ -94,7 +94,7 @@ def warn_of_unread(children: Mapping[str, Any], metrics: Mapping[str, Any]) -> N
     names = []
     for name, metric in children.items():
         parts = [part for part in _parts_of(metric) if id(part) not in told]
-        # A user who asks for the value, of all batches or of one (torchmetrics' `forward`), reports it.
+        # A metric whose value was read, of all batches or of one (torchmetrics' `forward`), is reported by the user.
         is_asked = any(
             getattr(part, value, None) is not None for part in parts for value in ("_computed", "_forward_cache")
         )
@@ -130,7 +130,7 @@ def metric_states(metrics: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]
 
 
 def restore_metric_states(metrics: Mapping[str, Any], states: Mapping[str, Any], *, device: torch.device) -> list[str]:
-    """Put states back; mutates the metrics.
+    """Restore states; mutates the metrics.
 
     Returns:
         The names of metrics without a matching state.

@@ -24,8 +24,8 @@ class TrainingMode:
     """Keep a model in training mode for a run, as the documented ``model.train()`` of each step does.
 
     ``model.train()`` takes about 2 microseconds per module. Reading all modes takes 1/150 of that, so `enter` is called
-    only when one of them is off: ``all(map(is_on, mode.flags))``. If a class of the user's overrides `train`, it is
-    called at each step, as documented. Modules that are still in evaluation mode after the call are left out.
+    only when one of them is off: ``all(map(is_on, mode.flags))``. If a user's class overrides `train`, it is
+    called at each step, as documented. Modules that are still in evaluation mode after the call are ignored.
 
     Args:
         task: Its model is put into training mode; its other children are left as they are.
@@ -41,7 +41,7 @@ class TrainingMode:
         self._hook = register_module_module_registration_hook(self._forget)
 
     def close(self) -> None:
-        """Stop following which modules the model has; safe to call twice."""
+        """Stop watching for added modules; safe to call twice."""
         self._hook.remove()
 
     def enter(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The class users subclass."""
+"""The base class of user-defined tasks."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class TaskModule(nn.Module):
         """Return the number of items the batch's loss averages over: the weight of the batch within a step.
 
         The default counts integer `labels` other than -100 of a mapping, else the samples. Override it where the loss
-        averages over something else. Must not synchronise with a device: return a 0-d tensor if the count is one.
+        averages over something else. Must not synchronise: return a count that is on the device as a 0-d tensor.
         """
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if isinstance(labels, torch.Tensor) and not labels.is_floating_point():

@@ -31,7 +31,7 @@ def add_noise(embeddings: nn.Module, alpha: float) -> RemovableHandle:
     """Add noise to the output of `embeddings` in training mode, until the handle is removed.
 
     Args:
-        embeddings: Mutated: it gets a forward hook.
+        embeddings: The embedding layer; mutated, it gets a forward hook.
         alpha: The noise is uniform in +-alpha / sqrt(tokens x hidden size).
 
     Shapes:

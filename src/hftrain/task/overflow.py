@@ -1,4 +1,4 @@
-"""Locate the first non-finite value: records the inputs and outputs of modules."""
+"""Location of the first non-finite value, by recording the inputs and outputs of modules."""
 
 from __future__ import annotations
 

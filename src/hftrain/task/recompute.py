@@ -1,4 +1,4 @@
-"""Gradient checkpointing: activations are computed again in the backward pass instead of kept."""
+"""Gradient checkpointing: activations are recomputed in the backward pass instead of kept."""
 
 from __future__ import annotations
 

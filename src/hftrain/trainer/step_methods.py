@@ -227,7 +227,7 @@ class StepMethods(OptimizerMethods):
         """Return the floating-point operations of one micro-batch, as computed by the model's method of this name.
 
         For a transformers model without that method: 6 per non-embedding parameter and element of the main input.
-            Otherwise 0. Override it to count operations in `state.total_flos`.
+        Otherwise 0. Override it to count operations in `state.total_flos`.
 
         Source: the documented `Trainer.floating_point_ops`.
         """

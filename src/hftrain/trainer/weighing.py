@@ -120,7 +120,7 @@ class LossShares:
         return batches, num_items
 
     def count(self, batches: list[Any], device: torch.device | None) -> Count | None:
-        """Return the items of a step, over all ranks if asked for; None if not needed. Collective."""
+        """Return the item count of a step, over all ranks if the arguments ask for it; None if unused. Collective."""
         if not batches or not (self.is_on or self._may_divide or self.is_divided):
             return None
         task = self.plain
