@@ -12,7 +12,7 @@ from hftrain.core.errors import CheckpointError, explain
 _ELSEWHERE = explain(
     "Cannot write a checkpoint in the background.",
     "Another process failed after its commit; see its error.",
-    "Mend the cause, then resume from the newest checkpoint.",
+    "Fix the cause, then resume from the newest checkpoint.",
 )
 
 

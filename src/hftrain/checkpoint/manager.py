@@ -386,7 +386,7 @@ class CheckpointManager:
         if cause is not None:
             shortage = "The disk, or a quota, is full: " if lacks_space else ""
             reason = f"{shortage}{type(cause).__name__}: {str(cause).rstrip('.')}."
-        remedy = "Earlier checkpoints are untouched. Mend the cause, then resume from the newest."
+        remedy = "Earlier checkpoints are untouched. Fix the cause, then resume from the newest."
         kind = NoSpaceError if lacks_space else CheckpointError
         raise kind(explain(f"Cannot write {target}.", reason, remedy)) from cause
 

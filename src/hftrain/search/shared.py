@@ -67,7 +67,7 @@ class SharedTrial:
             raise ConfigError(
                 f"Cannot call trial.{method}({', '.join(map(repr, args))}).",
                 answer["error"],
-                "Mend hp_space or model_init.",
+                "Correct hp_space or model_init.",
             )
         return answer["value"]
 

@@ -173,6 +173,6 @@ def _check_owns(strategy: Strategy, *, scales: bool) -> None:
         raise StrategyError(
             f"strategy={strategy.name!r} was to take over parts of the step.",
             reason,
-            "Mend the strategy's `owns`.",
+            "Correct the strategy's `owns`.",
             owns=owns,
         )

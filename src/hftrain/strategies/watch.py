@@ -88,7 +88,7 @@ class RankWatch:
         return StrategyError(
             f"Rank {self.rank} waited in {self.where()!r} for the other ranks.",
             f"{late} within {timeout_s:g} s: {places}.",
-            "Mend what holds them up, or raise ddp_timeout.",
+            "Fix what delays them, or raise ddp_timeout.",
         )
 
     def missing(self) -> tuple[str, str]:

@@ -198,7 +198,7 @@ def _summary(args: TrainingArguments, first: _Director, second: _Director, *, si
     num_batches = first.num_steps
     later = first.step_s[1:] or first.step_s
     step_s = sum(later) / len(later) if later else 0.0
-    lines = [f"Rehearsed with fast_dev_run={num_batches} in {took_s:.1f} s; all its files were removed."]
+    lines = [f"Dry run with fast_dev_run={num_batches} took {took_s:.1f} s; its files were removed."]
     lines.append(f"  train     {len(first.step_s)} steps of {size} samples, {step_s:.3g} s each after the first")
     for name, runtime_s in first.evaluated.items():
         lines.append(f"  evaluate  {num_batches} batches for {name}_*, {runtime_s:.3g} s")

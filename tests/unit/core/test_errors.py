@@ -1,4 +1,4 @@
-"""Errors: who can mend them, and how they are worded."""
+"""Errors: their classes and their wording."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_every_stage_is_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert output.global_step == 2
     assert output.training_loss > 0
     said = capsys.readouterr().out
-    assert "Rehearsed with fast_dev_run=2 in " in said
+    assert "Dry run with fast_dev_run=2 took " in said
     assert "train     2 steps of 8 samples" in said
     assert "evaluate  2 batches for eval_two_*" in said
     assert "save      checkpoint-2" in said
