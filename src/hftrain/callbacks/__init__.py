@@ -1,4 +1,4 @@
-"""Callbacks: the documented base class, the runner that calls them, and those that come with a run."""
+"""Callbacks: the documented base class, the runner that calls them, and the default callbacks of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def progress_callback(*, disable_tqdm: bool) -> TrainerCallback:
-    """Return what shows a run's progress, the last of its callbacks.
+    """Return the callback that shows a run's progress, the last of its callbacks.
 
     Args:
         disable_tqdm: Print logs instead of showing bars or a notebook's table.

@@ -1,4 +1,4 @@
-"""What a callback is: methods named after the loop's events, and a way to keep its state in a checkpoint."""
+"""Base classes of callbacks: methods named after the loop's events, and state that is saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 CallbackResult: TypeAlias = TrainerControl | Mapping[str, bool] | None
-# What an event reports: `logs` or `metrics`.
+# The `logs` or `metrics` of an event.
 Metrics: TypeAlias = Mapping[str, Any] | None
 
 

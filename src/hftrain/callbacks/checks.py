@@ -1,4 +1,4 @@
-"""What a callback must be for the runner to take it."""
+"""Checks of callbacks before the runner accepts them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hftrain.core.uncalled import check_uncalled
 
 
 def as_list(callbacks: Any) -> list[Any]:
-    """Return callbacks as a list: of none, of one, or of those that are given."""
+    """Return callbacks, given as None, one callback or several, as a list."""
     if callbacks is None:
         return []
     return list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
 
 
 def check_callback(callback: Any) -> None:
-    """Raise unless a callback (or its class) has a method for an event, and no hook that nothing would call."""
+    """Raise unless a callback (or its class) has a method for an event, and no hook that is never called."""
     kind = callback if isinstance(callback, type) else type(callback)
     # Lightning's own base class has on_train_end, which takes other arguments.
     if lightning_base(kind) == "Callback" and not callable(getattr(kind, "on_step_end", None)):
@@ -48,10 +48,10 @@ def check_callback(callback: Any) -> None:
 
 
 def made_callback(callback: Any) -> Any:
-    """Return a callback, made of a class without arguments.
+    """Return a callback; a class is instantiated without arguments.
 
     Raises:
-        TaskError: The class needs some.
+        TaskError: The class requires arguments.
     """
     if not isinstance(callback, type):
         return callback
@@ -70,7 +70,7 @@ def made_callback(callback: Any) -> Any:
 
 
 def note_callback(error: Exception, handler: Any, event: str, context: Iterable[str]) -> None:
-    """Note on an error which user callback raised it and with which arguments."""
+    """Add a note to an error about the user callback that raised it, and its arguments."""
     kind = type(getattr(handler, "__self__", handler))
     if isinstance(error, HFTrainError) or kind.__module__.startswith("hftrain."):
         return
@@ -81,7 +81,7 @@ def note_callback(error: Exception, handler: Any, event: str, context: Iterable[
 
 
 def check_signature(callback: Any, event: str, method: Callable[..., Any] | None, context: Iterable[str]) -> None:
-    """Raise if a callback's method does not take what it will be called with."""
+    """Raise if a callback's method does not accept the arguments of its event."""
     try:
         signature = None if method is None else inspect.signature(method)
     except (TypeError, ValueError):  # some functions written in C
@@ -89,7 +89,7 @@ def check_signature(callback: Any, event: str, method: Callable[..., Any] | None
     if signature is None:
         return
     try:
-        # Partly, as some events bring keywords of their own.
+        # Bound partially, because some events pass further keywords.
         signature.bind_partial(None, None, None, **dict.fromkeys(context))
     except TypeError as error:
         name = type(callback).__name__

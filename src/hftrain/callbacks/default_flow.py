@@ -9,7 +9,7 @@ from hftrain.callbacks.base import CallbackResult, TrainerCallback
 from hftrain.core.progress import Cadence, TrainerControl
 from hftrain.core.state import TrainerState
 
-# A handful of different cadences exist in a run, and every step asks for three of them.
+# Cached, because each step needs three cadences, and a run has only a few.
 _cadence = functools.lru_cache(maxsize=64)(Cadence)
 
 
@@ -42,7 +42,7 @@ class DefaultFlowCallback(TrainerCallback):
             control.should_evaluate = True
         if save.is_due_at_step(step) or (is_last and args.save_strategy == "steps"):
             control.should_save = True
-            # Also where the event of the save comes later, or there is no room for it.
+            # Set here, because `on_save` may come later, or never if the disk is full.
             self._saved_step = step
         if is_last:
             control.should_training_stop = True
@@ -57,7 +57,7 @@ class DefaultFlowCallback(TrainerCallback):
             control.should_evaluate = True
         if _cadence(unit=args.save_strategy).is_due_at_epoch(epoch):
             control.should_save = True
-        # Another callback may have stopped the run; the save strategy promises a checkpoint of its end all the same.
+        # If another callback stopped the run, the save strategy still requires a checkpoint of its end.
         if control.should_training_stop and args.save_strategy == "steps" and self._saved_step != state.global_step:
             control.should_save = True
         return control

@@ -1,4 +1,4 @@
-"""Stopping a run whose metric no longer improves."""
+"""Stop a run whose metric no longer improves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log entries as text for people: one aligned line each, folded at the width of a terminal."""
+"""Format log entries as readable text: one aligned line each, folded at the width of a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _SHORT = {"learning_rate": "lr"}
-# What an entry ends with, and what a narrow terminal leaves out: `<prefix>_runtime` and its company.
+# Times and rates, named `<prefix>_runtime` etc.: shown last, and left out on a narrow terminal.
 _UNITS = {
     "runtime": "s",
     "samples_per_second": "samples/s",
@@ -77,10 +77,10 @@ def columns_of(file: Any) -> int | None:
 
 
 class LogLines:
-    """Format a run's log entries so that the numbers of one name stand below each other.
+    """Format a run's log entries so that numbers of the same name are aligned.
 
     Args:
-        max_str_len: Longer texts are cut, in characters.
+        max_str_len: Characters after which texts are cut.
     """
 
     def __init__(self, max_str_len: int = 100) -> None:
@@ -88,7 +88,7 @@ class LogLines:
         self._widths: dict[str, int] = {}
 
     def split(self, logs: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-        """Return the texts of an entry's values by their shown names, and its times and rates with their units."""
+        """Return the values of an entry as texts by display name, and its times and rates with units."""
         values: dict[str, str] = {}
         rates = []
         for name, value in logs.items():
@@ -106,21 +106,21 @@ class LogLines:
     def format(
         self, logs: Mapping[str, Any], *, step: int, of: tuple[int, int], pace: str = "", width: int | None
     ) -> str:
-        """Return an entry as a line, or as several that fit.
+        """Return an entry as a line, or as several lines that fit the width.
 
         Args:
             logs: A log entry.
             step: The optimizer step it belongs to.
-            of: The steps and epochs of the whole run.
+            of: The number of steps and epochs of the whole run.
             pace: The time of a step, as text; added at the end.
-            width: Columns of the terminal: what is longer is folded between values, and times and rates that do not
+            width: Columns of the terminal: longer lines are folded between values, and times and rates that do not
                 fit are left out. None allows a line of any length.
         """
         values, rates = self.split(logs)
         max_steps, num_epochs = of
         head = [f"step {step:>{len(str(max_steps))}}/{max_steps}"]
         if "epoch" in logs:
-            digits = len(str(num_epochs)) if num_epochs < 10_000 else 1  # sys.maxsize: as many as the steps need
+            digits = len(str(num_epochs)) if num_epochs < 10_000 else 1  # sys.maxsize if unknown
             head.append(f"epoch {logs['epoch']:{digits + 3}.2f}")
         for name, text in values.items():
             self._widths[name] = max(self._widths.get(name, _MIN_VALUE), len(text))
@@ -136,7 +136,7 @@ class LogLines:
 
 
 def fold(cells: Iterable[str], width: int, *, indent: int = 2) -> list[str]:
-    """Join cells with two spaces into lines of at most `width` characters; a cell that is longer itself is cut.
+    """Join cells with two spaces into lines of at most `width` characters; longer cells are cut.
 
     Args:
         indent: Spaces before each line but the first.
@@ -156,7 +156,7 @@ def fold(cells: Iterable[str], width: int, *, indent: int = 2) -> list[str]:
 
 
 def cut(cell: str, width: int) -> str:
-    """Shorten a cell's name, and if that is not enough its value, to `width` characters."""
+    """Shorten a cell to `width` characters: its name, and if necessary its value."""
     if len(cell.rstrip()) <= width:
         return cell
     name, _, value = cell.rstrip().partition(" ")

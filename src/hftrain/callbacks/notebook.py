@@ -34,10 +34,10 @@ def in_notebook() -> bool:
 
 @dataclass(kw_only=True)
 class Bar:
-    """A count to draw.
+    """A progress count.
 
     Args:
-        total: Where it ends; None if unknown.
+        total: The final count; None if unknown.
         started_s: When it started, on `time.monotonic`'s clock.
     """
 
@@ -49,7 +49,7 @@ class Bar:
 
 
 def render_html(bars: Iterable[Bar], rows: Sequence[Mapping[str, Any]], *, now_s: float) -> str:
-    """Build the block's HTML; all texts are escaped."""
+    """Return the HTML of the block; all texts are escaped."""
     parts = [_render_bar(bar, now_s) for bar in bars]
     if rows:
         columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -73,7 +73,7 @@ def _render_row(tag: str, cells: Iterable[Any]) -> str:
 
 
 def metric_columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Name an evaluation's metrics for people: without timings, ``eval_loss`` as "Validation Loss".
+    """Return an evaluation's metrics by display name, without timings; ``eval_loss`` is "Validation Loss".
 
     Example:
         >>> metric_columns({"eval_loss": 0.5, "eval_exact_match": 0.9, "eval_runtime": 3.0, "epoch": 1.0})
@@ -90,11 +90,11 @@ class Show(Protocol):
     """Put HTML on the page."""
 
     def __call__(self, block: str, *, display_id: str, is_update: bool) -> None:
-        """Show `block`, in the place of the last one with the same id if it is an update."""
+        """Show `block`; an update replaces the last one with the same id."""
 
 
 def show_in_ipython(block: str, *, display_id: str, is_update: bool) -> None:
-    """Show HTML through IPython, in the place of an earlier block if it is an update."""
+    """Show HTML through IPython; an update replaces the earlier block."""
     ipython = importlib.import_module("IPython.display")
     show = ipython.update_display if is_update else ipython.display
     show(ipython.HTML(block), display_id=display_id)
@@ -131,7 +131,7 @@ class NotebookProgressCallback(TrainerCallback):
         self._draw(state, is_forced=True)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Move the training bar."""
+        """Advance the training bar."""
         if self._training is not None:
             self._training.n = state.global_step
             self._draw(state)
@@ -139,9 +139,9 @@ class NotebookProgressCallback(TrainerCallback):
     def on_prediction_step(
         self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Move the evaluation's bar; opens it at the first batch."""
+        """Advance the evaluation's bar; opens it at the first batch."""
         bar = self._prediction
-        # An evaluation that was interrupted leaves its bar behind: another loader, or one batch too many, tells.
+        # An interrupted evaluation leaves its bar: detect it by another loader, or a batch beyond the total.
         if bar is None or bar.n == bar.total or self._loader is not eval_dataloader:
             self._prediction = bar = Bar(label=stage_of(kwargs), total=operator.length_hint(eval_dataloader) or None)
             self._loader = eval_dataloader

@@ -1,4 +1,4 @@
-"""Predictions written to files while they are made, by each process its own."""
+"""Write predictions to files batch by batch, on each process separately."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class PredictionWriter(TrainerCallback):
       took batches in turn (streams, `dispatch_batches`) or each had a run of consecutive ones, and the files' names.
 
     Args:
-        folder: Where the files go; made if absent. Processes on several machines need a shared one to be read together:
-            a URL is one. They are then uploaded when `predict()` ends, and a copy stays in the URL's local mirror.
-        batches_per_file: How many batches are held until a file is written.
-        returns_predictions: Let `predict()` return the predictions as well.
+        folder: The folder of the files; created if needed. `read` needs the files of all processes, so machines need a
+            shared folder or a URL. To a URL, files are uploaded when `predict()` ends; its local mirror keeps a copy.
+        batches_per_file: How many batches are collected before a file is written.
+        returns_predictions: Whether `predict()` also returns the predictions.
 
     Raises:
         ConfigError: `batches_per_file` is below 1, or the folder's URL scheme is unknown.
@@ -77,7 +77,7 @@ class PredictionWriter(TrainerCallback):
             return
         self._start_if_new(kwargs.get("eval_dataloader"), args.process_index)
         named = _flat({"outputs": outputs, "labels": kwargs.get("labels")}, f"{self._num_batches}")
-        # A copy: what a model hands out may be a view of something larger, or be written to again.
+        # Copied, because a model's output may be a view of a larger tensor, or be overwritten later.
         self._waiting |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
         self._num_batches += 1
         if self._num_batches % self._batches_per_file == 0:
@@ -90,7 +90,7 @@ class PredictionWriter(TrainerCallback):
         rank = args.process_index
         if reading_order(eval_dataloader) is not None:
             warn_once("PredictionWriter writes batches as they are read: sortish_sampler=True sorts them by length.")
-        # This process may have had no batch.
+        # Needed if this process had no batch.
         self._start_if_new(eval_dataloader, rank)
         if self._waiting:
             self._write(rank)
@@ -133,7 +133,7 @@ class PredictionWriter(TrainerCallback):
                 yield from batches
 
     def _start_if_new(self, loader: Any, rank: int) -> None:
-        """Begin again where the loader is another: another predict(), also where the one before has failed."""
+        """Start new files if the loader is a new one: a new predict(), even if the previous one failed."""
         if self._loader is not loader:
             self._start(loader)
             self._clear(rank)
@@ -149,7 +149,7 @@ class PredictionWriter(TrainerCallback):
         for path in (self.folder / f"rank{rank}.json", *self.folder.glob(f"rank{rank}-*.safetensors")):
             path.unlink(missing_ok=True)
         if self._remote is not None:
-            # The list first: without it nothing reads as whole.
+            # The list first, because files without it count as incomplete.
             self._remote.delete_file(f"rank{rank}.json")
             for name in self._remote.names():
                 if name.startswith(f"rank{rank}-"):
@@ -162,7 +162,7 @@ class PredictionWriter(TrainerCallback):
 
 
 def _flat(tree: Any, name: str) -> dict[str, torch.Tensor]:
-    """Return nested tensors by the path to each."""
+    """Return the tensors of a nested structure by path."""
     if tree is None:
         return {}
     if isinstance(tree, torch.Tensor):

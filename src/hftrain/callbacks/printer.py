@@ -1,4 +1,4 @@
-"""Printing logs, for runs without a progress bar."""
+"""Print logs, for runs without a progress bar."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class PrinterCallback(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: Metrics = None, **kwargs: Any
     ) -> None:
-        """Print the entry; the count of floating-point operations stays out, as no one can read it."""
+        """Print the entry, without the count of floating-point operations."""
         if state.is_local_process_zero and logs:
             print({name: value for name, value in logs.items() if name != "total_flos"}, flush=True)

@@ -1,4 +1,4 @@
-"""Progress of training, evaluation and prediction: bars on a terminal, plain lines anywhere else."""
+"""Progress of training, evaluation and prediction: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hftrain.core.progress import TrainerControl
 from hftrain.core.state import TrainerState
 
 REFRESH_S = 0.1
-# Without a terminal: a line at most that often, and at most so many.
+# Without a terminal: the shortest time between two lines, and the largest number of lines.
 PLAIN_INTERVAL_S = 30.0
 PLAIN_LINES = 10
 MIN_BAR, MAX_BAR = 8, 30
@@ -33,11 +33,11 @@ class ProgressCallback(TrainerCallback):
     gets a summary of the run; `SummaryCallback` prints it anywhere.
 
     If the output is not a terminal, there are no bars: each log entry is one line. If nothing was logged for
-    half a minute, a line tells how far the run is, at most ten times.
+    half a minute, a line shows the progress, at most ten times.
 
     Args:
         max_str_len: Longer texts in logs are cut on display.
-        file: Where everything goes; by default the bars go to standard error and the logs to standard output.
+        file: The output; by default standard error for the bars, and standard output for the logs.
 
     Units:
         max_str_len: characters.
@@ -56,7 +56,7 @@ class ProgressCallback(TrainerCallback):
         self._undo: Callable[[], object] = bool
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Open the training bar at the step reached so far; closes what a failed run left open."""
+        """Open the training bar at the current step; closes the bars of a failed run."""
         self._close_all()
         if state.is_world_process_zero:
             self._lines, self._logged = LogLines(self.max_str_len), {}
@@ -64,17 +64,17 @@ class ProgressCallback(TrainerCallback):
             self._undo = clearing_before_messages(self._clear)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Move the training bar."""
+        """Advance the training bar."""
         if self._training is not None:
             self._training.advance_to(state.global_step)
 
     def on_prediction_step(
         self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Move the bar of the evaluation or prediction; opens it at the first batch."""
+        """Advance the bar of the evaluation or prediction; opens it at the first batch."""
         if not state.is_world_process_zero:
             return
-        # An evaluation that failed halfway leaves its bar behind: another loader, or one batch too many, gives it away.
+        # A failed evaluation leaves its bar: detect it by another loader, or a batch beyond the total.
         if self._prediction is None or self._prediction.is_full or self._loader is not eval_dataloader:
             self._close_prediction()
             total = operator.length_hint(eval_dataloader) or None
@@ -118,7 +118,7 @@ class ProgressCallback(TrainerCallback):
 
     @property
     def shows_summary(self) -> bool:
-        """Return whether the end of a run is summed up here: on a terminal."""
+        """Whether this callback prints a run's summary: only on a terminal."""
         return columns_of(self._file or sys.stdout) is not None
 
     def show_summary(self, title: str, rows: Rows) -> None:
@@ -153,17 +153,17 @@ class ProgressCallback(TrainerCallback):
 
 
 def stage_of(extra: dict[str, Any]) -> str:
-    """Return what a batch of `on_prediction_step` is part of: only a prediction hands over its outputs."""
+    """Return the stage of an `on_prediction_step` event: only predictions pass their outputs."""
     return "predict" if "outputs" in extra else "evaluate"
 
 
 def _rank(name: str) -> int:
-    """Order what a bar shows: the loss, evaluation metrics, the rest."""
+    """Return a sort key for the values of a bar: the loss, evaluation metrics, others."""
     return 0 if name == "loss" else 1 if name.startswith("eval_") else 2
 
 
 def clearing_before_messages(clear: Callable[[], None]) -> Callable[[], None]:
-    """Call `clear` before `logging` or `warnings` write to the console, and return what ends that."""
+    """Call `clear` before `logging` or `warnings` write to the console; return a function that ends this."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
     handlers = [each for each in (*found, logging.lastResort) if isinstance(each, logging.StreamHandler)]
@@ -193,11 +193,11 @@ class Meter:
     """Count towards a total: a bar on a terminal, plain lines anywhere else.
 
     Args:
-        total: Where the count ends; None if unknown.
-        unit: "step" or "batch"; of batches, the first is done when the count begins.
-        file: Where to show it; standard error by default.
-        leave: Leave the full bar on the screen.
-        draw: (meter, leave) -> what shows the meter on a terminal, with methods `refresh`, `clear` and `close`.
+        total: The final count; None if unknown.
+        unit: "step" or "batch"; counting of batches begins when the first one is done.
+        file: The output; standard error by default.
+        leave: Keep the full bar on the screen.
+        draw: (meter, leave) -> a bar for a terminal, with methods `refresh`, `clear` and `close`.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Meter:
         self.fields: list[str] = []
         self._name, self._total, self._unit = name, total, unit
         self.file = file or sys.stderr
-        # When it began, when the last step ended, and from when and where on the time of a step is taken.
+        # The time of the start and of the last step, and the start of the window that measures the time of a step.
         self._started_s = self._step_s = self._window_s = time.monotonic()
         self._initial = self._first = initial + (unit == "batch")
         self._pace = ""
@@ -224,7 +224,7 @@ class Meter:
         self._printed = initial - 1
         self._wait_s = REFRESH_S if is_terminal else PLAIN_INTERVAL_S
         self._next_s = self._started_s + self._wait_s
-        # It draws itself at once, so it comes last.
+        # Created last, because it is drawn immediately.
         self._bar: Any = (draw or _Bar)(self, leave) if is_terminal else None
 
     @property
@@ -233,7 +233,7 @@ class Meter:
         return self._total is not None and self.n >= self._total
 
     def advance_to(self, n: int) -> None:
-        """Count on to `n`, and show it if it is time to."""
+        """Set the count to `n`, and show it if enough time has passed."""
         now = time.monotonic()
         self.n, self._step_s = n, now
         if now >= self._next_s:
@@ -244,13 +244,13 @@ class Meter:
                 self._print()
 
     def skip_time(self) -> None:
-        """Leave the time since the last step out of the time of a step."""
+        """Exclude the time since the last step from the time of a step."""
         now = time.monotonic()
         self._window_s += now - self._step_s
         self._step_s = now
 
     def read_pace(self) -> str:
-        """Return the time of a step since the last reading, as text, and begin a new one."""
+        """Return the time of a step since the last call, as text, and start a new measurement."""
         self._step_s = time.monotonic()
         self._pace = self._pace_text()
         self._window_s, self._first = self._step_s, self.n
@@ -286,10 +286,10 @@ class Meter:
         print(self.text(None), file=self.file, flush=True)
 
     def text(self, width: int | None, *, is_ascii: bool = False) -> str:
-        """Return the count, the times and what was logged, as much of it as fits; the first parts come first.
+        """Return the count, the times and the logged values, as many as fit, in order of importance.
 
         Args:
-            width: Characters that there is room for; None leaves out the bar.
+            width: The available characters; None leaves out the bar.
             is_ascii: Draw the bar with characters that every terminal has.
         """
         done_s, total = time.monotonic() - self._started_s, self._total
@@ -302,7 +302,7 @@ class Meter:
         pace = self._pace_text()
         if width is None:
             return "  ".join(filter(None, (head, count, clock, pace)))
-        # The first of these that fit, each after two spaces.
+        # Add the parts that fit, in this order, each after two spaces.
         room, fitting = width - len(head), set()
         for part in (count, *self.fields[:1], clock, pace, " " * MIN_BAR, *self.fields[1:]):
             if part and len(part) + 2 <= room:
@@ -318,7 +318,7 @@ class Meter:
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
-    """A bar whose meter knows what to show, and without tqdm's watchdog thread, as loader processes may be forked."""
+    """A bar with the text of its meter, and without tqdm's monitor thread, because loader workers may be forked."""
 
     monitor_interval = 0
 
@@ -327,5 +327,5 @@ class _Bar(tqdm):  # type: ignore[type-arg]
         super().__init__(file=meter.file, leave=leave)
 
     def __str__(self) -> str:
-        # One column stays free: some terminals begin a new line at the last one.
+        # Leave one column free, because some terminals begin a new line after the last one.
         return self._meter.text((columns_of(self._meter.file) or 80) - 1, is_ascii=self.ascii is True)

@@ -1,4 +1,4 @@
-"""The progress bar drawn by `rich`, for those who have it and want it."""
+"""Progress bars drawn by `rich`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hftrain.core.optional import require
 
 
 class RichProgressCallback(ProgressCallback):
-    """Draw the bars of `ProgressCallback` with `rich`; remove that one and add this one.
+    """Draw the bars of `ProgressCallback` with `rich`; add it in place of that callback.
 
-    What `print()` and tracebacks write while a bar is open comes above it. If the output is not a terminal, it prints
-    the same lines as `ProgressCallback`.
+    Output of `print()` and tracebacks appears above an open bar. If the output is not a terminal, it prints the same
+    lines as `ProgressCallback`.
 
     Args:
         max_str_len: Longer texts in logs are cut on display.
-        file: Where everything goes; standard output by default.
+        file: The output; standard output by default.
 
     Units:
         max_str_len: characters.
@@ -52,13 +52,13 @@ class RichProgressCallback(ProgressCallback):
             live = importlib.import_module("rich.live").Live
             self._live = live(get_renderable=self._render, console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-            # A run that fails closes nothing, and the cursor is hidden.
+            # A failed run does not close the display, which hides the cursor.
             atexit.register(self._live.stop)
         self._meters.append(meter)
         return _RichBar(self, meter, leave)
 
     def _render(self) -> Any:
-        # rich would ask standard output, which may be another file.
+        # rich would use the width of standard output, which may be another file.
         self._console.width = columns_of(self._file or sys.stdout) or 80
         lines = [meter.text(self._console.width - 1) for meter in self._meters]
         return importlib.import_module("rich.text").Text("\n".join(lines), style="bold")
@@ -71,7 +71,7 @@ class RichProgressCallback(ProgressCallback):
 
 
 class _RichBar:
-    """One of the lines that a callback draws together."""
+    """One of the lines in a callback's display."""
 
     def __init__(self, owner: RichProgressCallback, meter: Meter, leave: bool) -> None:
         self._owner, self._meter, self._leave = owner, meter, leave

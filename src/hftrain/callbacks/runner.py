@@ -1,4 +1,4 @@
-"""Calling callbacks: only those that hear an event, in list order, with one control object."""
+"""Call the callbacks that override an event, in list order, with one control object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTEXT = (
     *("model", "processing_class", "tokenizer", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"),
 )
 _REPORTS = {"on_log": "logs", "on_evaluate": "metrics", "on_predict": "metrics"}
-# The flags that an event answers, or resets, as code that fires it by hand expects.
+# The flags that an event resets, as code that fires it itself expects.
 _ANSWERED: dict[str, tuple[str, ...]] = {
     "on_train_begin": ("should_training_stop",),
     "on_epoch_begin": ("should_epoch_stop",),
@@ -46,9 +46,9 @@ class CallbackHandler:
         callbacks: Classes (instantiated without arguments) or instances, in call order. Any object with a method named
             after an event is accepted.
         model: Keyword argument passed to every callback.
-        processing_class: Passed likewise, also as `tokenizer`.
-        optimizer: Likewise.
-        lr_scheduler: Likewise.
+        processing_class: The same, also passed as `tokenizer`.
+        optimizer: The same.
+        lr_scheduler: The same.
         args: The arguments passed to every callback. A Trainer sets its own when the handler is assigned.
         state: The state passed to every callback; assign `handler.state` to replace it.
         control: The one control object; it is changed but never replaced.
@@ -70,7 +70,7 @@ class CallbackHandler:
 
     heard: frozenset[str]
     answers: bool = False
-    """Whether an event resets the flags of the control that it answers (`on_log`: `should_log`), as documented."""
+    """Whether events reset the flags of the control that caused them (`on_log`: `should_log`), as documented."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class CallbackHandler:
         self.state = TrainerState() if state is None else state
         self.control = TrainerControl() if control is None else control
         self.callbacks: list[Any] = []
-        # How often an event was fired, for a thread that looks whether anything goes on; in a list, which is fast.
+        # The number of events fired, from which a thread detects progress; in a list, because that is fast.
         self.num_fired = [0]
         self._context: dict[str, Any] = dict.fromkeys(CONTEXT)
         for callback in callbacks:
@@ -193,7 +193,7 @@ class CallbackHandler:
         own = self.args, self.state, self.control
         self.args, self.state, self.control = args, state, control
         try:
-            # The class's, for on the instance it may lead back here.
+            # The method of the class, because that of the instance may call this one.
             return type(self).fire(self, event, **extra)
         finally:
             self.args, self.state, self.control = own
@@ -236,7 +236,7 @@ class CallbackHandler:
             if len(found) > len(places.get(name, ())):
                 missing.append(name)
             for index, state in zip(places.get(name, ()), found, strict=False):
-                # What a tracker's callback holds is open to the outside: it stays, and is told which run to continue.
+                # A tracker's callback has an open connection, so it is kept, and only gets the run to continue.
                 callback = self.callbacks[index]
                 is_rebuilt = getattr(callback, "is_rebuilt", True)
                 with _fitting(name, state):
@@ -270,15 +270,15 @@ class CallbackHandler:
         vars(self).pop("fire", None)
         if replaced:
             self.heard = frozenset(EVENTS) if "call_event" in replaced else self.heard | replaced
-            # On the instance, so that nobody else pays for the question.
+            # Set on the instance, so that other instances need no check.
             vars(self)["fire"] = partial(self._fire_replaced, replaced)
 
     def _is_replaced(self, name: str) -> bool:
-        """Return whether a subclass, or somebody who assigned to the instance, has put another method in a place."""
+        """Return whether a subclass, or an assignment to the instance, has replaced a method."""
         return getattr(getattr(self, name), "__func__", None) is not getattr(CallbackHandler, name)
 
     def _fire_replaced(self, replaced: Set[str], event: str, **extra: Any) -> TrainerControl:
-        """Fire an event through the methods that were put in the place of the documented ones."""
+        """Fire an event through the methods that replace the documented ones."""
         if self.answers:
             _answer(event, self.control)
         name = event if event in replaced else "call_event"
@@ -336,7 +336,7 @@ for _event in EVENTS:
 
 
 def _overridden(callback: Any, event: str) -> Handler | None:
-    """Return the callback's own method for an event, or None if it has none beyond the base class's."""
+    """Return the callback's method for an event, or None if it does not override that of the base class."""
     method: Handler | None = getattr(callback, event, None)
     is_inherited = getattr(method, "__func__", None) is getattr(TrainerCallback, event)
     return method if callable(method) and not is_inherited else None
@@ -348,7 +348,7 @@ def _is_exportable(callback: Any) -> bool:
 
 @contextmanager
 def _fitting(name: str, saved: Any) -> Iterator[None]:
-    """Raise `CheckpointError` for what a class makes of a saved state that is not its own."""
+    """Convert errors of a class that cannot restore a saved state into `CheckpointError`."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -361,7 +361,7 @@ def _fitting(name: str, saved: Any) -> Iterator[None]:
 
 
 def _check_attributes(callback: Any, saved: Any) -> None:
-    """Refuse a state that would put data in the place of a method, or one kind of data in the place of another."""
+    """Raise if a state would replace a method, or a value of another type."""
     own = callback.state()
     for part in ("args", "attributes"):
         found = saved.get(part, {}) if isinstance(saved, Mapping) else None

@@ -1,4 +1,4 @@
-"""A run's summary, for those who ask for it; on a terminal the progress bar's callback prints it anyway."""
+"""Print a run's summary; on a terminal, the progress callback prints it by default."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SummaryCallback(TrainerCallback):
     override `show_summary` to send the text elsewhere. Only process zero is called.
 
     Args:
-        file: Where the summary goes; standard output by default.
+        file: The output; standard output by default.
     """
 
     def __init__(self, *, file: TextIO | None = None) -> None:
@@ -28,8 +28,8 @@ class SummaryCallback(TrainerCallback):
         """Show the summary of a run.
 
         Args:
-            title: What the run did, in a line.
-            rows: By its label what there is to tell, as cells.
+            title: A line that says what the run did.
+            rows: The cells of each row, by its label.
         """
         file = self._file or sys.stdout
         print(summary_text(title, rows, width=columns_of(file)), file=file, flush=True)
@@ -39,7 +39,7 @@ def summary_text(title: str, rows: Rows, *, width: Any = None) -> str:
     """Return a summary as text.
 
     Args:
-        width: Columns of the terminal; None folds nothing.
+        width: Columns of the terminal; None does not fold lines.
 
     Example:
         >>> print(summary_text("Trained 9 steps", {"loss": ["0.5", "mean 0.7"], "evaluation": ["eval_loss 0.4"]}))

@@ -1,4 +1,4 @@
-"""Feeding experiment trackers: one callback for each, named as documented."""
+"""Report to experiment trackers: one callback for each, named as documented."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class TrackerCallback(TrainerCallback, ExportableState):
 
     tracker: ClassVar[str] = ""
     by_tracker: ClassVar[dict[str, type[TrackerCallback]]] = {}
-    # A logger cannot be built again from a checkpoint.
+    # A logger cannot be rebuilt from a checkpoint.
     is_rebuilt = False
 
     def __init_subclass__(cls, *, tracker: str | None = None, **kwargs: Any) -> None:
-        """Make the class the one of a tracker; a class that derives from it has the same tracker."""
+        """Register the class as the callback of a tracker; subclasses have the same tracker."""
         super().__init_subclass__(**kwargs)
         if tracker is not None:
             cls.tracker = tracker
@@ -75,7 +75,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
         output_dir = str(args.output_dir)
         facts = {
             "name": str(args.run_name),
-            # A remote folder's mirror: trackers that write files append to them.
+            # For a remote folder, its local mirror, because trackers append to their files.
             "output_dir": str(local_folder(output_dir, start=self._folder)),
             "logging_dir": args.logging_dir,
             "project": args.project,
@@ -158,7 +158,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
         return self.logger.name or type(self.logger).__name__
 
     def _open(self, args: Any, state: TrainerState, model: Any) -> bool:
-        """Start the run unless it is open, or has failed to start."""
+        """Start the run, unless it is open or could not be started before."""
         if not self._is_open and not self._is_broken:
             self._is_open = self._try(self.setup, args, state, model)
             self._is_broken = not self._is_open
@@ -179,7 +179,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
             self._try(self.logger.log_artifact, folder, step)
 
     def _try(self, call: Callable[..., Any], *args: Any) -> bool:
-        """Call the tracker; the first failure is warned of with its reason, and none ends the training."""
+        """Call the tracker; the first failure causes a warning with its reason, and training continues."""
         try:
             call(*args)
         except Exception as error:
@@ -192,7 +192,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
 
 
 def _close(logger: Logger) -> None:
-    """Close a logger whose callback is gone, or the process ends; there is nobody left to tell of a failure."""
+    """Close a logger when its callback is deleted or the process ends; failures are logged as INFO."""
     try:
         logger.close()
     except Exception as error:
@@ -205,7 +205,7 @@ def _reason(error: Exception) -> str:
 
 
 def tracker_callback(logger: Logger | str) -> TrackerCallback:
-    """Return the callback that feeds a tracker, given by its name or as a logger; its class is the tracker's own."""
+    """Return the callback of a tracker, given by its name or as a logger; each tracker has its own class."""
     name = logger if isinstance(logger, str) else logger.name or type(logger).__name__
     own = None if isinstance(logger, str) else logger
     kind = TrackerCallback.by_tracker.get(name)
@@ -213,7 +213,7 @@ def tracker_callback(logger: Logger | str) -> TrackerCallback:
         return kind(logger=own)
     own = own or create_logger(name)
     title = "".join(word[:1].upper() + word[1:] for word in name.replace("-", "_").split("_"))
-    # A class of its own, so that states in checkpoints and `remove_callback` can tell trackers apart.
+    # A separate class, so that states in checkpoints and `remove_callback` can distinguish trackers.
     made: type[TrackerCallback] = type(f"{title}Callback", (TrackerCallback,), {"__doc__": f"Report to {name}."})
     made.tracker, made.by_tracker[name] = name, made
     return made(logger=own)

@@ -1,4 +1,4 @@
-"""What XLA compiled, transferred and waited for."""
+"""XLA's metrics of compilations, transfers and waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command lines: options out of dataclasses."""
+"""Command lines: the `hftrain` command, and options from dataclasses."""
 
 from hftrain.cli.options import HfArg
 from hftrain.cli.parser import HfArgumentParser

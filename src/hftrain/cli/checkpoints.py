@@ -1,4 +1,4 @@
-"""`hftrain checkpoints`: what a run has saved, whether it is whole, and what a resume would take."""
+"""`hftrain checkpoints`: list a run's checkpoints, whether they are intact, and which one a resume uses."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _HEAD = ("checkpoint", "step", "epochs", "size", "state")
 
 
 def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> list[str]:
-    """Return a line for each checkpoint of a run, in the order in which they were committed, and what a resume takes.
+    """Return a line for each checkpoint of a run in commit order, and one about the checkpoint for a resume.
 
     Args:
         run: The run's output folder.
-        should_verify: Read every file and compare its SHA-256, as a resume does; else only the manifest and the sizes.
+        should_verify: Read every file and compare its SHA-256, as a resume does; otherwise only the manifest and the sizes.
 
     Raises:
-        ConfigError: The folder does not exist, or holds no checkpoint.
+        ConfigError: The folder does not exist, or contains no checkpoint.
     """
     folder = Path(run)
     paths = by_commit(folder) if folder.is_dir() else []
@@ -50,7 +50,7 @@ def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> list[st
 
 
 def _look(path: Path, *, should_verify: bool) -> Manifest | str:
-    """Return a checkpoint's manifest, or why it cannot be trusted."""
+    """Return a checkpoint's manifest, or a text that says how it is damaged."""
     try:
         if should_verify:
             return verify(path)

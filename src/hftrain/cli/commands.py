@@ -1,4 +1,4 @@
-"""The command line `hftrain`: what this machine can run, what a training needs, what a run has saved."""
+"""The command `hftrain`: list what this machine can run, estimate memory, and inspect runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Formatter = partial(argparse.HelpFormatter, max_help_position=20)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong option or command in one line, with the nearest name."""
+    """Report an unknown option or command in one line, with the closest name."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     that the output cannot show become question marks, and a closed pipe ends the command silently.
 
     Args:
-        argv: The words after ``hftrain``; None takes those of the process.
+        argv: The arguments after ``hftrain``; None takes those of the process.
     """
     parser = make_parser()
     given = parser.parse_args(argv)
@@ -55,17 +55,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         print(text.encode(encoding, "replace").decode(encoding), flush=True)
     except BrokenPipeError:
-        # The interpreter flushes again when it exits, which must not fail a second time.
+        # The interpreter flushes again at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         parser.exit(1)
 
 
 def make_parser(*, file: object = None, folder: object = None) -> argparse.ArgumentParser:
-    """Return the parser of all commands. Their modules are imported when they run, so that help is quick.
+    """Return the parser of all commands. Their modules are imported when they run, so that help is fast.
 
     Args:
-        file: How shtab completes the name of a file; it reads the attribute `complete` of arguments.
-        folder: The same for a folder.
+        file: shtab's completion of file names; it reads the attribute `complete` of arguments.
+        folder: shtab's completion of folders.
     """
     description = "See what this machine can run, what a training run needs, and what it has saved."
     usage = "hftrain [--version] [--debug] COMMAND [OPTIONS]"

@@ -1,4 +1,4 @@
-"""`hftrain completion`: complete the command in a shell."""
+"""`hftrain completion`: shell completion of the command."""
 
 from __future__ import annotations
 

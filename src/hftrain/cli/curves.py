@@ -1,4 +1,4 @@
-"""`hftrain curves`: what runs have logged over their steps, drawn in the terminal or into a picture."""
+"""`hftrain curves`: plot the logged metrics of runs over steps, in the terminal or as an image."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from hftrain.core.optional import require
 
 _ROWS = 16
 _MAX_POINTS = 2000
-# What tells the curves apart without colours; "hd" is a dot of a quarter of a character.
+# Markers that distinguish the curves without colours; "hd" draws quarters of a character.
 _MARKERS = ("hd", "●", "x", "+", "o")
 _PICTURES = (".png", ".svg", ".pdf")
-# Of a panel in a picture, in inches.
+# Size of a panel in an image, in inches.
 _SIZE = (7.0, 3.6)
 
-# Curves by their labels, for each panel by its title.
+# Panel title -> curve label -> points.
 Panels = Mapping[str, Mapping[str, Sequence[Point]]]
 
 
 def show_curves(runs: Sequence[str], *, metrics: Sequence[str] = (), output: str | None = None) -> list[str]:
-    """Draw the curves of runs, those of comparable metrics in one panel.
+    """Plot the curves of runs, with comparable metrics in one panel.
 
     Args:
         runs: Their folders; see `read_runs`.
         metrics: Names of logged numbers; by default the losses of training and evaluation.
-        output: A picture to write instead: ``.png``, ``.svg`` or ``.pdf``.
+        output: An image file to write instead: ``.png``, ``.svg`` or ``.pdf``.
 
     Returns:
         The lines to print.
 
     Raises:
-        ConfigError: A folder holds no run, no run has logged such a metric, or the picture has another suffix.
+        ConfigError: A folder contains no run, no run has logged such a metric, or the image has another suffix.
         MissingDependencyError: The packages of the extra ``report`` are not installed.
     """
     records = read_runs(runs)
@@ -87,7 +87,7 @@ def _draw(title: str, curves: Mapping[str, Sequence[Point]], width: int, is_colo
             drawn += finite
     if drawn:
         low, high = min(value for _, value in drawn), max(value for _, value in drawn)
-        # Where most curves end elsewhere: a loss falls, an accuracy rises.
+        # Put the legend in the corner where curves rarely end: a loss falls, an accuracy rises.
         is_rising = max(drawn)[1] > (low + high) / 2
         place = {"y": low, "va": "bottom"} if is_rising else {"y": high, "va": "top"}
         first, last = min(drawn)[0], max(drawn)[0]
@@ -102,7 +102,7 @@ def _write_picture(panels: Panels, path: Path) -> None:
     from matplotlib.figure import Figure
 
     width, height = _SIZE
-    # The same curves make the same file, with text that can be searched.
+    # The same curves produce the same file, with searchable text.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hftrain", "font.size": 10}):
         figure = Figure(figsize=(width, height * len(panels)), layout="constrained")
         for axes, (title, curves) in zip(
@@ -119,7 +119,7 @@ def _write_picture(panels: Panels, path: Path) -> None:
 
 
 def _odd_ones(panels: Panels) -> list[str]:
-    """Tell of values that no curve can show."""
+    """Return a line for each curve with values that are not finite, which are not plotted."""
     counts = {
         label: (sum(not math.isfinite(value) for _, value in points), len(points))
         for curves in panels.values()

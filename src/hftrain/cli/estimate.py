@@ -1,4 +1,4 @@
-"""`hftrain estimate`: measure the memory of a script's training step in place of its training."""
+"""`hftrain estimate`: measure the memory of a script's training step instead of training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hftrain.trainer.trainer import Trainer
 
 
 class _Reached(BaseException):
-    """Ends the script where its training would begin. It is not an `Exception`, since the script may catch those."""
+    """Ends the script when its training would begin; not an `Exception`, because the script may catch those."""
 
 
 def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> list[str]:
@@ -24,7 +24,7 @@ def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> list[str
 
 
 def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> MemoryEstimate:
-    """Run a script up to its first `train()`, and return what `Trainer.estimate_memory` measures there.
+    """Run a script up to its first `train()`, and return the result of `Trainer.estimate_memory` there.
 
     Raises:
         ConfigError: There is no such file, or it ends without a call of `train()`.
@@ -43,7 +43,7 @@ def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> Memory
     Trainer.train = stand_in  # type: ignore[method-assign, assignment]
     sys.argv, sys.path[:0] = [str(script), *arguments], [str(Path(script).resolve().parent)]
     try:
-        # What the script and its rehearsal print is not part of the estimate.
+        # Output of the script and its rehearsal is not part of the estimate.
         with redirect_stdout(sys.stderr):
             runpy.run_path(str(script), run_name="__main__")
     except _Reached:

@@ -1,4 +1,4 @@
-"""`hftrain strategies` and `hftrain precisions`: what can run on this machine, and why the rest cannot."""
+"""`hftrain strategies` and `hftrain precisions`: list what can run on this machine, and why others cannot."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 def show_strategies(*, use_cpu: bool = False) -> list[str]:
-    """Return lines that group the strategies by the precisions they take here, or by why they cannot run here."""
+    """Return lines that group the strategies by the precisions they support here, or the reason they cannot run."""
     auto = _auto(use_cpu)
     lines = [f'strategy="auto", the default, is "{auto.name}" here.']
     return lines + _grouped(strategies, ((name, *_judge(name, use_cpu)) for name in strategies.names()))
 
 
 def show_precisions(*, use_cpu: bool = False) -> list[str]:
-    """Return lines that group the precisions by whether the default strategy can run them here, or why not."""
+    """Return lines that group the precisions by whether the default strategy supports them here, or why not."""
     auto = _auto(use_cpu)
     works = f'Available with strategy="{auto.name}" on {auto.device_type}:'
     refusals = ((name, _refusal(auto, name)) for name in precisions.names())
@@ -39,7 +39,7 @@ def _auto(use_cpu: bool) -> Strategy:
 
 
 def _grouped(registry: Registry[Any], judged: Iterable[tuple[str, bool, str]]) -> list[str]:
-    """Return each verdict once, what can run first, followed by the names it holds for and their summaries."""
+    """Return each verdict once, usable ones first, followed by the names that share it and their summaries."""
     groups: dict[tuple[bool, str], list[str]] = {}
     for name, can_run, verdict in judged:
         groups.setdefault((not can_run, verdict), []).append(name)
@@ -65,7 +65,7 @@ def _wrap(text: str, width: int, indent: str) -> list[str]:
 
 
 def _judge(name: str, use_cpu: bool) -> tuple[bool, str]:
-    """Return whether a strategy can run here, and the precisions it takes or the reason."""
+    """Return whether a strategy can run here, and the precisions it supports or the reason."""
     made = _make(functools.partial(_strategy, name, use_cpu=use_cpu))
     if isinstance(made, str):
         return False, made
@@ -95,7 +95,7 @@ def _refusal(strategy: Strategy, precision: str) -> str | None:
 
 
 def _make(build: Callable[[], T]) -> T | str:
-    """Build a part, or return the reason in its refusal."""
+    """Build a part, or return the reason from the error."""
     try:
         return build()
     except (HFTrainError, ImportError) as error:

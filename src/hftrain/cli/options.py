@@ -1,4 +1,4 @@
-"""One option out of one dataclass field: how its text is read, and what argparse is told."""
+"""The command-line option of a dataclass field: argparse settings, and parsing of its text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRUE = ("true", "t", "yes", "y", "1", "on")
 _FALSE = ("false", "f", "no", "n", "0", "off")
 _LISTS = (list, collections.abc.Sequence, collections.abc.Iterable)
 _CONTAINERS = (dict, collections.abc.Mapping, tuple, set, frozenset)
-# What a field's metadata may tell argparse in place of what follows from the type.
+# Settings of argparse that a field's metadata may override; by default they follow from the type.
 _FROM_METADATA = ("help", "choices", "metavar", "nargs", "type")
 
 
@@ -35,11 +35,11 @@ def HfArg(
 
     Args:
         default: The field's default.
-        default_factory: Makes the field's default.
-        aliases: Further spellings of the option, such as ``"-m"``.
+        default_factory: Returns the field's default.
+        aliases: Other names of the option, such as ``"-m"``.
         help: The option's help text.
-        metadata: Further metadata; "choices", "metavar", "nargs" and "type" go to argparse.
-        **kwargs: Go to `dataclasses.field`.
+        metadata: Other metadata; "choices", "metavar", "nargs" and "type" are passed to argparse.
+        **kwargs: Passed to `dataclasses.field`.
 
     Example:
         >>> @dataclasses.dataclass
@@ -57,7 +57,7 @@ def HfArg(
 
 
 def option_names(field: dataclasses.Field[Any]) -> list[str]:
-    """List the spellings of a field's option: with underscores, with dashes, and its aliases."""
+    """List the names of a field's option: with underscores, with dashes, and its aliases."""
     aliases = field.metadata.get("aliases", ())
     names = [f"--{field.name}", f"--{field.name.replace('_', '-')}"]
     return list(dict.fromkeys([*names, *([aliases] if isinstance(aliases, str) else aliases)]))
@@ -78,7 +78,7 @@ def option_settings(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
 
 
 def is_flag(hint: Any) -> bool:
-    """Tell whether a type holds booleans and nothing else but None."""
+    """Tell whether a type is bool, or bool or None."""
     return _members(hint) == [bool]
 
 
@@ -100,14 +100,14 @@ def _settings_of_type(hint: Any) -> dict[str, Any]:
 
 
 class _Choices(list[Any]):
-    """The values that help and other tools show; the reader has judged what comes here, and made a member of it."""
+    """The choices shown in help; contains any value, because the reader has already validated it."""
 
     def __contains__(self, value: object) -> bool:
         return True
 
 
 class _OneOrMore(argparse.Action):
-    """Keep one value as text and several as a list, where a field takes both."""
+    """Store one value as text and several as a list, for a field that accepts both."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
@@ -129,7 +129,7 @@ def _choices(member: Any) -> dict[str, Any]:
 
 
 def _reader(hint: Any) -> Callable[[str], Any]:
-    """Return a function that reads text as one of a type's members, the strictest that fits."""
+    """Return a function that converts text to the strictest fitting member of a type."""
     members = sorted(_members(hint), key=_rank)
     if len(members) == 1 and members[0] in (int, float, str):
         return typing.cast("Callable[[str], Any]", members[0])
@@ -149,7 +149,7 @@ def _reader(hint: Any) -> Callable[[str], Any]:
 
 
 def _rank(member: Any) -> int:
-    """Order a union's members: what reads the fewest texts first, text last."""
+    """Return a sort key for a union's members: the strictest first, text last."""
     order: Sequence[Any] = (int, float, bool)
     if member in order:
         return order.index(member)

@@ -1,4 +1,4 @@
-"""`HfArgumentParser`: command lines, dicts and files into dataclasses."""
+"""`HfArgumentParser`: build dataclasses from command lines, dicts and files."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class HfArgumentParser(argparse.ArgumentParser):
 
     Every field becomes ``--its_name`` and ``--its-name``. Booleans are flags that may take a value (``--flag``,
     ``--flag 0``, ``--flag False``); one that is on by default also has ``--no_its_name``. Lists take several values,
-    enums and literals one of theirs, and dicts, tuples and sets are written as JSON text. A field without a default
-    is required, except for booleans.
+    enums and literals take one of theirs, and dicts, tuples and sets are written as JSON text. A field without a
+    default is required, except for booleans.
 
     Args:
         dataclass_types: One dataclass, or several that share no field.
-        **kwargs: Go to `argparse.ArgumentParser`.
+        **kwargs: Passed to `argparse.ArgumentParser`.
 
     Raises:
-        ConfigError: A type is not dataclass, or an annotation names what its module does not have.
+        ConfigError: A type is not a dataclass, or an annotation uses a name that its module does not define.
 
     Source: the documented `HfArgumentParser`.
 
@@ -81,24 +81,24 @@ class HfArgumentParser(argparse.ArgumentParser):
         args_filename: str | os.PathLike[str] | None = None,
         args_file_flag: str | None = None,
     ) -> tuple[Any, ...]:
-        """Parse a command line; what it says wins over what files of arguments say.
+        """Parse a command line; its values take precedence over files of arguments.
 
         Args:
-            args: The words; the process's own if None.
-            return_remaining_strings: Return unknown words as a last list, instead of raising.
-            look_for_args_file: Read the file next to the script that is named like it, with the suffix ".args", if
-                there is one.
-            args_filename: A file of arguments to read instead. Its words are separated by white space; one that holds
-                some is put in quotes.
-            args_file_flag: An option that names such files; may be given several times, later ones win.
+            args: The arguments; None takes those of the process.
+            return_remaining_strings: Return unknown arguments as a list at the end, instead of raising.
+            look_for_args_file: Read the file next to the script with the same name and the suffix ".args", if it
+                exists.
+            args_filename: A file of arguments to read instead, separated by white space; arguments with white space
+                are quoted.
+            args_file_flag: An option that names such files; may be given several times, and later files win.
 
         Returns:
-            One object per dataclass, in order; then a namespace, if options were added to the parser by hand; then
-            the unknown words, if asked for.
+            One object per dataclass, in order; then a namespace, if options were added to the parser; then the
+            unknown arguments, if requested.
 
         Raises:
             ConfigError: An option is unknown, or a file does not exist.
-            SystemExit: A value cannot be read, or a required one is missing; argparse's message is printed.
+            SystemExit: A value cannot be read, or a required option is missing; argparse's message is printed.
 
         Source: the documented `HfArgumentParser.parse_args_into_dataclasses`.
         """
@@ -124,11 +124,11 @@ class HfArgumentParser(argparse.ArgumentParser):
         return outputs
 
     def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Build the dataclasses from a mapping of field names; values are taken as they are.
+        """Build the dataclasses from a mapping of field names; values are not converted.
 
         Args:
             args: The values.
-            allow_extra_keys: Pass over names that no dataclass has, instead of raising.
+            allow_extra_keys: Ignore names that no dataclass has, instead of raising.
 
         Raises:
             ConfigError: A name is unknown; close matches are listed.
@@ -146,7 +146,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         """Build the dataclasses from a JSON file; see `parse_dict`.
 
         Raises:
-            ConfigError: The file holds no JSON object, or a name is unknown.
+            ConfigError: The file does not contain a JSON object, or a name is unknown.
 
         Source: the documented `HfArgumentParser.parse_json_file`.
         """
@@ -157,7 +157,7 @@ class HfArgumentParser(argparse.ArgumentParser):
 
         Raises:
             MissingDependencyError: PyYAML is not installed.
-            ConfigError: The file holds no YAML mapping, or a name is unknown.
+            ConfigError: The file does not contain a YAML mapping, or a name is unknown.
 
         Source: the documented `HfArgumentParser.parse_yaml_file`.
         """
@@ -167,7 +167,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         return self.parse_dict(_read_mapping(yaml_file, yaml.safe_load, "YAML mapping"), allow_extra_keys)
 
     def _build(self, values: dict[str, Any]) -> tuple[Any, ...]:
-        """Build the dataclasses; takes what they need out of `values`."""
+        """Build the dataclasses; removes their fields from `values`."""
         return tuple(
             # Defaults must not be shared between two calls.
             kind(**{f.name: copy.deepcopy(values.pop(f.name)) for f in _fields(kind) if f.name in values})
@@ -176,7 +176,7 @@ class HfArgumentParser(argparse.ArgumentParser):
 
     def _refuse_unknown(self, words: list[str]) -> None:
         options = [name for name in self._option_string_actions if name.startswith("--")]
-        # Both spellings of a name would be suggested.
+        # Otherwise both spellings of a name would be suggested.
         options = [name for name in options if "-" not in name[2:]]
         hints = " ".join(
             suggest(word.partition("=")[0].replace("-", "_").replace("__", "--", 1), options)

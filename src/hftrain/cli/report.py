@@ -1,4 +1,4 @@
-"""`hftrain report`: one HTML file that shows runs, without a server and without network."""
+"""`hftrain report`: one HTML file about runs that needs no server and no network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TITLES = {
     MEMORY["host"]: "Memory of the main process, highest so far (GB)",
     MEMORY["device"]: "Memory of its device, highest so far (GB)",
 }
-# They say where a run lies, not what it does.
+# Settings of a run's location, which are not compared.
 _NAMES = ("output_dir", "run_name", "logging_dir")
 _NO_JOURNAL = "The folder has no journal.jsonl, so throughput, memory, stops and resumes are not known."
 _NO_ARGUMENTS = "They cannot be told: the checkpoints hold them as a pickle, which is not read."
@@ -41,13 +41,13 @@ def show_report(runs: Sequence[str], *, output: str = "report.html") -> list[str
 
     Args:
         runs: Their folders; see `read_runs`.
-        output: The HTML file to write; an older one is replaced.
+        output: The HTML file to write; an existing one is replaced.
 
     Returns:
         The line to print.
 
     Raises:
-        ConfigError: A folder holds no run, or the file cannot be written.
+        ConfigError: A folder contains no run, or the file cannot be written.
         MissingDependencyError: The packages of the extra ``report`` are not installed.
     """
     records = read_runs(runs)
@@ -62,7 +62,7 @@ def show_report(runs: Sequence[str], *, output: str = "report.html") -> list[str
 
 
 def render(runs: Sequence[RunRecord]) -> str:
-    """Return the page; what runs have written is escaped in it."""
+    """Return the page; all text from runs is escaped."""
     from jinja2 import Environment
     from plotly.offline import get_plotlyjs
 
@@ -86,7 +86,7 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 
 def _panels(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return a panel for each subject, the losses first and what describes the training last."""
+    """Return a panel for each subject: losses first, measures of the training itself last."""
     panels: dict[str, dict[str, Any]] = {}
     marks = [mark for number, run in enumerate(runs) for mark in _marks(run, number if len(runs) > 1 else -1)]
     for number, run in enumerate(runs):
@@ -131,7 +131,7 @@ def _curve(run: RunRecord, metric: str, *, label: str, color: int) -> dict[str, 
 
 
 def _marks(run: RunRecord, color: int) -> list[dict[str, Any]]:
-    """Return where a run was resumed and where it was stopped."""
+    """Return the marks of a run's resumes and stops."""
     marks: dict[int, str] = {}
     for event in run.events:
         step = event.get("step", 0)
@@ -186,7 +186,7 @@ def _summary(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _differing(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return the arguments in which runs differ from one another."""
+    """Return the arguments that differ between runs."""
     known = [run.arguments for run in runs if run.arguments is not None]
     rows = []
     for name in sorted({name for arguments in known for name in arguments if name not in _NAMES}):
@@ -225,7 +225,7 @@ def _evaluations(run: RunRecord) -> dict[str, Any]:
 
 
 def _best(run: RunRecord) -> tuple[str, int | None, float | None]:
-    """Return which metric decides, and where it was best: as the run's arguments say, else the loss of evaluation."""
+    """Return the name of the metric for the best model (by default the loss), its best step and its value."""
     arguments = run.arguments or {}
     metric = str(arguments.get("metric_for_best_model") or "loss")
     names = run.metrics()
@@ -243,7 +243,7 @@ def _best(run: RunRecord) -> tuple[str, int | None, float | None]:
 
 
 def _times(run: RunRecord) -> Iterable[tuple[str, str, str]]:
-    """Yield what happened, except for the log and the saves."""
+    """Yield the time, step and description of each event except logs and saves."""
     for number, event in enumerate(run.events):
         when, step = _when(event["at"]), str(event.get("step", ""))
         if event["event"] == "begin":
@@ -298,7 +298,7 @@ def _steps(run: RunRecord) -> str:
 
 
 def _duration(run: RunRecord) -> str:
-    """Return how long the sessions took, without the time between them."""
+    """Return the total duration of the sessions, without the time between them."""
     if run.sessions:
         return _readable_s(sum(session[-1][0] - session[0][0] for session in run.sessions))
     totals = [entry["train_runtime"] for entry in run.entries if is_number(entry.get("train_runtime"))]

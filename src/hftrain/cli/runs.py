@@ -1,4 +1,4 @@
-"""What runs have left in their folders, read for the commands that show it; other trainers' folders will do."""
+"""Read runs from their folders, also those of other trainers, for the commands that show them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from hftrain.core.state import find_misfit
 from hftrain.storage.files import read_json, walk_files
 from hftrain.storage.remote import RemoteFolder, is_url
 
-# Of an entry of the log, what places it or measures it; the clock is the journal's.
+# Values of a log entry that are not metrics: its position, its times and speeds. The journal adds `CLOCK`.
 CLOCK = "logged_at_s"
 _PLACES = ("step", "epoch", "total_flos", "num_input_tokens_seen", CLOCK)
 _SPEEDS = ("_runtime", "_per_second")
 _RUNTIME = "_runtime"
-# In the entry that sums up a training.
+# Only in the last entry of a training, its summary.
 _TOTAL = "train_runtime"
-# What the journal adds to the entries of training.
+# Values that the journal adds to the entries of training.
 THROUGHPUT, MEMORY = "samples_per_s", {"host": "host_memory_gb", "device": "device_memory_gb"}
 
-# What the lines of a journal must have to be read.
+# Required fields of a journal's lines; lines without them are skipped.
 _FIELDS = {
     "begin": {"at", "step"},
     "log": {"at", "entry", "samples", "trained_s", "memory"},
@@ -46,7 +46,7 @@ P = TypeVar("P", bound=tuple[Any, ...])
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint: its size in bytes, None if nothing tells it; and whether it is still there."""
+    """A checkpoint: its size in bytes, None if unknown, and whether it still exists."""
 
     name: str
     step: int
@@ -60,17 +60,17 @@ class RunRecord:
     """One run.
 
     Args:
-        name: What tells it from the other runs that are shown.
-        folder: Where it lies, as it was given.
-        state: The newest documented state that was saved; empty if none was.
-        entries: What was logged, in order, each with its ``step``; without what a resume has superseded. With a
-            journal, also with `CLOCK` (seconds since the epoch), and those of training with `THROUGHPUT` and `MEMORY`.
-        checkpoints: In the order of their commits.
-        events: The journal's since the run's first begin, but for the log.
-        sessions: Times and steps of the journal's lines, apart for each begin: the superseded ones are among them.
-        arguments: Those that differ from their defaults; None if they cannot be told.
-        versions: Of the libraries.
-        num_earlier: Other runs that began in the folder before.
+        name: A short name, unique among the shown runs.
+        folder: Its folder or URL, as given.
+        state: The newest documented state that was saved; empty if there is none.
+        entries: The log entries in order, each with its ``step``, without those that a resume has superseded. With a
+            journal, they have `CLOCK` (seconds since the epoch), and those of training `THROUGHPUT` and `MEMORY`.
+        checkpoints: The checkpoints in commit order.
+        events: The journal's events since the run's first begin, except logs.
+        sessions: Times and steps of the journal's lines for each begin, including superseded ones.
+        arguments: The arguments that differ from their defaults; None if unknown.
+        versions: Versions of the libraries.
+        num_earlier: The number of earlier runs in the folder.
     """
 
     name: str
@@ -85,17 +85,17 @@ class RunRecord:
     num_earlier: int = 0
 
     def metrics(self) -> list[str]:
-        """Return the names of the numbers that were logged over time, in the order in which they came."""
+        """Return the names of the logged metrics, in the order of their first values."""
         curves = (entry for entry in self.entries if _TOTAL not in entry)
         names = dict.fromkeys(name for entry in curves for name, value in entry.items() if is_number(value))
         return [name for name in names if name not in _PLACES and not name.endswith(_SPEEDS)]
 
     def points(self, metric: str) -> list[Point]:
-        """Return (step, value) for each entry with a metric; NaN and infinite values are among them."""
+        """Return (step, value) for each entry with a metric, including NaN and infinite values."""
         return [(entry["step"], entry[metric]) for entry in self.entries if is_number(entry.get(metric))]
 
     def subject(self, metric: str) -> str:
-        """Return a metric's name without the prefix of its evaluation: what it is comparable with."""
+        """Return a metric's name without the prefix of its evaluation; equal for comparable metrics."""
         own = [prefix for prefix in self._prefixes if metric.startswith(f"{prefix}_")]
         return metric.removeprefix(f"{max(own, key=len)}_") if own else metric
 
@@ -105,13 +105,13 @@ class RunRecord:
 
 
 def read_runs(folders: Sequence[str]) -> list[RunRecord]:
-    """Read some runs, each named by the end of its path that tells it from the others.
+    """Read runs, each named by the shortest distinct end of its path.
 
     Args:
-        folders: Output folders, or URLs of such; a checkpoint, or a folder with a `trainer_state.json`, will do.
+        folders: Output folders or their URLs; also checkpoints, or folders with a `trainer_state.json`.
 
     Raises:
-        ConfigError: One of them is not a run's folder.
+        ConfigError: A folder is not that of a run.
     """
     return [read_run(folder, name=name) for folder, name in zip(folders, _short_names(folders), strict=True)]
 
@@ -132,9 +132,9 @@ def is_number(value: Any) -> bool:
 
 
 def thinned(points: Sequence[P], limit: int) -> list[P]:
-    """Return at most about `limit` points of a curve, so that it looks the same: of each stretch its extremes.
+    """Return at most about `limit` points of a curve: the ends and extremes of each interval, to keep its shape.
 
-    NaN and infinite values stay, one of each stretch. The value is the second item of a point.
+    One NaN or infinite value of each interval is kept. The value is the second item of a point.
     """
     if len(points) <= limit:
         return list(points)
@@ -153,10 +153,10 @@ def thinned(points: Sequence[P], limit: int) -> list[P]:
 
 
 def chosen_metrics(runs: Sequence[RunRecord], asked: Iterable[str]) -> list[str]:
-    """Return the metrics that were asked for; by default the losses of training and evaluation.
+    """Return the requested metrics; by default the losses of training and evaluation.
 
     Raises:
-        ConfigError: No run has logged one of that name.
+        ConfigError: No run has logged a requested metric.
     """
     known = list(dict.fromkeys(name for run in runs for name in run.metrics()))
     asked = list(asked) or [name for name in known if any(run.subject(name) == "loss" for run in runs)] or known[:1]
@@ -169,7 +169,7 @@ def chosen_metrics(runs: Sequence[RunRecord], asked: Iterable[str]) -> list[str]
 
 
 def _short_names(folders: Sequence[str]) -> list[str]:
-    """Return the shortest ends of paths that differ."""
+    """Return the shortest ends of paths that are distinct."""
     parts = [(folder if is_url(folder) else str(Path(folder).resolve())).rstrip("/").split("/") for folder in folders]
     for length in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(each[-length:]) for each in parts]
@@ -207,7 +207,7 @@ def _read(path: Path, folder: str, *, name: str) -> RunRecord:
         unread = f"It holds no {JOURNAL} or {TRAINER_STATE} that can be read."
         reason = unread if path.is_dir() else "There is no such folder."
         raise ConfigError(f"Cannot read a run from {folder!r}.", reason, "Name the output_dir of a run.")
-    # One that `save_state` has written at the end counts for more than the last checkpoint.
+    # `save_state` may have written a newer state to the output folder than that of the last checkpoint.
     state = max(states[:1] + states[-1:], key=lambda state: state.get("global_step", 0), default={})
     begins = [index for index, line in enumerate(lines) if line["event"] == "begin" and not line.get("resumed_from")]
     lines = lines[begins[-1] :] if begins else lines
@@ -228,7 +228,7 @@ def _read(path: Path, folder: str, *, name: str) -> RunRecord:
 
 
 def _read_state(folder: Path) -> dict[str, Any] | None:
-    """Return the documented state in a folder, None if there is none that can be read."""
+    """Return the documented state in a folder, None if it is missing or cannot be read."""
     try:
         content = read_json(folder / TRAINER_STATE)
     except CheckpointError:
@@ -237,7 +237,7 @@ def _read_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a journal that are whole."""
+    """Yield the complete lines of a journal."""
     if not path.is_file():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -251,7 +251,7 @@ def _read_journal(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _replay(lines: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the log as the run that goes on knows it; without a journal, as it was saved."""
+    """Return the log without superseded entries; without a journal, the saved log."""
     if not lines:
         return list(saved)
     entries: list[Mapping[str, Any]] = []
@@ -259,7 +259,7 @@ def _replay(lines: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any
     for line in lines:
         if line["event"] == "begin":
             num_logged = line.get("num_logged", 0)
-            # Its earlier part may be in a journal elsewhere.
+            # The earlier entries may be in the journal of another folder.
             entries = entries[:num_logged] if len(entries) >= num_logged else list(saved[:num_logged])
             samples, trained_s = 0, 0.0
         elif line["event"] == "log":
@@ -285,7 +285,7 @@ def _sessions(lines: Sequence[Mapping[str, Any]]) -> list[list[Point]]:
 
 
 def _checkpoints(paths: Sequence[Path], lines: Sequence[Mapping[str, Any]]) -> list[Saved]:
-    """Return the checkpoints that are there, and those that the journal knows."""
+    """Return the existing checkpoints, and deleted ones that the journal lists."""
     known = {line["name"]: line for line in lines if line["event"] == "save"}
     found = {path.name: path for path in paths}
     checkpoints = []
@@ -302,7 +302,7 @@ def _checkpoints(paths: Sequence[Path], lines: Sequence[Mapping[str, Any]]) -> l
 
 
 def _arguments(paths: Sequence[Path]) -> dict[str, Any] | None:
-    """Return the changed arguments that a checkpoint holds; None if that is a pickle, which is never read."""
+    """Return the changed arguments of a checkpoint; None if they are pickled, because pickles are never read."""
     for path in reversed(paths):
         if not is_foreign(path):
             try:
