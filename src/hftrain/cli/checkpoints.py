@@ -17,7 +17,7 @@ def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> list[st
 
     Args:
         run: The run's output folder.
-        should_verify: Read every file and compare its SHA-256, as a resume does; otherwise only the manifest and the sizes.
+        should_verify: Compare every file's SHA-256, as a resume does; otherwise only check the manifest and the sizes.
 
     Raises:
         ConfigError: The folder does not exist, or contains no checkpoint.

@@ -1,4 +1,4 @@
-"""Put hftrain's objects in place of transformers', for libraries that derive their own trainers from those.
+"""Replace transformers' objects with hftrain's, for libraries that derive their trainers from them.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What clients ask accelerate for before anything is launched: its loggers, and its state of the processes."""
+"""Adapt accelerate's loggers and process state, which libraries use before hftrain launches processes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hftrain.strategies.environment import find_device_type
 
 
 def adapted_log(log: Any) -> Any:
-    """Return accelerate's method that logs, for processes that are not launched yet too.
+    """Return a version of accelerate's log method that also works before processes are launched.
 
-    It asks accelerate's state for the rank, and raises without one. transformers' arguments launch when they are built;
-    hftrain launches when a run starts, so until then the launcher's environment tells the rank.
+    The original reads the rank from accelerate's state, and raises without one. transformers' arguments launch when
+    they are built; hftrain launches when a run starts, so until then the rank is read from the launcher's environment.
     """
 
     def adapted(self: Any, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
@@ -31,11 +31,11 @@ def adapted_log(log: Any) -> Any:
 
 
 def adapted_init(init: Any) -> Any:
-    """Return accelerate's method that makes its state, for several processes on the CPU too.
+    """Return a version of accelerate's state constructor that also supports several processes on the CPU.
 
-    Clients call `PartialState()`, and find the state that transformers' arguments have made. hftrain launches when a
-    run starts, so theirs is the first call. On a machine without accelerators it would make a state of one process,
-    unless it is told that the CPU is meant.
+    Libraries call `PartialState()`, and expect the state that transformers' arguments have created. hftrain launches
+    when a run starts, so their call is the first. On a machine without accelerators, the original would create a state
+    of one process unless `cpu` is set.
     """
 
     def adapted(self: Any, cpu: bool = False, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which names of transformers' modules hftrain has an object of its own for."""
+"""The names in transformers' modules for which hftrain has its own objects."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-# A module of transformers, where hftrain has the same names, and the names. Only what the Trainer makes, calls or looks
-# at is listed: transformers' collators, samplers and functions work with hftrain's Trainer as they are.
+# (module of transformers, module of hftrain, names). Only objects that the Trainer creates, calls or inspects:
+# transformers' collators, samplers and functions work unchanged with hftrain's Trainer.
 _NAMES = (
     ("transformers.trainer", "hftrain.trainer", "Trainer"),
     ("transformers.trainer_seq2seq", "hftrain.trainer", "Seq2SeqTrainer"),
@@ -45,14 +45,14 @@ TELLING = frozenset(
         *("TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments"),
     )
 )
-"""What a client derives its classes from, or has its arguments and callbacks checked against.
+"""Classes that libraries derive from, or check arguments and callbacks against.
 
-A module that holds one of these of transformers' was imported too early to be served: it keeps transformers' training.
+A module that refers to transformers' version of one was imported before `install`, and would train with transformers.
 """
 
 
 def replacements() -> Iterator[tuple[str, Any, Any]]:
-    """Import transformers' modules and yield a name, its object there and hftrain's; a name either lacks is left out.
+    """Import transformers' modules and yield each name with its object there and in hftrain, if both have it.
 
     `transformers.utils.notebook` needs IPython, so that module may be absent.
     """

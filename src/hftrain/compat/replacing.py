@@ -12,14 +12,14 @@ from hftrain.compat.names import TELLING, replacements
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
 
-# Who may hold transformers' objects.
+# Packages that may refer to transformers' objects.
 _LIBRARY = ("transformers", "hftrain")
 
 _MISSING = object()
 
 
 class _Installed(NamedTuple):
-    """What was replaced: each name with transformers' and hftrain's object, and what each module held under a name."""
+    """What was replaced: each name with both objects, and the previous value of each module's attribute."""
 
     pairs: list[tuple[str, Any, Any]]
     before: list[tuple[ModuleType, str, Any]]
@@ -32,11 +32,11 @@ _installed: _Installed | None = None
 
 
 def install() -> None:
-    """Put hftrain's Trainer, arguments, callbacks and outputs in place of transformers'.
+    """Replace transformers' Trainer, arguments, callbacks and outputs with hftrain's.
 
-    Call it before the library that is to train with hftrain is imported: ``from transformers import Trainer``, and
-    ``class MyTrainer(transformers.Trainer)``, then mean hftrain's. Names that hftrain has no object of its own for stay
-    as they are. A second call does nothing.
+    Call it before you import the library that should train with hftrain: ``from transformers import Trainer`` and
+    ``class MyTrainer(transformers.Trainer)`` then use hftrain's. Names without an object in hftrain are unchanged. A
+    second call does nothing.
 
     Example:
         >>> import hftrain.compat
@@ -50,14 +50,14 @@ def install() -> None:
     from accelerate.logging import MultiProcessAdapter
     from accelerate.state import PartialState
 
-    # The package's facade may be made a second time while its modules are imported; whoever had the first one keeps it.
+    # Importing its modules may create the package's facade again, and other modules may still refer to the first one.
     facades = [importlib.import_module("transformers")]
     pairs = [pair for pair in replacements() if pair[1] is not pair[2]]
     facades = list({id(facade): facade for facade in (*facades, sys.modules["transformers"])}.values())
     _refuse_holders({id(theirs) for name, theirs, _ in pairs if name in TELLING})
     ours_of = {id(theirs): ours for _, theirs, ours in pairs}
     before = [(module, name, value) for module, name, value in _held(facades) if id(value) in ours_of]
-    # What a facade has not looked up yet it does not hold; its own `dir` tells what it would look up.
+    # Names that a facade has not looked up yet are missing from its attributes, but listed by `dir`.
     before += [
         (facade, name, _MISSING)
         for facade, known in [(facade, frozenset(dir(facade))) for facade in facades]
@@ -73,9 +73,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put transformers' own objects back, in every module of transformers.
+    """Restore transformers' objects in every module of transformers.
 
-    Libraries that were imported in between keep hftrain's. Without `install`, it does nothing.
+    Libraries imported since `install` keep hftrain's objects. Without `install`, it does nothing.
     """
     global _installed
     if _installed is None:
@@ -89,7 +89,7 @@ def uninstall() -> None:
             vars(module).pop(name, None)
         else:
             setattr(module, name, value)
-    # Modules of transformers that were imported since then took hftrain's objects.
+    # Modules of transformers that were imported since `install` have hftrain's objects.
     theirs_of = {id(ours): theirs for _, theirs, ours in _installed.pairs}
     for module, name, value in _held(_installed.facades):
         if id(value) in theirs_of:
@@ -98,14 +98,14 @@ def uninstall() -> None:
 
 
 def _held(facades: list[ModuleType]) -> list[tuple[ModuleType, str, Any]]:
-    """Return what transformers' modules hold: the module, the name and the object."""
+    """Return the (module, name, object) of all attributes of transformers' modules."""
     modules = [*facades, *(module for module in _modules() if _package(module) == "transformers")]
     unique = {id(module): module for module in modules}.values()
     return [(module, name, value) for module in unique for name, value in vars(module).items()]
 
 
 def _refuse_holders(theirs: set[int]) -> None:
-    """Raise where a module outside transformers holds its objects, or classes derived from them."""
+    """Raise if a module outside transformers refers to the objects, or to classes derived from them."""
     found = {
         module.__name__: names
         for module in _modules()
@@ -124,13 +124,13 @@ def _refuse_holders(theirs: set[int]) -> None:
 
 
 def _is_one_of(value: Any, theirs: set[int]) -> bool:
-    # `isinstance` would ask the value for its class, and what a module holds may answer with a warning.
+    # `isinstance` reads the value's `__class__`, for which lazy objects in modules may emit a warning.
     is_class = issubclass(type(value), type)
     return id(value) in theirs or (is_class and any(id(base) in theirs for base in value.__mro__))
 
 
 def _modules() -> list[ModuleType]:
-    """Return what is imported; `sys.modules` may hold other things too, and one module under two names."""
+    """Return the imported modules once each; `sys.modules` may contain other objects and duplicates."""
     return list({id(module): module for module in sys.modules.values() if isinstance(module, ModuleType)}.values())
 
 

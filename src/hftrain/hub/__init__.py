@@ -1,1 +1,1 @@
-"""The Hub: what is pushed, when, and the model card."""
+"""Pushes to the Hub, and the model card."""

@@ -1,4 +1,4 @@
-"""The model card: a draft in `README.md` that says how the model was trained, besides what people wrote there."""
+"""The model card: a draft in `README.md` about the training; text of other authors is kept."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NO_METRICS = ("runtime", "samples_per_second", "steps_per_second")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CardFacts:
-    """What a model card tells.
+    """The content of a model card.
 
     Args:
-        datasets: Datasets by the names people use; `dataset_args` names a part of each.
+        datasets: Display names of the datasets; `dataset_args` names a part of each.
     """
 
     model_name: str
@@ -40,9 +40,9 @@ class CardFacts:
 
 
 def write_card(path: Path, facts: CardFacts) -> None:
-    """Write a model card, or renew the part of it that is ours.
+    """Write a model card, or update our section of an existing one.
 
-    The text that others wrote stays, and so do metadata that `facts` does not give. Tags are added to those there.
+    Other text is kept, and so is metadata that `facts` does not provide. Tags are added to existing ones.
     """
     from huggingface_hub import ModelCard
 
@@ -60,7 +60,7 @@ def write_card(path: Path, facts: CardFacts) -> None:
 
 
 def _fill_metadata(data: Any, facts: CardFacts) -> None:
-    """Put the facts into a card's metadata, where a value that is there already stays unless one is given."""
+    """Write the facts to a card's metadata; existing values are kept if none is given."""
     given = {
         "language": facts.language,
         "license": facts.license,
@@ -79,7 +79,7 @@ def _fill_metadata(data: Any, facts: CardFacts) -> None:
 
 
 def _results(facts: CardFacts) -> list[Any]:
-    """Return the last evaluation in the Hub's form, which needs to know task and dataset."""
+    """Return the last evaluation in the Hub's format; empty without a task and a dataset."""
     from huggingface_hub import EvalResult
 
     if not facts.tasks or not (facts.datasets or facts.dataset_tags):
@@ -123,7 +123,7 @@ def _body(facts: CardFacts) -> str:
 
 
 def _table(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return one row for each evaluation, with the training loss that was logged last before it."""
+    """Return the lines of a table with one row per evaluation, and the last training loss logged before it."""
     rows: list[dict[str, Any]] = []
     loss: Any = "no log"
     for entry in history:
@@ -131,7 +131,7 @@ def _table(history: Sequence[Mapping[str, Any]]) -> list[str]:
         metrics = _metrics(entry)
         if metrics:
             rows.append({"training loss": loss, "epoch": entry.get("epoch"), "step": entry.get("step"), **metrics})
-    # Several evaluation sets are logged one after the other at the same step.
+    # Several evaluation sets have separate log entries at the same step.
     merged: dict[Any, dict[str, Any]] = {}
     for row in rows:
         merged.setdefault(row["step"], {}).update(row)
@@ -151,7 +151,7 @@ def _last_evaluation(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _metrics(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an entry of the log says of an evaluation, without speeds."""
+    """Return the evaluation metrics of a log entry, without speeds."""
     found = {name.removeprefix("eval_"): value for name, value in entry.items() if name.startswith("eval_")}
     return {name: value for name, value in found.items() if not name.endswith(_NO_METRICS)}
 

@@ -1,4 +1,4 @@
-"""Which files go to the Hub, and a copy of them that stays still while they are uploaded."""
+"""Select the files for the Hub, and take a snapshot of them that does not change during the upload."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hftrain.storage.locks import FolderLock
 LAST_CHECKPOINT = "last-checkpoint"
 CARD = "README.md"
 
-# What only a resume needs, in the layouts of every strategy; and SageMaker's marks next to the files that it copies.
+# Files that only a resume needs, in the layouts of all strategies, and SageMaker's marker files.
 _RESUME_ONLY = re.compile(
     r"(optimizer|scheduler|scaler)([._].*)?|rng_state.*|global_step[0-9]+|latest|zero_to_fp32\.py"
     r"|pytorch_model_fsdp(_[0-9]+)?|.*\.sagemaker-upload(ing|ed)"
@@ -35,7 +35,7 @@ def output_files(output_dir: Path) -> dict[str, Path]:
 
 
 def model_files(checkpoint: Path) -> dict[str, Path]:
-    """Map names in the repository to those files of a checkpoint that a model needs, not a resume."""
+    """Map names in the repository to the files of a checkpoint, except those that only a resume needs."""
     found = output_files(checkpoint)
     return {name: path for name, path in found.items() if name not in (MANIFEST, TRAINER_STATE)}
 
@@ -47,10 +47,10 @@ def folder_files(folder: Path, *, under: str = "") -> dict[str, Path]:
 
 
 def take_snapshot(files: Mapping[str, Path], output_dir: Path) -> FolderLock:
-    """Claim a hidden folder in `output_dir`, where the files lie, with the same ones; nothing else touches them.
+    """Create and lock a hidden folder in `output_dir` with copies of some of its files.
 
-    A committed checkpoint is never written to again, so its files are linked: that costs no space, and outlives the
-    deletion of the checkpoint. All others, and links where the file system has none, are copied.
+    Files of committed checkpoints never change, so they are linked: links take no space and survive the deletion of the
+    checkpoint. Other files are copied, and so are all files if the file system does not support links.
     """
     folder = begin(output_dir / _SNAPSHOT)
     snapshot = FolderLock(folder)
@@ -68,7 +68,7 @@ def take_snapshot(files: Mapping[str, Path], output_dir: Path) -> FolderLock:
 
 
 def drop(snapshot: FolderLock) -> None:
-    """Delete a snapshot."""
+    """Delete and unlock a snapshot."""
     discard(snapshot.folder)
     snapshot.release()
 
@@ -76,7 +76,7 @@ def drop(snapshot: FolderLock) -> None:
 def drop_abandoned(output_dir: Path) -> None:
     """Delete the snapshots of pushes that were killed at least a day ago.
 
-    The lock tells which these are; the day is for file systems that cannot lock, because clocks may jump.
+    The lock identifies them. On file systems without locks, the age protects snapshots in use.
     """
     for path in output_dir.glob(f".staging-*-{_SNAPSHOT}"):
         snapshot = FolderLock(path)

@@ -1,4 +1,4 @@
-"""Commits to one repository of the Hub, in the background or not; a failure never passes in silence."""
+"""Commits to one repository of the Hub, in the background or not; failures raise or warn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hftrain.storage.locks import FolderLock
 
 REQUIREMENT = "huggingface_hub>=0.34"
 
-# References of which no branch can be made: a commit's hash, a pull request, and the branch that is always there.
+# References that need no new branch: a commit's hash, a pull request, and the main branch.
 _NO_BRANCH = re.compile(r"[0-9a-f]{40}|refs/.+|main")
 
 logger = get_logger(__name__)
@@ -31,7 +31,7 @@ def require_hub(feature: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HubConfig:
-    """Where pushes go, and which there are.
+    """The repository of pushes, and when and how to push.
 
     Args:
         model_id: The repository: ``name``, in the user's own namespace, or ``owner/name``.
@@ -59,7 +59,7 @@ class Push:
     """One commit.
 
     Args:
-        folders: Whole folders, by their names in the repository, whose other files there are deleted.
+        folders: Whole folders by their names in the repository; other files in these are deleted there.
         token: Access token; None takes the configuration's.
     """
 
@@ -72,7 +72,7 @@ class Push:
 
 
 class Uploads:
-    """Push to one repository, one commit after the other; for the main process alone."""
+    """Push to one repository, one commit at a time; only in the main process."""
 
     def __init__(self, config: HubConfig) -> None:
         from huggingface_hub import HfApi
@@ -87,7 +87,7 @@ class Uploads:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a push in the background has not ended."""
+        """Whether a background push is still running."""
         return self.newest is not None and not self.newest.done()
 
     def open_repo(self, *, token: str | None = None) -> str:
@@ -112,38 +112,38 @@ class Uploads:
         return self.repo_id
 
     def remember(self, name: str, folder: Path) -> None:
-        """Let the next push bring a whole folder along, in place of the one of that name in the repository."""
+        """Add a whole folder to the next push; it replaces the folder of that name in the repository."""
         self._waiting[name] = folder
 
     def upload(self, push: Push) -> Any:
-        """Wait for the pushes in the background, push, and return the commit; raises what huggingface_hub raises."""
+        """Wait for background pushes, push, and return the commit; errors of huggingface_hub are raised."""
         self.wait()
         push, self._waiting = self._with_folders(push), {}
         return self._commit(push, _all_files(push))
 
     def submit(self, push: Push) -> Future[Any]:
-        """Push in the background, from a snapshot; a failure is warned of, and stays in the future that is returned.
+        """Push a snapshot in the background; a failure causes a warning, and is stored in the returned future.
 
-        Folders that could not be pushed go with the next push.
+        Folders that could not be pushed are added to the next push.
         """
         push = self._with_folders(push)
         snapshot = take_snapshot(_all_files(push), self.config.output_dir)
         self._waiting = {}
-        # A thread for each push, which ends with it. Those of `HfApi.run_as_future` live as long as the HfApi does.
+        # A thread per push, which ends with it; those of `HfApi.run_as_future` live as long as the HfApi.
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hftrain-push")
         self.newest = pool.submit(self._run, push, snapshot, after=self.newest)
         pool.shutdown(wait=False)
-        # The name that transformers' `push_in_progress` has for it.
+        # `is_done` is the name in transformers' `push_in_progress`.
         vars(self.newest)["is_done"] = self.newest.done
         return self.newest
 
     def wait(self) -> None:
-        """Return when no push runs in the background."""
+        """Wait until no push runs in the background."""
         if self.newest is not None:
             wait([self.newest])
 
     def _with_folders(self, push: Push) -> Push:
-        # A checkpoint that rotation has deleted since is gone for good.
+        # Without checkpoints that rotation has deleted since.
         return replace(push, folders={name: folder for name, folder in self._waiting.items() if folder.is_dir()})
 
     def _run(self, push: Push, snapshot: FolderLock, *, after: Future[Any] | None) -> Any:
@@ -192,7 +192,7 @@ class Uploads:
         self._branches.add(push.revision)
 
     def _stale(self, repo_id: str, push: Push, files: Mapping[str, Path]) -> list[str]:
-        """List what the repository holds in the folders of a push, and the push does not."""
+        """List the files of the repository in the folders of a push that the push does not contain."""
         if not push.folders:
             return []
         there = self.api.list_repo_files(repo_id, revision=push.revision, token=push.token)
@@ -200,9 +200,9 @@ class Uploads:
 
 
 def reason(error: BaseException) -> str:
-    """Word what went wrong with the Hub, and what caused that, without keeping the error itself alive."""
+    """Return the text of an error of the Hub and of its causes; keeps no reference to the error."""
     cause = "" if error.__cause__ is None else f" ({reason(error.__cause__)})"
-    if error.__cause__ is not None and str(error.__cause__) == str(error):  # as httpx wraps httpcore's
+    if error.__cause__ is not None and str(error.__cause__) == str(error):  # httpx wraps errors of httpcore
         cause = ""
     return f"{type(error).__name__}: {str(error).strip()}{cause}"
 
