@@ -204,9 +204,7 @@ def _mesh_request(args: Any) -> tuple[str, dict[str, Any]] | None:
     sizes = {name: int(getattr(config, name, 1) or 1) for name in names}
     for name, what in _SPLITS.items():
         if sizes[name] > 1:
-            reason = (
-                f"{name} splits {what} over processes, and here each process reads and computes samples of its own."
-            )
+            reason = f"{name} splits {what} over processes, but in hftrain each process computes its own samples."
             raise _refusal(sizes, reason, f"Leave {name} at 1, and split the parameters: dp_shard_size.")
     copies, parts = sizes["dp_replicate_size"], sizes["dp_shard_size"]
     if copies == parts == 1:

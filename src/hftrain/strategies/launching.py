@@ -145,7 +145,7 @@ def _check(num_processes: int, *, method: str) -> None:
     if method == "fork" and dist.is_available() and dist.is_initialized():
         raise ConfigError(
             asked,
-            "This process is in a process group, which forked ones would take for their own: each would train "
+            "This process is in a process group, and forked processes would inherit that group: each would train "
             "alone, or wait forever.",
             "Close what made it first (trainer.strategy.close()), or use start_method='spawn'.",
         )
