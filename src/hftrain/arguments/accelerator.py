@@ -21,7 +21,7 @@ class AcceleratorConfig:
         split_batches: Split one batch of `per_device_train_batch_size` across the processes.
         dispatch_batches: The first process reads all data and sends the others their part; None: by dataset type.
         even_batches: Give every process the same number of batches.
-        use_seedable_sampler: Shuffle by the seed and the epoch alone.
+        use_seedable_sampler: Shuffle depending only on the seed and the epoch.
         non_blocking: Copy batches to the device asynchronously; None leaves the choice to the strategy.
         gradient_accumulation_kwargs: `num_steps` and `sync_each_batch`.
         use_configured_state: Reuse the accelerate state that is already set up.

@@ -169,7 +169,7 @@ class ArgumentSetters(ArgumentFields):
         Raises:
             ConfigError: A value is out of range, or 0 steps with strategy "steps".
 
-        Source: the documented `TrainingArguments.set_logging`, whose signature's defaults hold where its text differs.
+        Source: the documented `TrainingArguments.set_logging`, with the defaults of its signature.
         """
         return self._set(
             logging_strategy=strategy,
@@ -198,7 +198,7 @@ class ArgumentSetters(ArgumentFields):
             strategy: "end", "every_save", "checkpoint" or "all_checkpoints".
             token: Access token; the stored login if None.
             private_repo: Make a new repository private; None follows the owner's default.
-            always_push: Push although the previous push has not ended.
+            always_push: Push even if the previous push has not ended.
             revision: Branch, tag or commit to push to.
 
         Source: the documented `TrainingArguments.set_push_to_hub`.

@@ -27,7 +27,7 @@ _STRENGTH = {SAVE: 1, "SIGINT": 2, "SIGTERM": 3}
 # How often a process checks for requests of the others.
 _POLL_S = 0.25
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 0.05
-# A process that does not answer for this long is considered gone.
+# A process that does not answer for this long is considered dead.
 _ANSWER_S = 20.0
 _JOIN_S = 5.0
 _LONGEST_WAIT_S = 3600.0
@@ -77,9 +77,9 @@ class Consensus:
     **Agreeing on a step boundary**: all processes act there on a request to any one of them. A process opens a round on
     the board. When another process's thread sees it, it first registers `act` for the next step boundary, then reads
     the process's step and posts it. After that, the process passes at most the boundary it may already be at before
-    `act` is called and waits. So nobody has passed the boundary after the highest posted step. The main process finds
-    that boundary and posts it. The result does not depend on timing, and steps cost nothing. A single process acts at
-    its next boundary.
+    `act` is called and waits. So no process has passed the boundary after the highest posted step. The main process
+    finds that boundary and posts it. The result does not depend on timing, and steps cost nothing. A single process
+    acts at its next boundary.
 
     **During a background save**: this object is the `Group` whose `barrier` and `all_true` a thread may call.
 
@@ -296,7 +296,7 @@ class Consensus:
             waited_s = time.monotonic() - begun_s
             if waited_s > 2 * _ANSWER_S:
                 self._end_if_asked(f"process {of} does not answer")
-            # Only the main process decides that a process is gone, so that all get the same answer.
+            # Only the main process decides that a process is dead, so that all get the same answer.
             is_late = self.is_main and waited_s > _ANSWER_S
             return self._is_closing or is_late or self._board.read(f"left/{of}") is not None
 

@@ -211,7 +211,7 @@ class GracePeriod:
             threading.Thread(target=say, name="hftrain-missing", daemon=True).start()
 
     def _say(self, text: str) -> None:
-        """Log from another thread: the reader of the log may be gone, and the main thread may hold its lock."""
+        """Log from another thread, because the log's pipe may be closed, and the main thread may hold its lock."""
         _within(_SAY_S, lambda: logger.warning("%s%s", self._watched.label, text))
 
 

@@ -177,8 +177,8 @@ class CheckpointManager:
     def latest(self, is_asked_for: Callable[[Manifest], bool] = lambda manifest: True) -> Path | None:
         """Return the newest intact checkpoint, or None; a warning lists those that were skipped.
 
-        Not collective: the main process calls it and tells the others. It reads every byte of the result, and first
-        restores a checkpoint that a killed save had set aside. `is_asked_for` selects checkpoints by their manifests.
+        Not collective: only the main process calls it. It reads every byte of the result, and first restores a
+        checkpoint that a killed save had set aside. `is_asked_for` selects checkpoints by their manifests.
         """
         if self.group.is_main:
             self.lock.settle()
@@ -360,7 +360,7 @@ class CheckpointManager:
             self.remote.publish(target, run_id=self.run_id)
 
     def _last_number(self) -> int:
-        """Return the highest commit number in the folder, to which nobody else writes, and in the remote one."""
+        """Return the highest commit number in the folder, which only this run writes, and in the remote one."""
         if self._number is None:
             here = self._manifests.of(checkpoint_names(self.config.output_dir))
             there = 0 if self.remote is None else self.remote.highest_number()

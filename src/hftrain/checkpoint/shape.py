@@ -1,4 +1,4 @@
-"""Where a run continues with another batch size, accumulation or number of processes, and how many steps are left.
+"""The position and remaining steps of a run resumed with another batch size, accumulation or number of processes.
 
 The position is counted in samples of the epoch's order. If no batch of the new size starts there, the rest of that
 epoch is cut into batches from exactly that sample on, and later epochs from their start.

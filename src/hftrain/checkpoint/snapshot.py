@@ -100,7 +100,7 @@ class HostCopies:
         return wait
 
     def close(self) -> None:
-        """Release all memory, once nobody reads the copies any more."""
+        """Release all memory, once the copies are not read any more."""
         self.begin()
         self.fence()
 

@@ -27,7 +27,7 @@ def estimate_script(script: str | Path, arguments: Sequence[str] = ()) -> Memory
     """Run a script up to its first `train()`, and return the result of `Trainer.estimate_memory` there.
 
     Raises:
-        ConfigError: There is no such file, or it ends without a call of `train()`.
+        ConfigError: There is no such file, or it ends without calling `train()`.
     """
     if not Path(script).is_file():
         reason = "There is no such file."

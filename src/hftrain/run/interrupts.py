@@ -30,7 +30,7 @@ class Interrupts:
 
     Args:
         grace: Ends a run that SIGTERM cannot stop; closed by its owner after the last write.
-        end_step: Does what is due at the end of a step.
+        end_step: Runs the actions that are due at the end of a step.
         save: Commits a checkpoint; collective.
         where: Returns a description of what the run is doing; from any thread.
     """
@@ -51,7 +51,7 @@ class Interrupts:
         self._state, self._control, self._progress = parts.state, parts.control, parts.progress
         self._checkpoints, self._end_step, self._commit = checkpoints, end_step, save
         self._marker = checkpoints.manager.config.output_dir / MARKER
-        # Why there is no consensus although it is needed.
+        # The reason why there is no consensus, if one is needed.
         self.silence = ""
         self.consensus = self._make_consensus(parts)
         self._open = ExitStack()

@@ -128,7 +128,7 @@ def _check_rounds(strategy: Strategy, accumulation: int, length: TrainPlan) -> N
 
 
 def _rest(whole: RunPlan, args: TrainingArguments, folder: Path, loader: Any, progress: Progress) -> RunPlan:
-    """Return the plan of the rest of a run."""
+    """Return the plan for the remaining part of a resumed run."""
     length, grid, geometry = whole.length, whole.grid, whole.geometry
     manifest = _read(args, folder, geometry, grid)
     saved, plan = manifest.facts.get("geometry", {}), manifest.facts.get("plan", {})

@@ -18,7 +18,7 @@ def to_do(control: TrainerControl, progress: Progress, *, max_steps: int, is_wit
     """Return the actions that callbacks, or the end of the run, require at this boundary and are not done yet."""
     is_due = {
         EVALUATE: control.should_evaluate,
-        # A save alone is done by this checkpoint.
+        # This checkpoint completes a save that was requested without an evaluation.
         SAVE: control.should_evaluate and control.should_save,
         END_EPOCH: control.should_epoch_stop and progress.micro_steps_in_epoch > 0,
         END_RUN: is_within_epoch and progress.step >= max_steps,

@@ -182,7 +182,7 @@ def restore(parent: Path, *, is_ours: Callable[[str], bool]) -> None:
     """Restore folders that a killed `commit` had renamed without replacing them.
 
     Args:
-        is_ours: Tells by a target's name whether the caller may change it.
+        is_ours: Tells from a target's name whether the caller may change it.
     """
     for path, kind, name in _leftovers(parent):
         if kind == "replaced" and is_ours(name) and not os.path.lexists(parent / name):

@@ -38,7 +38,7 @@ class Mirror:
     Files of earlier processes are not uploaded: the remote folder may already contain newer ones.
 
     Args:
-        is_left_out: Tells by a part of a file's path not to upload the file. Hidden files are never uploaded.
+        is_left_out: Tells from a part of a file's path whether to exclude the file; hidden files always are.
     """
 
     def __init__(self, url: str, *, is_left_out: Callable[[str], bool]) -> None:

@@ -20,7 +20,7 @@ def is_disk_full(error: BaseException | None) -> bool:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        # safetensors gives the number only in its text.
+        # safetensors reports the error number only in its message.
         if getattr(error, "errno", None) in _FULL or any(f"(os error {number})" in str(error) for number in _FULL):
             return True
         error = error.__cause__ or error.__context__
