@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.resuming import StopAt
 from support.tiny import Net, Rows, Stream, Task, make_arguments, make_rows, make_trainer
 
 from hftrain import EvalPrediction, SummaryCallback, Trainer, TrainerCallback, set_seed
+from hftrain.core.log import warn_once
 from hftrain.core.types import StepOutput
 
 pytestmark = pytest.mark.distributed
@@ -294,7 +296,7 @@ def print_progress(folder: str) -> str:
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         parts = {"train_dataset": make_rows(24), "eval_dataset": make_rows(7, seed=2), "callbacks": [SummaryCallback]}
         args = make_arguments(Path(folder), disable_tqdm=False, num_train_epochs=1, eval_strategy="epoch")
-        trainer = Trainer(Net(), args, **parts)
+        trainer = Trainer(Net(), args, strategy="ddp", **parts)
         trainer.train()
         trainer.predict(make_rows(7, seed=2))
     return printed.getvalue()
@@ -310,3 +312,29 @@ def test_only_rank_0_prints(tmp_path: Path, run_distributed: Any) -> None:
     assert lines[3].startswith("step 3/3  epoch 1.00  eval_loss ")
     assert any(line.startswith("Trained 3 steps in ") for line in lines)
     assert lines[-1].startswith("predict 100%  1/1  ")
+
+
+class PartlyUsed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Linear(1, 1)
+
+
+def advise(folder: str) -> list[list[str]]:
+    """Return what DDP's users are advised: by default, with all parameters in use and not, and with a choice."""
+    told = []
+    for model, options in ((Net(), {}), (PartlyUsed(), {}), (Net(), {"ddp_find_unused_parameters": True})):
+        warn_once.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(Path(folder), model, max_steps=2, train_dataset=make_rows(16), **options).train()
+        told.append([str(each.message) for each in caught if "DDP searches" in str(each.message)])
+    return told
+
+
+def test_search_for_unused_parameters_is_advised_against_once_where_there_are_none(
+    tmp_path: Path, run_distributed: Any
+) -> None:
+    first, second = run_distributed(advise, folder=str(tmp_path))
+    assert [len(texts) for texts in first + second] == [1, 0, 0, 0, 0, 0]
+    assert "set ddp_find_unused_parameters=False" in first[0][0]

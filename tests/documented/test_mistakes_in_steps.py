@@ -69,6 +69,40 @@ def backward(own: Any, batch: Any) -> Any:
     return loss
 
 
+def backward_too(own: Any, batch: Any) -> Any:
+    loss = loss_of(own, batch)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def zero_first(own: Any, batch: Any) -> Any:
+    own.model.zero_grad()
+    return loss_of(own, batch)
+
+
+def parts(own: Any, batch: Any) -> Any:
+    """Use gradients in the step without adding to those of the returned loss."""
+    loss_of(own, batch).backward()
+    own.zero_grad()
+    torch.autograd.grad(loss_of(own, batch), list(own.parameters()))
+    return loss_of(own, batch)
+
+
+class OwnBackward(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        loss.backward(retain_graph=True)
+        return loss
+
+
+class OwnPasses(Trainer):
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
+        for _ in range(2):
+            loss = self.compute_loss(model, dict(inputs))
+            self.accelerator.backward(loss)
+        return loss.detach()
+
+
 def in_place(own: Any, batch: Any) -> Any:
     hidden = torch.sigmoid(scores_of(own, batch))
     loss = (hidden * hidden).sum()
@@ -158,6 +192,24 @@ STEPS = [
         "argmax()",
     ),
     stepping("own backward", backward, "freed by an earlier backward()", "without calling backward()"),
+    Mistake(
+        "own backward, too",
+        lambda folder: make_trainer(folder, task(backward_too), max_steps=1).train(),
+        ("2 backward passes, and it had 1 micro-batch", "Mine.training_step", "Return the loss without calling"),
+        UserWarning,
+    ),
+    Mistake(
+        "own backward in compute_loss",
+        lambda folder: make_trainer(folder, kind=OwnBackward, max_steps=1, gradient_accumulation_steps=2).train(),
+        ("4 backward passes, and it had 2 micro-batches", "OwnBackward.compute_loss", "Return the loss"),
+        UserWarning,
+    ),
+    Mistake(
+        "zero_grad",
+        lambda folder: make_trainer(folder, task(zero_first), max_steps=1, gradient_accumulation_steps=2).train(),
+        ("lost the gradients of earlier micro-batches", "Mine.training_step", "Remove zero_grad()"),
+        UserWarning,
+    ),
     stepping("own optimizer", lambda s, b: s.optimizer.step(), "Cannot use Mine.optimizer", "the Trainer steps the"),
     stepping("self.log", lambda s, b: s.log("a", 1), "Cannot use Mine.log", "StepOutput(loss=loss, logs="),
     stepping("changed in place", in_place, "changed in place after it was used", "x = x + y"),
@@ -493,6 +545,14 @@ def test_error_in_a_step_ends_with_the_line_of_the_user(tmp_path: Path) -> None:
     assert 'nn.Linear(5, 1)(b["x"])' in note
 
 
+def test_error_within_generated_code_is_left_as_it_is(tmp_path: Path) -> None:
+    """As in what torch.compile makes, whose globals have no name."""
+    made: dict[str, Any] = {}
+    exec("def fail(): raise ValueError('of generated code')", made)
+    with pytest.raises(ValueError, match="of generated code"):
+        train(tmp_path, task(lambda s, b: made["fail"]()))
+
+
 def test_error_of_a_part_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match="no attribute 'net'") as caught:
         train(tmp_path, task(lambda s, b: s.net(b["x"])))
@@ -500,3 +560,19 @@ def test_error_of_a_part_that_is_not_there_lists_those_that_are(tmp_path: Path) 
         "Mine has the children model.",
         "The batch: x float32 (4, 4), labels int64 (4,).",
     ]
+
+
+@pytest.mark.parametrize(
+    ("make", "accumulation"),
+    [
+        (lambda: (task(parts), Trainer), 1),
+        (lambda: (task(zero_first), Trainer), 1),
+        (lambda: (task(loss_of), Trainer), 3),
+        (lambda: (Net(), OwnPasses), 2),
+    ],
+)
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_steps_that_use_gradients_rightly_are_left_alone(tmp_path: Path, make: Any, accumulation: int) -> None:
+    model, kind = make()
+    options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "max_steps": 2}
+    train(tmp_path, model, kind=kind, train_dataset=make_rows(20), **options)

@@ -18,7 +18,7 @@ _MAX_SAMPLES = 8
 def locate_in_data(error: BaseException) -> str | None:
     """Describe the sample or batch at which reading the data failed; None if the error was raised elsewhere."""
     steps = list(traceback.walk_tb(error.__traceback__))
-    place = next((index for index, (frame, _) in enumerate(steps) if frame.f_globals["__name__"] == _FETCH), None)
+    place = next((index for index, (frame, _) in enumerate(steps) if frame.f_globals.get("__name__") == _FETCH), None)
     if place is None:
         return _in_worker(steps[-1][0] if steps else None, error.__traceback__)
     frame, number = steps[place]
@@ -44,7 +44,11 @@ def locate_in_data(error: BaseException) -> str | None:
 def _sample(frame: FrameType) -> tuple[Any, Any] | None:
     """Return the index and the dataset of a frame that is a user's `__getitem__`."""
     code = frame.f_code
-    if code.co_name != "__getitem__" or code.co_argcount < 2 or frame.f_globals["__name__"].startswith("hftrain."):
+    if (
+        code.co_name != "__getitem__"
+        or code.co_argcount < 2
+        or frame.f_globals.get("__name__", "").startswith("hftrain.")
+    ):
         return None
     owner, index = (frame.f_locals.get(name) for name in code.co_varnames[:2])
     return index, owner

@@ -101,7 +101,7 @@ class RunCheckpoints:
         # An earlier result of `own_state`, to be saved instead.
         self.past_state: dict[str, Any] | None = None
         check_plateau(parts.args, hooks.schedule())
-        self.untrained = Untrained(parts.strategy, ready.task, ready.optimizer, self.own)
+        self.untrained = Untrained(parts, hooks, ready, self.own)
         self._unfreezing = Unfreezing(
             parts.strategy,
             ready.model,

@@ -1,8 +1,9 @@
-"""Warn once of parameters in no optimizer, and of a schedule that waits for evaluations that never run."""
+"""Warn once of parameters in no optimizer, wrong gradients, and a schedule that no evaluation steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +14,15 @@ from hftrain.core.log import warn_once
 from hftrain.core.types import Owns
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.own_optimizers import OwnOptimizers
-from hftrain.strategies.base import Strategy, has_engine
-from hftrain.task.module import TaskModule
+from hftrain.run.parts import Ready, RunHooks, RunParts
+from hftrain.strategies.base import has_engine
+from hftrain.task.model_task import ModelTask
 
 _MAX_NAMES = 3
 
 
 class Untrained:
-    """Check after the first update for gradients that no optimizer uses, and at each log for unfrozen parameters.
+    """Check the gradients of the first update, and at each log for unfrozen parameters.
 
     Skipped for engines that split the parameters, or step themselves: their optimizer has other parameters.
 
@@ -28,16 +30,34 @@ class Untrained:
         own: Finds the optimizers that user code keeps.
     """
 
-    def __init__(
-        self, strategy: Strategy, task: TaskModule, optimizer: torch.optim.Optimizer, own: OwnOptimizers
-    ) -> None:
+    def __init__(self, parts: RunParts, hooks: RunHooks, ready: Ready, own: OwnOptimizers) -> None:
+        strategy, task, optimizer = parts.strategy, ready.task, ready.optimizer
         self._task, self._optimizer, self._own = task, optimizer, own
-        self._hook: Any = None
+        self._hooks: list[Any] = []
         is_split = Owns.STEP in strategy.owns or any(has_engine(strategy, engine) for engine in ("fsdp", "deepspeed"))
         self._frozen: list[tuple[str, nn.Parameter]] = []
-        if not is_split and isinstance(optimizer, torch.optim.Optimizer):
-            self._frozen = [(name, p) for name, p in task.model.named_parameters() if not p.requires_grad]
-            self._hook = optimizer.register_step_post_hook(lambda *_: self._check_first())
+        # Backward passes over each parameter since its gradient was None.
+        self._passes: dict[torch.Tensor, int] = {}
+        self._has_lost = False
+        self._num_micro_batches = parts.args.gradient_accumulation_steps
+        is_searching = getattr(ready.wrapped, "find_unused_parameters", False)  # DDP, by its documented default
+        self._is_advised = is_searching and strategy.is_main and parts.args.ddp_find_unused_parameters is None
+        if is_split or not isinstance(optimizer, torch.optim.Optimizer):
+            return
+        self._frozen = [(name, p) for name, p in task.model.named_parameters() if not p.requires_grad]
+        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._check_first()))
+        self._step = (
+            f"{hooks.owner}.compute_loss" if isinstance(task, ModelTask) else f"{type(task).__name__}.training_step"
+        )
+        # Other steps and loops may run as many passes as they like.
+        if not (
+            hooks.is_overridden("training_step")
+            or parts.args.auto_find_batch_size
+            or isinstance(optimizer, UpdatesInBackward)
+            or "fit" in parts.loops
+        ):
+            held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            self._hooks += [p.register_hook(partial(self._count, p)) for p in held]
 
     def check_unfrozen(self) -> None:
         """Warn of parameters that were unfrozen since the start of the run and are in no optimizer."""
@@ -53,12 +73,24 @@ class Untrained:
 
     def close(self) -> None:
         """Stop checking; safe to call twice."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _count(self, parameter: torch.Tensor, _: torch.Tensor) -> None:
+        """Count a backward pass, before its gradient is added to that of the earlier ones."""
+        before = self._passes.get(parameter, 0)
+        self._has_lost |= parameter.grad is None and 0 < before < self._num_micro_batches
+        self._passes[parameter] = 1 if parameter.grad is None else before + 1
 
     def _check_first(self) -> None:
         self.close()
+        self._check_passes()
+        if self._is_advised and all(p.grad is not None for p in self._task.model.parameters() if p.requires_grad):
+            # torch warns of it from C++, where the warning cannot be switched off, and cannot name the setting.
+            warn_once(
+                "DDP searches for unused parameters in each step, and the first update used them all. If every step "
+                "does, set ddp_find_unused_parameters=False to save the search, and torch's warning about it."
+            )
         held, task = self._held(), self._task
         is_separate = not isinstance(self._optimizer, UpdatesInBackward)
         groups = self._optimizer.param_groups
@@ -80,6 +112,22 @@ class Untrained:
                 "trained, not saved and not moved to the device). Keep them in nn.ModuleList, nn.ModuleDict or "
                 "nn.ParameterList, inside the model."
             )
+
+    def _check_passes(self) -> None:
+        """Warn if a step ran a backward pass of its own over everything, or dropped gradients between micro-batches."""
+        num, fewest = self._num_micro_batches, min(self._passes.values(), default=0)
+        if fewest > num:
+            warn_once(
+                f"The first update added up the gradients of {fewest} backward passes, and it had {num} micro-"
+                f"batch{'es' * (num > 1)}: {self._step} seems to call backward(), which the Trainer calls for the loss "
+                "that it returns. Return the loss without calling backward()."
+            )
+        elif self._has_lost and fewest < num:
+            warn_once(
+                f"The first update lost the gradients of earlier micro-batches: {self._step} seems to call "
+                f"zero_grad(). Remove zero_grad(); the Trainer drops the gradients after each update."
+            )
+        self._passes.clear()
 
     def _held(self) -> set[int]:
         own = [each for each in self._own.find().values() if isinstance(each, torch.optim.Optimizer)]
