@@ -105,7 +105,7 @@ def test_two_processes_prune_together(tmp_path: Path) -> None:
     assert run.returncode == 0, run.output
     (main, text, runs), (other, told, others) = run.results
     assert (main, other) == ("ConfigError", "StrategyError")
-    assert "Cannot tell the best of 2 trials" in text
+    assert "Cannot determine the best of 2 trials" in text
     assert text in told
     assert runs == others
     assert [each[4] for each in runs] == [1, 1]
@@ -120,4 +120,4 @@ def test_two_processes_hear_of_a_failure(tmp_path: Path) -> None:
     assert [each[0] for each in other] == ["StrategyError", "StrategyError", main[2][0], "StrategyError"]
     assert "2 values for 1 directions" in main[0][1]
     assert "trial.suggest_float" in main[1][1]
-    assert "Cannot tell the best of 1 trials" in main[3][1]
+    assert "Cannot determine the best of 1 trials" in main[3][1]

@@ -389,7 +389,7 @@ def apart(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 UNCUT = "its batches cannot be cut into samples, or joined"
-SAID = "Cannot find out what the loss of %s is a mean over: %s. It is assumed to be the mean over labels"
+SAID = "Cannot determine what the loss of %s is a mean over: %s. It is assumed to be the mean over labels"
 
 
 @pytest.mark.parametrize("method", ["train", "evaluate"])

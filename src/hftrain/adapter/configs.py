@@ -138,7 +138,9 @@ def compile_config(args: Any) -> CompileConfig | None:
             if is_set(f"ACCELERATE_DYNAMO_USE_{option}"):
                 warn_once(f"dynamo_use_{option.lower()} of accelerate's configuration changes nothing here.")
     if mode not in (None, "default") and backend != "inductor":
-        warn_once(f"torch_compile_mode={mode!r} is inductor's; torch_compile_backend={backend!r} may take no notice.")
+        warn_once(
+            f"torch_compile_mode={mode!r} is an option of inductor; torch_compile_backend={backend!r} may ignore it."
+        )
     return CompileConfig(backend=backend, mode=mode)
 
 

@@ -46,7 +46,7 @@ def apply_hyperparameters(args: Any, values: Mapping[str, Any], *, is_for_model:
     if fixed:
         raise ConfigError(
             f"Cannot set the hyper-parameter {fixed[0]!r}.",
-            "It decides what a Trainer is made of, and is read once for all trials.",
+            "It defines how a Trainer is built, and is read once for all trials.",
             "Set it in the arguments, and make a Trainer for each of its values.",
             **{name: values[name] for name in fixed},
         )

@@ -235,7 +235,7 @@ def _check_best_model(args: ArgumentFields) -> None:
 def _check_steps_meet(args: ArgumentFields, eval_steps: float, save_steps: float) -> None:
     names = ("load_best_model_at_end", "eval_steps", "save_steps")
     if (eval_steps < 1) != (save_steps < 1):
-        reason = "One counts optimizer updates and the other is a share of the run, so they need not meet."
+        reason = "One counts optimizer updates and the other is a share of the run, so they may never coincide."
         raise _refuse(args, reason, "Write both in the same unit.", *names)
     times = save_steps / eval_steps
     # Not compared exactly, because 0.3 / 0.1 is not exactly 3.
@@ -276,7 +276,7 @@ def _check_data(args: ArgumentFields) -> None:
             reason = "It configures the data-loading processes, and there are none."
             raise _refuse(args, reason, f"Set dataloader_num_workers, or drop {name}.", name, "dataloader_num_workers")
     if not args.dataloader_in_order:
-        reason = "Batches would come in the order in which they are ready, so a resume could not find the next one."
+        reason = "Batches would arrive in the order in which they are ready, so a resume could not find the next one."
         raise _refuse(args, reason, "Leave it True.", "dataloader_in_order")
     if args.train_sampling_strategy == "batch_rebalance":
         reason = "Its batches have unequal sizes, but a resume finds its position by counting batches of one size."

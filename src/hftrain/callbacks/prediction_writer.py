@@ -185,7 +185,7 @@ def _read_about(folder: Path, rank: int) -> dict[str, Any]:
     if not path.exists():
         raise TaskError(
             f"The predictions in {str(folder)!r} were to be read.",
-            f"{path.name} is missing: process {rank} has not written all of its own, or wrote elsewhere.",
+            f"{path.name} is missing: process {rank} has not written all its predictions, or wrote them elsewhere.",
             "Run predict() to its end, with a folder that all processes share.",
         )
     about: dict[str, Any] = read_json(path)

@@ -247,7 +247,7 @@ class CallbackHandler:
                 else:
                     vars(callback).update(state.get("attributes", {}))
         if missing:
-            warn_user(f"The checkpoint holds the state of callbacks that this run lacks; it is left out: {missing}.")
+            warn_user(f"Ignoring the state of callbacks in the checkpoint that this run does not have: {missing}.")
         self._resolve()
 
     def _append(self, callback: Any) -> None:

@@ -144,7 +144,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
             self._upload_last(args, state)
         self._try(self.logger.finish_training)
         if self._num_failed > 1:
-            logger.warning("Tracker %s failed %d times; it lacks what it was told then.", self._name, self._num_failed)
+            logger.warning("Tracker %s failed %d times and lacks those entries.", self._name, self._num_failed)
 
     def close(self) -> None:
         """End the tracker's run; a later log continues or starts one."""
@@ -186,7 +186,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
             self._num_failed += 1
             if self._num_failed == 1:
                 what = f"Tracker {self._name} failed ({call.__name__}): {_reason(error)}"
-                logger.warning("%s Training goes on.", what)
+                logger.warning("%s Training continues.", what)
             return False
         return True
 

@@ -51,7 +51,7 @@ def load_adapters(model: Any, folder: Path) -> None:
             raise _unfit(path, name, str(error)) from error
         unexpected = getattr(result, "unexpected_keys", None)
         if unexpected is None:
-            logger.warning("This version of peft does not tell whether adapters fit; install peft>=0.14.")
+            logger.warning("This version of peft cannot check whether adapters fit; install peft>=0.14.")
         elif unexpected:
             raise _unfit(path, name, f"unexpected: {', '.join(unexpected)}")
 

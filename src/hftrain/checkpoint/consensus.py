@@ -314,7 +314,7 @@ class Consensus:
         elif "ended" not in left:
             self._end_if_asked("another process does not answer")
             if SAVE in self._asked:
-                logger.warning("Nothing is saved now as was asked: another process does not answer.")
+                logger.warning("The requested save is skipped: another process does not respond.")
                 self._asked.discard(SAVE)
         self._release()
         return not any(left)

@@ -162,7 +162,7 @@ class CheckpointManager:
             if self.is_committer:
                 self._look()
             return
-        who, remedy = "Another run", "Give each run an output_dir of its own, or wait until the other has ended."
+        who, remedy = "Another run", "Give each run its own output_dir, or wait until the other run has ended."
         if self.config.on_each_node:
             who += ", or another machine of this one,"
             remedy += " On storage that machines share leave save_on_each_node out."

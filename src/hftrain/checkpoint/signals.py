@@ -76,7 +76,7 @@ class SignalHandlers:
                 if number is not None and signal.getsignal(number) in _DEFAULTS:
                     self._previous[number] = signal.signal(number, self._note)
                 elif number is not None:
-                    logger.info("%s is handled by the program itself, and asks nothing of the training.", name)
+                    logger.info("%s is handled by the program itself; the training does not react to it.", name)
         else:
             warn_once(
                 "SIGTERM, SIGINT and SIGUSR1 save nothing in this run: Python handles signals in the main thread only, "

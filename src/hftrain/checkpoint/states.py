@@ -56,7 +56,7 @@ def load_own(folder: Path, *, rank: int, world_size: int, num_saved: int) -> dic
     if num_saved == world_size:
         return load_rng(folder, rank=rank, world_size=world_size)
     logger.warning(
-        "%s was saved by %d processes and goes on with %d: random numbers (dropout) come out differently.",
+        "%s was saved by %d processes and resumes on %d: random numbers (dropout) will differ.",
         *(folder, num_saved, world_size),
     )
     states = [load_rng(folder, rank=each, world_size=num_saved) for each in range(num_saved)]
@@ -101,4 +101,4 @@ def restore_scaler(folder: Path, precision: Precision) -> None:
 def check_engine(state: dict[str, Any], path: Path, *, is_deepspeed: bool) -> None:
     """Raise for an optimizer's state that DeepSpeed has split if this strategy cannot merge it."""
     if "deepspeed" in state and not is_deepspeed:
-        raise misfit(path, "DeepSpeed split it in a way of its own, and the run does not use DeepSpeed")
+        raise misfit(path, "DeepSpeed partitioned it, and the run does not use DeepSpeed")

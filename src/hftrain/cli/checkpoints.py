@@ -27,7 +27,7 @@ def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> list[st
     if not paths:
         reason = "It holds no checkpoint." if folder.is_dir() else "There is no such folder."
         raise ConfigError(f"Cannot list the checkpoints of {str(folder)!r}.", reason, "Name a run's output_dir.")
-    rows, last = [_HEAD], "resume_from_checkpoint=True finds none that is whole."
+    rows, last = [_HEAD], "resume_from_checkpoint=True finds no complete checkpoint."
     for path in paths:
         found = _look(path, should_verify=should_verify)
         if isinstance(found, str):

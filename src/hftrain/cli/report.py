@@ -32,7 +32,7 @@ _TITLES = {
 # Settings of a run's location, which are not compared.
 _NAMES = ("output_dir", "run_name", "logging_dir")
 _NO_JOURNAL = "The folder has no journal.jsonl, so throughput, memory, stops and resumes are not known."
-_NO_ARGUMENTS = "They cannot be told: the checkpoints hold them as a pickle, which is not read."
+_NO_ARGUMENTS = "They are unknown: the checkpoints hold them as a pickle, which is not read."
 _UNENDED = "no end is recorded: it still runs, or was killed"
 
 

@@ -31,7 +31,7 @@ LIGHTNING_NAMES = {
     "Timer": "Stop from a callback: control.should_training_stop = True.",
     "TensorBoardLogger": "Set report_to='tensorboard' in TrainingArguments, or use TensorBoardCallback.",
     "WandbLogger": "Set report_to='wandb' in TrainingArguments, or use WandbCallback.",
-    "rank_zero_only": "Ask trainer.is_world_process_zero(), or state.is_world_process_zero in a callback.",
+    "rank_zero_only": "Use trainer.is_world_process_zero(), or state.is_world_process_zero in a callback.",
     "seed_everything": "Use set_seed.",
 }
 

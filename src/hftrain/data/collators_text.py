@@ -277,7 +277,7 @@ def _words(offsets: list[Any], is_special_BL: torch.Tensor) -> torch.Tensor:
     if any(row is None for row in offsets):
         raise TaskError(
             "Cannot mask whole words:",
-            "the samples have no offset_mapping, which tells where words begin.",
+            "the samples have no offset_mapping, which marks where words begin.",
             "Tokenize with return_offsets_mapping=True and keep that column (remove_unused_columns=False).",
         )
     length = is_special_BL.shape[1]

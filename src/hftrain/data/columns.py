@@ -180,7 +180,7 @@ class TextRemover(_Before):
                 "Tokenize the texts first (dataset.map), or pass a data_collator that does.",
             )
         self._tell(
-            f"Columns of the {self._description} set are left out, as no tensor can be made of them: {names}. A "
+            f"Columns of the {self._description} set are left out, because they cannot become tensors: {names}. A "
             "data_collator of your own gets them."
         )
         return self.collator([{name: value for name, value in f.items() if name not in texts} for f in features])

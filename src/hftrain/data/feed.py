@@ -159,7 +159,7 @@ class TrainFeed:
             return False
         if is_within and "loader" in state and not isinstance(reader, StatefulLoader) and state["num_workers"]:
             _logger.warning(
-                "%s goes on from its own state, which leaves out the random numbers that its workers draw.",
+                "%s continues from its own state, which does not include the random numbers of its workers.",
                 type(reader).__name__,
             )
         # A torch loader begins each epoch again; its state is one within an epoch.

@@ -137,7 +137,7 @@ def _shifted(part: Any, offset: int) -> Any:
         setattr(changed, _name_inside(part), _shifted(_inside(part), offset))
         return changed
     if is_rank_aware(part) or isinstance(part, BatchSampler):
-        raise _cannot_begin(f"a {type(part).__name__}, which makes batches or shares of its own", offset)
+        raise _cannot_begin(f"a {type(part).__name__}, which batches or shards the data itself", offset)
     return OffsetStream(part, offset=offset) if isinstance(part, IterableDataset) else Later(part, offset)
 
 

@@ -113,7 +113,7 @@ class ContiguousShard(Sampler[Any]):
         if not has_length(sampler):
             raise ConfigError(
                 f"Cannot split {type(sampler).__name__} among {world_size} processes.",
-                "Without a length nobody knows where one share ends and the next begins.",
+                "Without a length the shares of the ranks are undefined.",
                 "Give it a __len__.",
             )
         self.sampler = sampler

@@ -26,7 +26,7 @@ def check_sendable(parts: Mapping[str, Any], *, num_workers: int, method: str | 
             _DryPickler(_Nowhere()).dump(part)
         except Exception as error:
             raise ConfigError(
-                f"Cannot use dataloader_num_workers={num_workers} where processes are started by {method!r}.",
+                f"Cannot use dataloader_num_workers={num_workers} when processes are started by {method!r}.",
                 f"{name} ({type(part).__name__}) cannot be sent to a worker: {error}.",
                 "Define its functions and classes at the top level of a module, open files in the worker, at the "
                 "first sample, or set dataloader_num_workers=0.",

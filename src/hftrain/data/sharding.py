@@ -162,7 +162,7 @@ class ShardPlan:
         elif loader.num_workers > 1 and not splits_among_workers(dataset):
             raise ConfigError(
                 f"Cannot evaluate {type(dataset).__name__} in several processes with several workers each.",
-                "Nothing tells whether each worker would yield the whole stream, which would count samples twice.",
+                "Each worker might yield the whole stream, which would count samples twice.",
                 "Use one worker or none (dataloader_num_workers=1), or a map-style dataset.",
                 num_workers=loader.num_workers,
                 world_size=self.world_size,
@@ -175,7 +175,7 @@ class ShardPlan:
         is_batched = loader.batch_sampler is not None
         batches = loader.batch_sampler if is_batched else loader.sampler
         if not is_batched and not isinstance(batches, BatchSampler):
-            raise _cannot_split(loader, "batch_size=None leaves no batches to hand out.")
+            raise _cannot_split(loader, "batch_size=None leaves no batches to distribute.")
         size = getattr(batches, "batch_size", None)
         if size is not None:
             self.size_of(size)

@@ -118,7 +118,7 @@ class ShardedBatches:
         saved, now, progress = facts["shape"], self._shape(), Progress(**facts["progress"])
         changes = check_shape(saved, now, is_within_epoch=progress.is_within_epoch, step=step)
         if changes:
-            logger.warning("The data goes on in another shape (%s); its position is kept.", ", ".join(changes))
+            logger.warning("The batch layout has changed (%s); the position in the data is kept.", ", ".join(changes))
         self._progress = move(progress, *(Grid.of(shape, shape["num_batches"]) for shape in (saved, now)))
         self._epoch_rng = own["epoch_rng"]
         with preserved_rng():  # report invalid states now instead of in the next iteration

@@ -108,7 +108,7 @@ def _check_evaluates_plainly(args: Any, task: TaskModule) -> None:
     if args.past_index >= 0:
         raise ConfigError(
             f"Cannot use past_index={args.past_index} with predict_with_generate=True.",
-            "generate hands a model's memory from token to token itself.",
+            "generate passes a model's memory from token to token itself.",
             "Leave one of the two out.",
         )
 

@@ -42,7 +42,7 @@ def trace_model(
             frozen: nn.Module = torch.jit.freeze(traced)
             return frozen
     except (StopIteration, *_TRACE_ERRORS) as error:
-        logger.warning("jit_mode_eval: the model could not be traced and runs as it is: %r", error)
+        logger.warning("jit_mode_eval: the model could not be traced and runs untraced: %r", error)
         return model
 
 

@@ -84,7 +84,7 @@ def common_kind(tensors: Sequence[torch.Tensor]) -> tuple[list[int], torch.dtype
     if len({tensor.dim() for tensor in tensors}) > 1:
         raise TaskError(
             "Predictions of several batches were to be joined.",
-            "They differ in their number of dimensions, so no padding makes them alike.",
+            "They differ in their number of dimensions, so padding cannot align them.",
             "Return outputs of one number of dimensions, leave this one out with ignore_keys or "
             "preprocess_logits_for_metrics, or set eval_do_concat_batches=False.",
             shapes=[tuple(tensor.shape) for tensor in tensors],

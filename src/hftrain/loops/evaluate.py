@@ -318,7 +318,7 @@ def _main_input(batch: Any, name: str) -> Any:
         return batch[name]
     raise TaskError(
         "Cannot use include_for_metrics=['inputs'].",
-        f"An evaluation batch holds no main input {name!r} (it has {_columns(batch)}).",
+        f"An evaluation batch has no main input {name!r} (it has {_columns(batch)}).",
         "Set main_input_name on the model to the column that compute_metrics is to get.",
     )
 

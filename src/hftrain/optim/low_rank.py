@@ -104,7 +104,7 @@ def _matches(path: str, wanted: str | Sequence[str], *, is_linear: bool, config:
     except re.error as error:
         raise ConfigError(
             f"Cannot use optim={config.name!r}.",
-            f"optim_target_modules holds no regular expression that can be read: {error}.",
+            f"optim_target_modules is not a valid regular expression: {error}.",
             "Correct it.",
             optim_target_modules=wanted,
         ) from error

@@ -64,7 +64,7 @@ def optimizer_class(config: OptimizerConfig, model: nn.Module | None = None) -> 
     """
     cls, settings = optimizers.create(config.name, config=config, model=model)
     if config.target_modules is not None and "targets" not in settings:
-        warn_once(f"optim={config.name!r} treats all modules alike: optim_target_modules has no effect.")
+        warn_once(f"optim={config.name!r} treats all modules the same way: optim_target_modules has no effect.")
     return cls, settings
 
 

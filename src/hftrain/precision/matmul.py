@@ -30,7 +30,7 @@ def set_matmul(matmul: str) -> Callable[[], None]:
         raise ConfigError(
             f"Cannot use matmul={matmul!r}.",
             "This process has set torch's `fp32_precision` flags itself, and torch refuses to mix the two.",
-            "Remove those settings, or leave TF32 to them and ask for no `matmul` and no 'tf32' here.",
+            "Remove those settings, or let them control TF32 and set neither `matmul` nor 'tf32' here.",
             matmul=matmul,
         ) from error
     _apply(matmul, matmul == "high")

@@ -85,8 +85,8 @@ def check_cadences(args: TrainingArguments, sets: Mapping[str, EvalSet], *, eval
     for name, entry in sets.items():
         if entry.every is not None and entry.every % eval_steps:
             raise ConfigError(
-                f"The evaluation set {name!r} asks to be evaluated every {entry.every} steps.",
-                f"The run evaluates every {int(eval_steps)} steps only.",
+                f"The evaluation set {name!r} is to be evaluated every {entry.every} steps.",
+                f"The run evaluates every {int(eval_steps)} steps.",
                 "Make it a multiple of eval_steps.",
                 every=entry.every,
                 eval_steps=eval_steps,
@@ -103,7 +103,7 @@ def check_batches(args: TrainingArguments, strategy: Strategy, name: str, datase
     if not any(len(build_loader(samples, config, plan, collate=list)) for plan in plans):
         raise ConfigError(
             f"Cannot use eval_strategy={str(args.eval_strategy)!r}.",
-            f"The evaluation set {name!r} gives no full batch, and incomplete ones are left out.",
+            f"The evaluation set {name!r} has no full batch, and incomplete batches are dropped.",
             "Make per_device_eval_batch_size smaller, or set dataloader_drop_last=False.",
             dataloader_drop_last=True,
             per_device_eval_batch_size=config.batch_size,

@@ -107,7 +107,7 @@ def check_hooks(kind: type, base: type, *, given: Mapping[str, Any], attributes:
     if taken:
         raise ConfigError(
             f"{kind.__name__} defines {', '.join(sorted(taken))}.",
-            "Trainer uses the name for something of its own, and the two would get in each other's way.",
+            "Trainer uses this name itself, and the two would conflict.",
             "Choose another name.",
         )
 

@@ -93,7 +93,7 @@ def _of_devices(args: TrainingArguments, strategy: Strategy) -> Iterator[Row]:
     yield (
         args.auto_find_batch_size and Owns.ACCUMULATION in strategy.owns,
         f"Cannot use auto_find_batch_size={args.auto_find_batch_size!r} with strategy={strategy.name!r}.",
-        "Its engine counts the micro-batches itself and is told their size when it starts.",
+        "Its engine counts the micro-batches itself and needs their size when it starts.",
         "Set per_device_train_batch_size and gradient_accumulation_steps.",
     )
 

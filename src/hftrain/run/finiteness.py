@@ -141,7 +141,7 @@ class Finiteness:
         self._num_restores += 1
         if strategy.is_main:
             logger.warning(
-                "Restored weights and optimizer from %s at step %d: %s. The run goes on with the next batches, and "
+                "Restored weights and optimizer from %s at step %d: %s. The run continues with the next batches, and "
                 "%s saves the restored state.",
                 *(folder.name, step, found, checkpoint_name(step)),
             )

@@ -140,7 +140,7 @@ class Interrupts:
     def _save(self) -> None:
         control, args = self._control, self._args
         if not saves_at_all(self._args, self._policy):
-            warn_once(f"Nothing is saved as was asked: save_strategy={str(args.save_strategy)!r}.")
+            warn_once(f"The requested save is skipped: save_strategy={str(args.save_strategy)!r}.")
             return
         is_due = control.should_evaluate, control.should_save
         # Of the actions due at this boundary, run only the log, which takes no time.
@@ -207,7 +207,7 @@ class Interrupts:
             write_text(self._marker, json.dumps(facts, indent=1) + "\n")
         except OSError as error:
             # For example a full disk: the run still stops, and the other processes with it.
-            logger.warning("%s is not there to ask for a requeue: %s", self._marker, error)
+            logger.warning("%s cannot request a requeue: %s", self._marker, error)
         self._output.publish_quietly()
 
     def _remove_marker(self) -> None:

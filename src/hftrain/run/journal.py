@@ -146,7 +146,7 @@ class Journal:
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("%s lacks what could not be written: %s. Training goes on.", self._path, error)
+            logger.warning("Some entries could not be written to %s: %s. Training continues.", self._path, error)
 
 
 def environment(strategy: Strategy) -> dict[str, Any]:

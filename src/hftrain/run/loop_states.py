@@ -49,7 +49,7 @@ class LoopStates:
                 loop.load_state_dict(state)
         for stage, loop in self._loops.items():
             if stage not in states and loop.keeps_state:
-                logger.warning("The checkpoint holds no state of %s, which begins as it is.", type(loop).__name__)
+                logger.warning("The checkpoint has no state for %s, which starts from scratch.", type(loop).__name__)
 
     def hand_over(self, loop: Loop[Any]) -> None:
         """Load the state of a loop that was just attached."""

@@ -28,7 +28,8 @@ def own_checkpoint(args: TrainingArguments, strategy: Strategy, output_dir: Path
         except CheckpointError as error:
             cause = error
     if not strategy.all_true(cause is None):
-        reason = "Another machine lacks it; see its error." if cause is None else f"This machine lacks it: {cause}"
+        elsewhere = "It is missing on another machine; see the error there."
+        reason = elsewhere if cause is None else f"It is missing on this machine: {cause}"
         raise CheckpointError(
             f"Cannot resume from {folder.name} with save_on_each_node=True.",
             reason,

@@ -96,7 +96,7 @@ class OwnOptimizers:
         saved = load_containers(path) if path.exists() and not self._is_split else {}
         missing = sorted(found.keys() - saved.keys())
         if missing:
-            warn_once(f"The checkpoint holds no state of {', '.join(missing)}: they start from scratch.")
+            warn_once(f"The checkpoint has no state for {', '.join(missing)}: they start from scratch.")
         self._path, self._awaited = path, dict(saved)
         self._restore()
         if self._awaited:

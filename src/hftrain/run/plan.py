@@ -176,8 +176,8 @@ def _read(args: TrainingArguments, folder: Path, geometry: Mapping[str, Any], gr
 def _say(progress: Progress, changes: list[str], *, grid: Grid, num_steps: int, plan: Mapping[str, Any]) -> None:
     samples = progress.offset_in_epoch + progress.micro_steps_in_epoch * (grid.round_size or 0)
     logger.warning(
-        "The run goes on in another shape (%s). Its position is kept: epoch %d, sample %s of %s%s. Planned again: %d "
-        "steps left, %d in all (before: %s); the schedule is that of %d steps, and stands at step %d.",
+        "The run continues in another configuration (%s). Its position is kept: epoch %d, sample %s of %s%s. "
+        "Planned again: %d steps left, %d in all (before: %s); the schedule is that of %d steps, now at step %d.",
         ", ".join(changes),
         progress.epoch,
         samples if grid.num_samples is None else min(samples, grid.num_samples),
@@ -239,7 +239,7 @@ def report_changed_arguments(args: TrainingArguments, folder: Path) -> None:
         return
     for names, consequence in (
         (_OVERRIDDEN, "whose optimizer and schedule go on with theirs"),
-        (_INTERVALS, "the run goes on with the present ones"),
+        (_INTERVALS, "the run continues with the current ones"),
     ):
         changed = [
             f"{name} (was {saved[name]!r}, now {current.get(name)!r})"
@@ -309,7 +309,7 @@ def _warn_of_nonfinite(manager: CheckpointManager, newest: Path) -> None:
         return
     finite = manager.latest(finite_of(manifest.facts["run_id"]))
     logger.warning(
-        "%s holds weights that are NaN or infinite, or follows such losses, and the run goes on with it. %s",
+        "%s holds weights that are NaN or infinite, or follows such losses, and the run continues with it. %s",
         newest,
         "No finite checkpoint of its run is left; start again with a lower learning_rate."
         if finite is None

@@ -249,7 +249,7 @@ class RunCheckpoints:
             unknown = restore_metric_states(task.metrics("train"), states, device=device)
             if unknown and losses.num_steps and not parts.args.ignore_data_skip:
                 logger.warning(
-                    "The checkpoint does not tell what these metrics had gathered since the last log: %s.",
+                    "The checkpoint does not contain what these metrics had accumulated since the last log: %s.",
                     ", ".join(unknown),
                 )
 

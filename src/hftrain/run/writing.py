@@ -314,7 +314,7 @@ class CheckpointWrites:
         if not strategy.saves_in_background:
             return f"strategy={strategy.name!r} has parts of its state written by another library."
         if getattr(model, "hf_quantizer", None) is not None and not saves_adapters(model):
-            return "A quantized model hands out its weights only while it is saved."
+            return "The weights of a quantized model are only available while it is saved."
         return None
 
 

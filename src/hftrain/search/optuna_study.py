@@ -42,8 +42,8 @@ def search_with_optuna(config: SearchConfig, attempt: Attempt, *, group: Strateg
         best = study.best_trials
         if not best:
             raise ConfigError(
-                f"Cannot tell the best of {len(study.trials)} trials.",
-                "None came to its end with a number: they were pruned, failed, or reached NaN.",
+                f"Cannot determine the best of {len(study.trials)} trials.",
+                "None completed with a number: they were pruned, failed, or returned NaN.",
                 "Let the pruner wait for more steps, or narrow hp_space.",
             )
         if has_one:

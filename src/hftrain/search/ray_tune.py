@@ -45,7 +45,7 @@ def search_with_ray(config: SearchConfig, attempt: Attempt, *, evaluates: bool) 
         analysis = tune.run(trainable, config=config.space(None), num_samples=config.num_trials or 1, **options)
     best = analysis.get_best_trial(OBJECTIVE, mode, scope=config.scope)
     if best is None:
-        raise ConfigError("Cannot tell the best trial.", "No trial reported a number.", "Look into Ray's results.")
+        raise ConfigError("Cannot determine the best trial.", "No trial reported a number.", "Look into Ray's results.")
     scope = config.scope
     kind = f"{scope}-avg" if scope.startswith("last-") else scope if scope in ("last", "avg") else mode
     value = best.metric_analysis[OBJECTIVE][kind]

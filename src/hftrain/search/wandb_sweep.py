@@ -30,7 +30,7 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None
         if option not in _OPTIONS:
             raise ConfigError(
                 f"Cannot use hyperparameter_search({option}=...).",
-                "A sweep takes no such option.",
+                "A sweep has no such option.",
                 suggest(option, _OPTIONS),
             )
     metric, direction = options.get("metric") or "objective", config.directions[0]
@@ -65,6 +65,6 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt, *, api: Any = None
     api.agent(sweep_id, function=run_trial, count=config.num_trials, **where)
     if not found:
         raise ConfigError(
-            "Cannot tell the best trial of the sweep.", "No trial came to its end.", "Look at the sweep's log."
+            "Cannot determine the best trial of the sweep.", "No trial completed.", "Look at the sweep's log."
         ) from (failures[-1] if failures else None)
     return (max if direction == "maximize" else min)(found, key=lambda run: run.objective)

@@ -275,7 +275,7 @@ def _opaque(kind: str, *values: Any) -> _Opaque:
 
 def _counts(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple) or not all(type(each) is int and 0 <= each < 1 << 63 for each in values):
-        raise ValueError("a shape is not made of counts")
+        raise ValueError("a shape does not consist of non-negative integers")
     return values
 
 

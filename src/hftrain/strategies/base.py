@@ -104,7 +104,7 @@ class Strategy(Shown):
         """
         if self._device is None:
             raise StrategyError(
-                f"Cannot tell the device of strategy={self.name!r}.", "It has none yet.", "Call launch() first."
+                f"Cannot determine the device of strategy={self.name!r}.", "It has none yet.", "Call launch() first."
             )
         return self._device
 

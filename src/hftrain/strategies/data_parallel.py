@@ -87,7 +87,7 @@ class DataParallelStrategy(Strategy):
         self.num_devices = len(self.device_ids)
         reason = None
         if read_launch().world_size > 1:
-            reason, remedy = "A launcher started several processes, each with a device of its own.", "Use 'ddp'."
+            reason, remedy = "A launcher started several processes, each with its own device.", "Use 'ddp'."
         elif kind != "cuda" or not self.device_ids or not all(0 <= index < num_seen for index in self.device_ids):
             reason = f"It copies the model to CUDA devices, and torch sees {0 if kind != 'cuda' else num_seen} of them."
             remedy = "Use strategy='single', or make the devices visible (CUDA_VISIBLE_DEVICES)."

@@ -55,6 +55,6 @@ def fresh_place(store: Store, *, rank: int, world_size: int, timeout: timedelta)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     raise StrategyError(
         f"Rank {rank} of {world_size} waited for the other processes to start.",
-        f"They did not all come within {timeout.total_seconds():g} s.",
+        f"Not all of them connected within {timeout.total_seconds():g} s.",
         "Look into the logs of the others, or raise ddp_timeout.",
     )

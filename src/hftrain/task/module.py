@@ -113,7 +113,7 @@ class TaskModule(nn.Module):
         size = batch_size_of(batch)
         if size is None:
             raise TaskError(
-                f"{type(self).__name__} was asked how many items a batch of type {type(batch).__name__} holds.",
+                f"{type(self).__name__} cannot count the items of a batch of type {type(batch).__name__}.",
                 "The batch holds no tensor with a batch dimension.",
                 "Override count_items(batch) in the task.",
             )
@@ -142,7 +142,7 @@ def checked_count(count: Any, function: Any) -> int | torch.Tensor:
         name = getattr(function, "__qualname__", type(function).__name__)
         raise TaskError(
             f"Cannot weigh a batch by {count!r}, which {name} returned.",
-            "The loss of a batch weighs as many items as it is a mean over.",
+            "The loss of a batch is weighted by the number of items that it is a mean over.",
             "Return their number, as an int or a 0-d tensor.",
         )
     return count  # type: ignore[return-value]

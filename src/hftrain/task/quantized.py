@@ -32,7 +32,7 @@ def check_quantized(model: nn.Module, *, compiles: bool) -> None:
     if compiles:
         reason, remedy = "A quantized model cannot be compiled for training.", "Leave torch_compile out."
     elif not has_adapters(model) and not trains_weights:
-        reason = "Its weights are quantized, and numbers of a few bits take no gradient steps."
+        reason = "Its weights are quantized, and weights of a few bits cannot be updated by gradients."
         remedy = "Add trainable adapters: peft.get_peft_model(model, peft.LoraConfig(...))."
     elif quantizer is not None and not (trains_weights or getattr(quantizer, "is_trainable", True)):
         reason, remedy = "Its quantization method passes no gradients on.", "Quantize it with bitsandbytes or GPTQ."

@@ -81,7 +81,7 @@ def adopt_accelerator(
     if not isinstance(accelerator, Accelerator):
         reason = f"A {type(accelerator).__name__} is not an accelerate.Accelerator."
     elif _has_engine(vars(accelerator.state)) and not any(has_engine(strategy, name) for name in ("deepspeed", "fsdp")):
-        reason = f"It has an engine of its own, and strategy={strategy.name!r} runs the training."
+        reason = f"It has its own engine, and strategy={strategy.name!r} runs the training."
     if reason is not None:
         raise ConfigError("trainer.accelerator was assigned.", reason, "Pass strategy= and precision= to the Trainer.")
     _check(accelerator, strategy)

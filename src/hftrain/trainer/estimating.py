@@ -69,7 +69,7 @@ def estimate_memory(
     ):
         raise ConfigError(
             f"Cannot estimate the memory with strategy={strategy.name!r} on {kind!r}.",
-            "torch does not tell the peak of its memory.",
+            "torch does not report its peak memory.",
             "Use the engine's own estimate, such as DeepSpeed's estimate_zero3_model_states_mem_needs_all_live.",
         )
     found: list[MemoryEstimate] = []
@@ -79,7 +79,7 @@ def estimate_memory(
         raise ConfigError(
             f"Cannot estimate the memory with precision={precision.policy.name!r}.",
             "The gradients of every step it took overflowed, so the optimizer never made its state.",
-            "See that the loss is finite, or ask with precision='bf16', which takes as much.",
+            "Check that the loss is finite, or estimate with precision='bf16', which needs the same memory.",
         )
     return found[-1]
 

@@ -415,7 +415,9 @@ class TrainerFields:
         parameters = inspect.signature(self.model_init).parameters.values()
         if sum(p.default is p.empty and p.kind < p.VAR_POSITIONAL for p in parameters) > 1:
             raise ConfigError(
-                "Cannot call model_init:", "it takes more than the trial.", "Let it take no argument, or the trial."
+                "Cannot call model_init:",
+                "it takes more than the trial.",
+                "Define it without arguments, or with the trial only.",
             )
         model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
         if model is None:

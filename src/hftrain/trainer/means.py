@@ -252,7 +252,7 @@ class MeanSearch:
         task.level_told = level
         logger.log(
             level,
-            "Cannot find out what the loss of %s is a mean over: %s. It is assumed to be the mean over %s%s. Pass "
+            "Cannot determine what the loss of %s is a mean over: %s. It is assumed to be the mean over %s%s. Pass "
             "count_items= to the Trainer to choose another.",
             type(task.model).__name__,
             reason,

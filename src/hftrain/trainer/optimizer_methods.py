@@ -82,7 +82,7 @@ class OptimizerMethods(DataMethods):
         elif self._schedule_is_own:
             self.lr_scheduler = None
         elif getattr(self.lr_scheduler, "last_epoch", 0) > 0:
-            logger.warning("The given schedule has been stepped before; it goes on from where it is.")
+            logger.warning("The given schedule has been stepped before; it continues from its current step.")
         strategy = self.strategy
         if Owns.STEP in strategy.owns and strategy.unwrap(self.model_wrapped) is not self.model_wrapped:
             # The optimizer of the earlier run belonged to an engine that no longer exists.

@@ -154,7 +154,7 @@ def search(
     if strategy.world_size > 1:
         raise ConfigError(
             f"Cannot use backend={backend.value!r} on {strategy.world_size} processes.",
-            "It runs trials in processes of its own choice.",
+            "It runs trials in processes that it chooses itself.",
             "Launch one process, or use backend='optuna', whose trials run on all processes together.",
         )
     if backend is HPSearchBackend.WANDB:

@@ -213,7 +213,7 @@ def test_tracker_that_fails_later_is_warned_of_once_and_counted(
     assert make_trainer(tmp_path, recorder).train().global_step == 2
     assert recorder.calls.count("log") == 3
     assert caplog.text.count("no network for log") == 1
-    assert "Tracker recorder failed 4 times; it lacks what it was told then." in caplog.text
+    assert "Tracker recorder failed 4 times and lacks those entries." in caplog.text
 
 
 def test_interrupt_from_a_tracker_is_not_swallowed(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_checkpoints_are_listed_with_what_is_wrong_and_what_a_resume_takes(tmp_p
     lines = show_checkpoints(tmp_path)
     for what in ("model.safetensors is incomplete", "model.safetensors is missing", "manifest.json"):
         assert what in "\n".join(lines)
-    assert lines[-1] == "resume_from_checkpoint=True finds none that is whole."
+    assert lines[-1] == "resume_from_checkpoint=True finds no complete checkpoint."
 
 
 def test_weights_alone_are_told(tmp_path: Path) -> None:

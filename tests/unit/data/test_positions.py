@@ -114,7 +114,7 @@ def test_batches_of_an_own_kind_are_unknown() -> None:
 def test_what_cannot_begin_at_a_sample_is_refused() -> None:
     with pytest.raises(CheckpointError, match="list, which iterates in its own way"):
         begin_at([[1, 2]], offset=1)
-    with pytest.raises(CheckpointError, match="DistributedSampler, which makes batches or shares of its own"):
+    with pytest.raises(CheckpointError, match="DistributedSampler, which batches or shards the data itself"):
         begin_at(shared_by_torch(), offset=1)
 
 

@@ -542,7 +542,7 @@ def test_model_that_cannot_be_traced_runs_as_it_is_with_a_warning(
     trainer = Trainer(Untraceable(), make_arguments(tmp_path, jit_mode_eval=True))
     with caplog.at_level(logging.WARNING, logger="hftrain"):
         assert "eval_loss" in trainer.evaluate(make_rows(9))
-    assert "could not be traced and runs as it is" in caplog.text
+    assert "could not be traced and runs untraced" in caplog.text
 
 
 def test_trace_method_follows_its_arguments(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

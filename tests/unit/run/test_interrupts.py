@@ -102,7 +102,7 @@ def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path) -> None:
 def test_without_saving_a_signal_saves_nothing_and_says_so(tmp_path: Path, name: str) -> None:
     trainer = make_trainer(tmp_path / "run", Send(name, 4), save_strategy="no")
     ends = nullcontext() if name == "SIGUSR1" else pytest.raises(TrainingStopped, match="No checkpoint was saved")
-    with ends, pytest.warns(UserWarning, match="Nothing is saved as was asked: save_strategy='no'"):
+    with ends, pytest.warns(UserWarning, match="The requested save is skipped: save_strategy='no'"):
         trainer.train()
     assert trainer.state.global_step == (10 if name == "SIGUSR1" else 4)
     assert not (tmp_path / "run").exists()

@@ -116,7 +116,7 @@ def test_cadence_is_a_positive_whole_number(every: Any) -> None:
 
 
 def test_cadence_must_meet_the_runs_evaluations(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'a' asks to be evaluated every 3 steps.*multiple of eval_steps"):
+    with pytest.raises(ConfigError, match=r"'a' is to be evaluated every 3 steps.*multiple of eval_steps"):
         make_trainer(tmp_path, {"a": EvalSet(make_rows(3), every=3)})
     # A share of the run is known in steps only when the run begins.
     trainer = make_trainer(tmp_path, {"a": EvalSet(make_rows(3), every=3)}, eval_steps=0.25)

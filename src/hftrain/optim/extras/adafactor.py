@@ -63,7 +63,7 @@ class Adafactor(Optimizer):
             reason, remedy = "relative_step=True chooses the size of each step.", "Set relative_step=False, or lr=None."
             raise ConfigError("Cannot use Adafactor's lr:", reason, remedy, lr=lr)
         if warmup_init and not relative_step:
-            reason = "it is how relative_step=True begins."
+            reason = "it only applies to relative_step=True."
             raise ConfigError("Cannot use Adafactor's warmup_init=True:", reason, "Leave it out.")
         defaults: dict[str, Any] = {"lr": lr, "eps": eps, "beta1": beta1, "weight_decay": weight_decay}
         defaults |= {"clip_threshold": clip_threshold, "decay_rate": decay_rate, "scale_parameter": scale_parameter}
