@@ -1,4 +1,4 @@
-"""Lists of samples become batches."""
+"""Collators, which turn lists of samples into batches, and padding."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _CONVERT = "Convert it to a tensor in the dataset (an image: torchvision's trans
 def default_data_collator(features: list[Any], return_tensors: str = "pt") -> Any:
     """Stack samples into a batch, key by key.
 
-    Tensors are stacked, NumPy arrays and numbers become tensors, strings and None are left out. ``label`` (one number
+    Tensors are stacked, NumPy arrays and numbers become tensors, strings and None are dropped. ``label`` (one number
     per sample) or else ``label_ids`` becomes ``labels``: int64 if whole numbers, else float32. Samples without named
-    parts (tuples, tensors, numbers) are stacked place by place as torch's own collator does.
+    parts (tuples, tensors, numbers) are stacked by position, as by torch's own collator.
 
     Args:
-        features: Mappings, or objects whose attributes are the named parts. The first tells which parts there are.
+        features: Mappings, or objects whose attributes are the named parts. The first one defines the parts.
         return_tensors: ``"pt"`` for torch tensors, ``"np"`` for NumPy arrays.
 
     Returns:
-        A dict of tensors; for samples without named parts, what `torch.utils.data.default_collate` gives.
+        A dict of tensors; for samples without named parts, the result of `torch.utils.data.default_collate`.
 
     Raises:
-        ConfigError: `return_tensors` is neither.
+        ConfigError: `return_tensors` has another value.
         TaskError: The samples' parts are missing or cannot be stacked.
 
     Source:
@@ -64,7 +64,7 @@ class DefaultDataCollator:
     return_tensors: str = "pt"
 
     def __call__(self, features: list[Any], return_tensors: str | None = None) -> Any:
-        """Stack samples into a batch, see `default_data_collator`."""
+        """Stack samples into a batch; see `default_data_collator`."""
         return default_data_collator(features, self.return_tensors if return_tensors is None else return_tensors)
 
 
@@ -73,7 +73,7 @@ class DataCollatorWithPadding:
     """Pad the samples of a batch to equal lengths with the tokenizer's `pad`, then rename the labels.
 
     Args:
-        tokenizer: Whatever has `pad`: a tokenizer or a feature extractor.
+        tokenizer: Any object with `pad`: a tokenizer or a feature extractor.
         padding: True or ``"longest"`` for the longest sample, ``"max_length"``, or False.
         max_length: Length to pad to for ``"max_length"``.
         pad_to_multiple_of: Round lengths up to a multiple of this.
@@ -105,7 +105,7 @@ class DataCollatorWithPadding:
 
 
 def returned_as(return_tensors: str, batch: Any) -> Any:
-    """Return a batch of torch tensors as ``"pt"``, which it is, or as ``"np"``."""
+    """Return a batch of torch tensors unchanged for ``"pt"``, or as NumPy arrays for ``"np"``."""
     if return_tensors not in ("pt", "np"):
         raise ConfigError(
             f"Cannot use return_tensors={return_tensors!r}.",
@@ -117,7 +117,7 @@ def returned_as(return_tensors: str, batch: Any) -> Any:
 
 
 def check_pads(tokenizer: Any) -> None:
-    """Raise unless a tokenizer can pad."""
+    """Raise if a tokenizer cannot pad."""
     if not callable(getattr(tokenizer, "pad", None)):
         raise ConfigError(
             f"A {type(tokenizer).__name__} was to pad the batches.",
@@ -127,14 +127,14 @@ def check_pads(tokenizer: Any) -> None:
 
 
 def makes_tensors(collator: Any) -> bool:
-    """Tell whether a collator is a library's, ours or transformers', which have no use for text."""
+    """Return whether a collator is hftrain's or transformers' own, which cannot use text."""
     home = getattr(collator, "__module__", type(collator).__module__) or ""
     name = getattr(collator, "__name__", type(collator).__name__)
     return home.partition(".")[0] in ("hftrain", "transformers") and "collator" in name.lower()
 
 
 def pad_features(tokenizer: Any, features: list[Any], **options: Any) -> Any:
-    """Return `tokenizer.pad(features, ...)` without the advice against it, meant for those who tokenize there too."""
+    """Return `tokenizer.pad(features, ...)` without transformers' warning that `__call__` is faster."""
     known_warnings = getattr(tokenizer, "deprecation_warnings", None)
     if isinstance(known_warnings, dict):
         known_warnings.setdefault("Asking-to-pad-a-fast-tokenizer", True)
@@ -169,21 +169,21 @@ def _are_ragged(features: list[Any]) -> bool:
 
 
 def _pads_lists(tokenizer: Any, features: list[Any]) -> bool:
-    """Tell whether `pad` is transformers' own, and returns lists for these features if it is not asked for tensors."""
+    """Return whether `pad` is transformers' own and returns lists for these features without `return_tensors`."""
     module = sys.modules.get("transformers.tokenization_utils_base")
     if module is None or getattr(tokenizer.pad, "__func__", None) is not module.PreTrainedTokenizerBase.pad:
         return False
     name = tokenizer.model_input_names[0]
     rows = [feature.get(name) if isinstance(feature, Mapping) else None for feature in features]
-    # transformers decides by the first value that there is.
+    # transformers decides by the first value.
     return all(type(row) is list for row in rows) and type(next((row[0] for row in rows if row), None)) is int
 
 
 def _with_tensors(batch: Any) -> Any:
-    """Make tensors as transformers does, which visits each number in Python to find out whether there is any."""
+    """Make the same tensors as transformers, but without its check of each number in Python."""
     for name, rows in batch.items():
         if type(rows) is list and type(rows[0]) is list and rows[0] and type(rows[0][0]) is int:
-            # Whatever does not become int64 is left to transformers, errors included.
+            # Other results than int64 are left to transformers, including errors.
             with contextlib.suppress(TypeError, ValueError):
                 array = numpy.array(rows)
                 if array.dtype == numpy.int64:
@@ -199,7 +199,7 @@ def pad_as_asked(collator: Any, features: list[Any], *, return_tensors: str = "p
 
 
 def as_list(values: Any) -> list[int]:
-    """Return token ids, or places, as a list of numbers."""
+    """Return token ids or positions as a list of numbers."""
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
@@ -216,7 +216,7 @@ def _collate_places(features: list[Any]) -> Any:
 
 
 def _unlike(features: list[Any], error: Exception) -> TaskError:
-    """Return what is wrong with samples that cannot be stacked part by part."""
+    """Return the reason why samples cannot be stacked part by part."""
     asked, kinds = "Cannot make a batch of the samples:", sorted({type(feature).__name__ for feature in features})
     if any(feature is None for feature in features):
         missing = sum(feature is None for feature in features)
@@ -248,7 +248,7 @@ def _collate_named(features: list[Any]) -> dict[str, Any]:
 
 
 def collate_columns(columns: Mapping[str, numpy.ndarray[Any, Any]]) -> dict[str, torch.Tensor]:
-    """Return the batch that `default_data_collator` makes of samples whose parts are Python numbers, or lists of them.
+    """Return the batch that `default_data_collator` makes of samples with Python numbers, or lists of them.
 
     Example:
         >>> collate_columns({"x": numpy.array([[1.0], [2.0]]), "label": numpy.array([0, 1], "int8")})
@@ -275,7 +275,7 @@ def _column(rows: list[Mapping[str, Any]], name: str, stack: Callable[[list[Any]
 
 
 def _unstackable(rows: list[Mapping[str, Any]], name: str, error: Exception) -> TaskError:
-    """Return why the samples' parts of one name make no tensor, and what to do."""
+    """Return why the samples' parts of one name cannot become a tensor, and the remedy."""
     asked, values = f"Cannot stack {name!r} of {len(rows)} samples:", [row[name] for row in rows if name in row]
     missing, kinds = len(rows) - len(values), sorted({type(value).__name__ for value in values})
     if missing:
@@ -303,7 +303,7 @@ def _stack(values: list[Any]) -> torch.Tensor:
 
 
 def _stack_labels(values: list[Any]) -> torch.Tensor:
-    """Stack labels; whole numbers become int64 and others float32, whatever precision they came in."""
+    """Stack labels; integers become int64 and others float32, whatever their precision was."""
     labels = torch.stack(values) if isinstance(values[0], torch.Tensor) else torch.as_tensor(numpy.asarray(values))
     if isinstance(values[0], torch.Tensor) and labels.dim() > 1:
         return labels

@@ -1,4 +1,4 @@
-"""Batches for masked words by BERT's word pieces, for permuted language modelling, and for multiple choice."""
+"""Collators for whole-word masking of BERT's word pieces, permutation language modelling, and multiple choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.data.collators import as_list, check_pads, pad_as_asked, pad_features, returned_as
 from hftrain.data.collators_text import IGNORED, DataCollatorForLanguageModeling
 
-# The most tokens of a sample that are predicted.
+# The largest number of predicted tokens in a sample.
 _MOST_PREDICTED = 512
 
 
@@ -21,10 +21,10 @@ _MOST_PREDICTED = 512
 class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
     """Mask whole words; a word's later pieces are recognised by BERT's ``##`` prefix.
 
-    A share `mlm_probability` of a sample's tokens is masked, word by word in random order, as far as whole words fit.
-    A sample's `chinese_ref`, if it has one, names further tokens that are inside a word.
+    Up to a share `mlm_probability` of a sample's tokens is masked, by whole words in random order.
+    A sample's `chinese_ref`, if any, lists further tokens that are inside a word.
 
-    `DataCollatorForLanguageModeling(whole_word_mask=True)` does it for any tokenizer that tells offsets.
+    `DataCollatorForLanguageModeling(whole_word_mask=True)` supports any tokenizer that returns offsets.
 
     Source: the documented `DataCollatorForWholeWordMask`.
     """
@@ -52,7 +52,7 @@ class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
         return returned_as(return_tensors or self.return_tensors, {"input_ids": inputs, "labels": labels})
 
     def _choose(self, row: Mapping[str, Any]) -> list[int]:
-        """Return the places of the tokens to predict."""
+        """Return the positions of the tokens to predict."""
         ids = as_list(row["input_ids"])
         inside = set(as_list(row["chinese_ref"])) if "chinese_ref" in row else set()
         words: list[list[int]] = []
@@ -81,9 +81,9 @@ class DataCollatorForPermutationLanguageModeling:
     """Create batches for XLNet's permutation language modelling.
 
     Args:
-        tokenizer: Whatever has `pad`, `mask_token_id`, `pad_token_id` and `get_special_tokens_mask`.
-        plm_probability: The share of a span in the stretch of text around it.
-        max_span_length: The most tokens of a span.
+        tokenizer: Any object with `pad`, `mask_token_id`, `pad_token_id` and `get_special_tokens_mask`.
+        plm_probability: The ratio of a span's length to that of the surrounding context.
+        max_span_length: The largest number of tokens in a span.
         return_tensors: ``"pt"`` or ``"np"``.
 
     Shapes:
@@ -111,7 +111,7 @@ class DataCollatorForPermutationLanguageModeling:
         """Make a batch of mappings with `input_ids`, or of lists of token ids.
 
         Raises:
-            TaskError: The batch's length is odd, and has no two halves.
+            TaskError: The batch's length is odd.
         """
         ids = [as_list(row["input_ids"] if isinstance(row, Mapping) else row) for row in features]
         ids_BL = pad_features(self.tokenizer, [{"input_ids": row} for row in ids], return_tensors="pt")["input_ids"]
@@ -137,7 +137,7 @@ class DataCollatorForPermutationLanguageModeling:
         return returned_as(return_tensors or self.return_tensors, batch)
 
     def _spans(self, length: int) -> torch.Tensor:
-        """Draw the spans of one sample: in each stretch of text one, at a random place."""
+        """Draw the spans of one sample: one in each context, at a random position."""
         is_chosen_L, place = torch.zeros(length, dtype=torch.bool), 0
         while place < length:
             span = int(torch.randint(1, self.max_span_length + 1, (1,)))
@@ -153,7 +153,7 @@ class DataCollatorForMultipleChoice:
     """Pad the choices of all samples to the same length.
 
     Args:
-        tokenizer: Whatever has `pad`.
+        tokenizer: Any object with `pad`.
         padding: True or ``"longest"`` for the longest choice, ``"max_length"``, or False.
         max_length: Length to pad to for ``"max_length"``.
         pad_to_multiple_of: Round lengths up to a multiple of this.
@@ -194,10 +194,10 @@ class DataCollatorForMultipleChoice:
 
 
 def _hidden(is_chosen_L: torch.Tensor, is_special_L: torch.Tensor) -> torch.Tensor:
-    """Return 1 where token i must not see token j: j is predicted, and not before i in the random order."""
+    """Return 1 if token i must not attend to token j: j is predicted, and not before i in the random order."""
     length = len(is_chosen_L)
     pairs = torch.arange(length).reshape(2, length // 2).T
     order_L = pairs[torch.randperm(length // 2)].T.flatten()
-    # What is neither predicted nor special comes before everything.
+    # Tokens that are neither predicted nor special come first.
     order_L = order_L.masked_fill(~is_chosen_L & ~is_special_L, -1)
     return ((order_L[:, None] <= order_L[None, :]) & is_chosen_L).float()

@@ -1,4 +1,4 @@
-"""Batches without padding: samples one after another in one row."""
+"""A collator without padding: samples concatenated in one row."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hftrain.data.collators import returned_as
 class DataCollatorWithFlattening:
     """Concatenate the samples of a batch into one sequence; position ids restart at each sample.
 
-    The model's attention has to keep the samples apart: by `position_ids`, or by the boundaries in `cu_seq_lens_*`.
+    The model's attention must separate the samples: by `position_ids`, or by the boundaries in `cu_seq_lens_*`.
 
     Args:
-        return_position_ids: Give `position_ids`.
-        separator_id: The label of each sample's first token, so that no sample predicts the next one's start.
-        return_flash_attn_kwargs: Give the boundaries of samples as FlashAttention takes them.
-        return_seq_idx: Give the number of its sample to each token.
+        return_position_ids: Return `position_ids`.
+        separator_id: The label of each sample's first token, so that no sample predicts the start of the next one.
+        return_flash_attn_kwargs: Return the boundaries of samples in FlashAttention's format.
+        return_seq_idx: Return each token's sample number.
         position_ids_start: The position of each sample's first token.
         return_tensors: ``"pt"`` or ``"np"``.
 
@@ -30,7 +30,7 @@ class DataCollatorWithFlattening:
         cu_seq_lens_q, cu_seq_lens_k: ``[samples + 1]``, int32. max_length_q, max_length_k: Python integers.
 
     Raises:
-        ConfigError: `return_tensors` is neither.
+        ConfigError: `return_tensors` has another value.
 
     Source:
         The documented `DataCollatorWithFlattening`.
@@ -49,7 +49,7 @@ class DataCollatorWithFlattening:
     return_tensors: str = "pt"
 
     def __call__(self, features: list[Mapping[str, Any]], return_tensors: str | None = None) -> Any:
-        """Put the samples into one row; without `labels` the inputs are the labels."""
+        """Concatenate the samples in one row; without `labels` the inputs are the labels."""
         rows = [_ids(row["input_ids"]) for row in features]
         name = "labels" if "labels" in features[0] else "input_ids"
         labels = [_ids(row[name]).clone() for row in features]

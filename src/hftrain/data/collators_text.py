@@ -22,12 +22,12 @@ class DataCollatorForSeq2Seq:
     """Pad the inputs with the tokenizer, and the label sequences to the longest one.
 
     Args:
-        tokenizer: Whatever has `pad`; its `padding_side` (right, if it says nothing) counts for the labels too.
-        model: A model that makes `decoder_input_ids` of labels (`prepare_decoder_input_ids_from_labels`), if it does.
+        tokenizer: Any object with `pad`; its `padding_side` (right by default) also applies to the labels.
+        model: A model; its `prepare_decoder_input_ids_from_labels`, if any, makes `decoder_input_ids` from labels.
         padding: True or ``"longest"`` for the longest sample, ``"max_length"``, or False.
         max_length: Length to pad to for ``"max_length"``.
         pad_to_multiple_of: Round lengths up to a multiple of this.
-        label_pad_token_id: What labels are padded with.
+        label_pad_token_id: The value that pads labels.
         return_tensors: ``"pt"`` or ``"np"``.
 
     Raises:
@@ -82,11 +82,11 @@ class DataCollatorForTokenClassification:
     """Pad the inputs with the tokenizer, and the token labels to the same length.
 
     Args:
-        tokenizer: Whatever has `pad`.
+        tokenizer: Any object with `pad`.
         padding: True or ``"longest"`` for the longest sample, ``"max_length"``, or False.
         max_length: Length to pad to for ``"max_length"``.
         pad_to_multiple_of: Round lengths up to a multiple of this.
-        label_pad_token_id: What labels are padded with.
+        label_pad_token_id: The value that pads labels.
         return_tensors: ``"pt"`` or ``"np"``.
 
     Raises:
@@ -132,15 +132,15 @@ class DataCollatorForLanguageModeling:
     a random token, and the rest stay as they are.
 
     With `whole_word_mask` words are chosen instead of tokens, all of which become mask tokens; the samples' offsets
-    (`offset_mapping`, which a fast tokenizer returns on request) tell where words begin.
+    (`offset_mapping`, which a fast tokenizer returns on request) mark where words begin.
 
-    With `seed`, what is masked depends on the seed, the epoch and the batch's content alone: not on workers, on ranks,
-    on other random numbers or on a resume. Without, it is drawn from the process's generator, which checkpoints keep.
+    With `seed`, the masks depend only on the seed, the epoch and the batch's content, not on workers, ranks,
+    other random numbers or a resume. Without it, they come from the process's generator, which checkpoints save.
 
     Args:
-        tokenizer: Whatever has `pad` and `pad_token_id`; for masking also `mask_token_id`, a vocabulary size (`len` or
-            `vocab_size`) and `get_special_tokens_mask` (or `all_special_ids`).
-        mlm: Masked, or causal.
+        tokenizer: Any object with `pad` and `pad_token_id`; for masking also `mask_token_id`, a vocabulary size (`len`
+            or `vocab_size`) and `get_special_tokens_mask` (or `all_special_ids`).
+        mlm: Masked language modelling, or causal.
         whole_word_mask: Mask whole words.
         mlm_probability: The share of tokens to predict.
         mask_replace_prob: The share of these that are masked.
@@ -150,7 +150,7 @@ class DataCollatorForLanguageModeling:
         seed: Makes the masks independent of other random numbers.
 
     Raises:
-        ConfigError: The tokenizer cannot pad or has no mask token, a share is none, or words are to be masked without
+        ConfigError: The tokenizer cannot pad or has no mask token, a share is out of range, or words are masked without
             `mlm`.
 
     Source:
@@ -171,7 +171,7 @@ class DataCollatorForLanguageModeling:
 
     def __post_init__(self) -> None:
         check_pads(self.tokenizer)
-        # Shared memory, because workers that persist have their own copy of this object.
+        # Shared memory, because persistent workers have their own copy of this object.
         self._epoch = torch.tensor(0, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
         shares = (self.mlm_probability, self.mask_replace_prob, self.random_replace_prob)
         if any(not 0 <= share <= 1 for share in shares) or self.mask_replace_prob + self.random_replace_prob > 1:
@@ -203,7 +203,7 @@ class DataCollatorForLanguageModeling:
         self.mask_replace_prob, self.random_replace_prob = 1.0, 0.0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose masks the next batches get, where `seed` is given."""
+        """Set the epoch for the masks of the next batches, if `seed` is set."""
         self._epoch.fill_(epoch)
 
     def __call__(self, features: list[Any], return_tensors: str | None = None) -> Any:
@@ -224,7 +224,7 @@ class DataCollatorForLanguageModeling:
         return returned_as(return_tensors or self.return_tensors, batch)
 
     def _mask(self, ids_BL: torch.Tensor, special: Any, offsets: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids to read and the ids to predict. B: batch, L: length."""
+        """Return the input ids and the labels. B: batch, L: length."""
         generator = self._generator_for(ids_BL)
         is_special_BL = torch.as_tensor(self._special(ids_BL) if special is None else special).bool()
         words_BL = _words(offsets, is_special_BL) if self.whole_word_mask else None
@@ -240,7 +240,7 @@ class DataCollatorForLanguageModeling:
     def _replace(
         self, ids_BL: torch.Tensor, is_chosen_BL: torch.Tensor, generator: torch.Generator | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids to read and the ids to predict, once it is known which those are."""
+        """Return the input ids and the labels for the chosen tokens."""
 
         def draw(share: float) -> torch.Tensor:
             return torch.bernoulli(torch.full(ids_BL.shape, float(share)), generator=generator).bool()
@@ -255,7 +255,7 @@ class DataCollatorForLanguageModeling:
         return masked_BL, labels_BL
 
     def _generator_for(self, ids: torch.Tensor) -> torch.Generator | None:
-        """Return what the masks of these ids are drawn from; None for torch's own generator."""
+        """Return the generator for the masks of these ids; None for torch's global one."""
         if self.seed is None:
             return None
         content = zlib.crc32(ids.numpy().tobytes())
@@ -273,7 +273,7 @@ class DataCollatorForLanguageModeling:
 
 
 def _words(offsets: list[Any], is_special_BL: torch.Tensor) -> torch.Tensor:
-    """Return the number of its word for each token, -1 for special ones: a gap in the text begins a word."""
+    """Return each token's word number, -1 for special tokens: a gap in the text begins a word."""
     if any(row is None for row in offsets):
         raise TaskError(
             "Cannot mask whole words:",
@@ -291,14 +291,14 @@ def _words(offsets: list[Any], is_special_BL: torch.Tensor) -> torch.Tensor:
 
 
 def _is_first(words_BL: torch.Tensor) -> torch.Tensor:
-    """Tell which tokens begin a word; words are numbered in their order."""
+    """Return which tokens begin a word; words are numbered in order."""
     highest_BL = words_BL.cummax(dim=1).values
     before_BL = torch.cat([torch.zeros_like(highest_BL[:, :1]), highest_BL[:, :-1].clamp(min=0)], dim=1)
     return words_BL > before_BL
 
 
 def _split_labels(features: list[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[list[int]] | None]:
-    """Take the labels out, for tokenizers do not pad them; None where there are none."""
+    """Remove and return the labels, because tokenizers do not pad them; None if there are none."""
     name = next((name for name in ("label", "labels", "label_ids") if name in features[0]), None)
     inputs = [{key: value for key, value in row.items() if key != name} for row in features]
     if name is None or all(row[name] is None for row in features):

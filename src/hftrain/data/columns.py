@@ -1,4 +1,4 @@
-"""Dataset columns that the model has no use for."""
+"""Removal of dataset columns that the model cannot use."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _logger = get_logger(__name__)
 
 
 def signature_columns(model: Any, *, label_names: Iterable[str]) -> list[str] | None:
-    """Name the columns that a model's forward can take; adapters and compiled models are looked through.
+    """Name the columns that a model's forward can take; adapters and compiled models are unwrapped.
 
     These are the parameters of `forward`, then the label names and ``"label"``, ``"label_ids"``, which collators
-    rename. None stands for all columns: forward's signature names none or cannot be read, or it takes ``**kwargs`` and
-    the model is not of the transformers kind (it has no `config`), so any column may be meant for it.
+    rename. None means all columns: forward's signature names none or cannot be read, or it takes ``**kwargs`` and
+    the model is not a transformers model (it has no `config`), so any column may be meant for it.
 
     Example:
         >>> signature_columns(torch.nn.Linear(1, 1), label_names=["labels"])
         ['input', 'labels', 'label', 'label_ids']
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper forwards anything
+    model = getattr(model, "_orig_mod", model)  # the signature of torch.compile's wrapper takes anything
     if callable(getattr(model, "get_base_model", None)):
         model = model.get_base_model()
     try:
@@ -44,8 +44,8 @@ def signature_columns(model: Any, *, label_names: Iterable[str]) -> list[str] | 
 def removable_columns(dataset: Any) -> list[str] | None:
     """List the columns of a `datasets` dataset that can be removed before it is read.
 
-    None for other datasets, for a stream that does not know its columns yet, and where a custom transform makes the
-    model's columns out of the stored ones. `ColumnPruner` serves those.
+    None for other datasets, for a stream whose columns are unknown, and if a custom transform makes the
+    model's columns from the stored ones. `ColumnPruner` handles those.
     """
     names = getattr(dataset, "column_names", None)
     format_ = getattr(dataset, "format", None)
@@ -56,7 +56,7 @@ def removable_columns(dataset: Any) -> list[str] | None:
 
 
 def known_columns(dataset: Any) -> list[str] | None:
-    """List the columns of a dataset where that calls none of the user's code: its own list, or a plain list of samples.
+    """List the columns of a dataset, if that calls no user code: of `datasets`, or of a plain list of samples.
 
     Example:
         >>> known_columns([{"x": 1, "labels": 0}])
@@ -68,7 +68,7 @@ def known_columns(dataset: Any) -> list[str] | None:
 
 
 def prune_columns(dataset: Any, *, keep: Iterable[str], model_name: str, description: str) -> Any:
-    """Return a `datasets` dataset without the columns that are not in `keep`; others come back as they are.
+    """Return a `datasets` dataset with only the columns in `keep`; other datasets are returned unchanged.
 
     Raises:
         ConfigError: No column would remain.
@@ -87,7 +87,7 @@ def prune_columns(dataset: Any, *, keep: Iterable[str], model_name: str, descrip
 
 
 class _Before:
-    """What comes before a collator; `description` is the set's role, for messages (``"training"``)."""
+    """A step before a collator; `description` is the dataset's role in messages (``"training"``)."""
 
     def __init__(self, collator: Callable[[list[Any]], Any], *, description: str) -> None:
         self.collator = collator
@@ -96,11 +96,11 @@ class _Before:
         self._has_reported = torch.tensor(False, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to a collator that wants it."""
+        """Forward the epoch to a collator that has `set_epoch`."""
         tell_epoch(self.collator, epoch)
 
     def keeps(self, names: Collection[str]) -> bool:
-        """Tell whether columns of numbers reach the collator, all of them."""
+        """Return whether all columns of numbers reach the collator."""
         return True
 
     def _tell(self, message: str) -> None:
@@ -126,10 +126,10 @@ class ColumnPruner(_Before):
         self._model_name = model_name
 
     def __call__(self, features: list[Any]) -> Any:
-        """Collate the features without the dropped keys; features that are not mappings are left as they are."""
+        """Collate the features without the dropped keys; features that are not mappings are not changed."""
         keep = self._keep
         return self.collator(
-            # The first test is the usual case, and cheap: this runs for every sample.
+            # The first test is cheap and covers the usual case: this runs for every sample.
             [
                 f
                 if (isinstance(f, dict) and f.keys() <= keep) or not isinstance(f, (dict, Mapping))
@@ -139,7 +139,7 @@ class ColumnPruner(_Before):
         )
 
     def keeps(self, names: Collection[str]) -> bool:
-        """Tell whether columns reach the collator, all of them."""
+        """Return whether all columns reach the collator."""
         return self._keep.issuperset(names)
 
     def _prune(self, feature: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -154,9 +154,9 @@ class ColumnPruner(_Before):
 
 
 class TextRemover(_Before):
-    """Drop what no tensor can be made of before a collator sees it; can be pickled if the collator can.
+    """Drop values that cannot become tensors before a collator sees them; can be pickled if the collator can.
 
-    For data whose useful columns nobody knows, such as what a task reads.
+    For data whose useful columns are unknown, such as that of a task.
 
     Example:
         >>> TextRemover(list, description="training")([{"x": 1, "text": "a"}])
@@ -164,9 +164,9 @@ class TextRemover(_Before):
     """
 
     def __call__(self, features: list[Any]) -> Any:
-        """Collate the features without text; the first one tells which columns that is."""
+        """Collate the features without text columns, which are found in the first feature."""
         first = features[0]
-        # The second test is the usual case, and cheap.
+        # The second test is cheap and covers the usual case.
         if not isinstance(first, (dict, Mapping)) or _PLAIN.issuperset(map(type, first.values())):
             return self.collator(features)
         texts = text_columns(first)
@@ -190,7 +190,7 @@ _PLAIN = frozenset({torch.Tensor, int, float, bool})
 
 
 def text_columns(feature: Mapping[str, Any]) -> list[str]:
-    """Name the columns of a sample that hold text, alone or in lists and mappings.
+    """Name the columns of a sample that contain text, also in lists and mappings.
 
     Example:
         >>> text_columns({"x": [1, 2], "text": "a", "tokens": ["a", "b"], "answers": {"text": ["a"], "start": [0]}})

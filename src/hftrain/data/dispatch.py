@@ -1,4 +1,4 @@
-"""One process reads for all: the main process sends each rank its batches."""
+"""Dispatching: the main process reads and sends each rank its batches."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch.utils.data import IterableDataset
 
 from hftrain.core.errors import TaskError
 
-# What a rank receives each round: its batch, if it gets one; whether this was the last round; why reading failed.
+# What a rank receives in each round: its batch, if any; whether this was the last round; the error, if any.
 Parcel = tuple[list[Any], bool, str | None]
 
 
 def takes_turns(loader: Any) -> bool:
-    """Tell whether ranks read a loader's batches in turn (rank r of W the batches r, r + W, ...), or a run each."""
+    """Return whether ranks read batches in turn (rank r of W reads r, r + W, ...), not contiguous shares."""
     return isinstance(loader, DispatchLoader) or isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 class DispatchLoader:
-    """Give rank r the batches r, r + W, ... of a loader that the main process alone iterates.
+    """Give rank r the batches r, r + W, ... of a loader that only the main process iterates.
 
-    Taking a batch is collective: a round of batches, one for each rank, is sent as it is read. Batches may hold
-    anything that can be pickled, and differ in shape. `drops_rest` leaves out a last round that has no batch for every
-    rank. Whatever else is asked of this object, the loader answers.
+    Reading a batch is collective: a round of batches, one for each rank, is sent when it is read. Batches may hold
+    anything that can be pickled, and differ in shape. `drops_rest` drops a last round without a batch for every
+    rank. Other attributes are those of the loader.
     """
 
     def __init__(self, loader: Any, *, rank: int, world_size: int, drops_rest: bool) -> None:
@@ -35,7 +35,7 @@ class DispatchLoader:
         self.drops_rest = drops_rest
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # while it is being copied
+        if name == "loader":  # while being copied
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -44,11 +44,11 @@ class DispatchLoader:
         return rounds + (self.rank < rest and not self.drops_rest)
 
     def __iter__(self) -> Iterator[Any]:
-        # Begun now, not at the first batch: what an epoch's order is drawn from is set up at this moment.
+        # Started now, not at the first batch: the random state for the epoch's order is set at this point.
         return self._receive(iter(self.loader) if self.rank == 0 else iter(()))
 
     def with_loader(self, loader: Any) -> DispatchLoader:
-        """Return the same for another loader."""
+        """Return a copy with another loader."""
         return DispatchLoader(loader, rank=self.rank, world_size=self.world_size, drops_rest=self.drops_rest)
 
     def _receive(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -78,7 +78,7 @@ class DispatchLoader:
 
 
 def _scatter(parcels: list[Parcel] | None) -> Parcel:
-    """Send each rank its parcel; the main process gives them, the others get theirs. Collective."""
+    """Send each rank its parcel from the main process. Collective."""
     received: list[Any] = [None]
     torch.distributed.scatter_object_list(received, parcels, src=0)
     return received[0]  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""The documented samplers, stream shards and helpers of loaders, for code that makes its own loaders.
+"""The documented samplers, stream shards and loader helpers, for code that builds its own loaders.
 
-The Trainer's own loaders use `hftrain.data.grouping` and `hftrain.data.sharding`, which give every sample once.
+The Trainer's own loaders use `hftrain.data.grouping` and `hftrain.data.sharding`, which yield every sample once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LengthGroupedSampler(Sampler[int]):
         batch_size: Samples that should be alike.
         dataset: What to sample from; not needed if `lengths` are given.
         lengths: The length of each sample.
-        model_input_name: The part of a sample whose length counts; ``"input_ids"`` by default.
+        model_input_name: The part of a sample whose length is used; ``"input_ids"`` by default.
         generator: What the order is drawn from; None for torch's own.
 
     Raises:
@@ -86,7 +86,7 @@ class DistributedLengthGroupedSampler(DistributedSampler[int]):
         seed: The order of epoch e is drawn from `seed + e`.
         drop_last: Leave samples out instead of repeating some.
         lengths: The length of each sample.
-        model_input_name: The part of a sample whose length counts; ``"input_ids"`` by default.
+        model_input_name: The part of a sample whose length is used; ``"input_ids"`` by default.
 
     Raises:
         ConfigError: There are neither lengths nor samples that have such a part.
@@ -116,7 +116,7 @@ class DistributedLengthGroupedSampler(DistributedSampler[int]):
 
 
 class SequentialDistributedSampler(Sampler[int]):
-    """Give each process a contiguous share of equal length; indices wrap around to fill the last one.
+    """Give each process a contiguous share of equal length; indices wrap around to fill up the last share.
 
     Args:
         dataset: What to sample from.
@@ -156,7 +156,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     Args:
         dataset: The stream, which every process reads in the same order.
         batch_size: Samples that a process takes at once.
-        drop_last: Leave out what fills no round.
+        drop_last: Leave out an incomplete last round.
         num_processes: The number of processes.
         process_index: This process.
         seed: A stream with a `generator` has it set to this plus the epoch.
@@ -187,7 +187,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.num_examples = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass."""
+        """Set the epoch of the next pass."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -218,11 +218,11 @@ class RemoveColumnsCollator:
     """Remove columns from the samples before they are collated.
 
     Args:
-        data_collator: What makes the batch.
+        data_collator: The collator to call.
         signature_columns: The columns to keep.
-        logger: Told once which were left out.
-        model_name: Named there; nothing is told without.
-        description: Which set it is.
+        logger: Logs once which columns were removed.
+        model_name: The name in that message; without it nothing is logged.
+        description: The name of the dataset in that message.
 
     Source: the documented `RemoveColumnsCollator`.
     """
@@ -243,7 +243,7 @@ class RemoveColumnsCollator:
         self.message_logged = False
 
     def __call__(self, features: list[Any]) -> Any:
-        """Return the batch of what is kept; samples that are not mappings stay as they are."""
+        """Collate the samples without the removed columns; samples that are not mappings are not changed."""
         return self.data_collator([self._kept(row) if isinstance(row, Mapping) else row for row in features])
 
     def _kept(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +256,7 @@ class RemoveColumnsCollator:
 
 
 def seed_worker(worker_id: int, num_workers: int, rank: int) -> None:
-    """Seed a loader's worker by its torch seed and its process. Source: the documented `seed_worker`."""
+    """Seed a loader's worker by its torch seed and its rank. Source: the documented `seed_worker`."""
     set_seed(num_workers * rank + torch.initial_seed() % 2**32)
 
 

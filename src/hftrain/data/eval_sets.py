@@ -1,4 +1,4 @@
-"""Several evaluation sets, each under its own name, with metrics and a cadence of its own."""
+"""Several named evaluation sets, each with its own metrics and interval."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hftrain.core.state import TrainerState
 class EvalSet:
     """One of several evaluation sets, as a value of the dict given as `eval_dataset`.
 
-    While training, a set is evaluated at those of the run's evaluations that its own cadence meets. `evaluate()` called
-    by hand takes every set, and so does `eval_on_start`.
+    During training, a set is evaluated at those evaluations of the run that its interval includes. Calling `evaluate()`
+    directly evaluates every set, and so does `eval_on_start`.
 
     Args:
         dataset: The data.
-        every: Optimizer steps (``eval_strategy="steps"``) or passes (``"epoch"``) between its evaluations; None takes
+        every: Optimizer steps (``eval_strategy="steps"``) or epochs (``"epoch"``) between its evaluations; None takes
             part in each. In steps, a multiple of `eval_steps`.
         metrics: ``f(EvalPrediction) -> dict`` in place of `compute_metrics`.
 
@@ -68,12 +68,12 @@ def split_eval_sets(eval_dataset: Any) -> tuple[Any, dict[str, EvalSet]]:
 
 
 def is_due(entry: EvalSet | None, state: TrainerState, *, by_epoch: bool) -> bool:
-    """Tell whether a set takes part in the evaluation that a run has come to.
+    """Return whether a set takes part in the current evaluation of a run.
 
     Args:
-        entry: None for a set without a cadence of its own.
-        state: Where the run is.
-        by_epoch: Whether the cadence counts passes, else optimizer steps.
+        entry: None for a set without its own interval.
+        state: The current state of the run.
+        by_epoch: Whether the interval counts epochs, else optimizer steps.
     """
     if entry is None or entry.every is None:
         return True

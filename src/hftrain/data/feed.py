@@ -1,4 +1,4 @@
-"""What the training loop reads: one iterator per epoch, from any place in it."""
+"""The batches of the training loop: one iterator per epoch, starting at any position."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from hftrain.data.wrappers import has_state, tell_epoch
 
 _logger = get_logger(__name__)
 
-# What has to be as it was for a stream, or the state of a loader, to mean the same.
+# What must be unchanged for the state of a stream or loader to be valid.
 _SHAPE = ("num_workers", "batch_size")
 
 
 class TrainFeed:
-    """Open a training loader at any batch of any epoch, always with the same data there.
+    """Open a training loader at any batch of any epoch, with the same data every time.
 
-    Works with hftrain's loaders and with whatever iterable of batches a user's override returns. A torch loader or
-    sampler that would draw from the global generator gets a generator of its own; mutates them.
+    Works with hftrain's loaders and with any iterable of batches that a user's override returns. A torch loader or
+    sampler that would draw from the global generator gets its own generator; mutates them.
 
     Attributes:
-        own_seeds: For each generator in a torch loader what the user seeded it with, or None, for which the data seed
-            is taken. The ranks that share a loader's samples need the same ones.
+        own_seeds: For each generator in a torch loader, the user's seed, or None if the data seed
+            is used. The ranks that share a loader's samples need the same seeds.
 
     Example:
         >>> feed = TrainFeed([10, 11, 12], seed=0)
@@ -45,13 +45,13 @@ class TrainFeed:
         self.loader = loader
         self._seed = seed
         self._state: dict[str, Any] | None = None
-        # A dataset's state before another was loaded.
+        # The dataset's state before another state was loaded.
         self._before: Any = None
         self._is_open = self._is_at_end = False
         if isinstance(loader, DispatchLoader):
             loader = loader.loader
         self._reader: Any = loader
-        loader = getattr(loader, "base_dataloader", loader)  # inside one of accelerate's
+        loader = getattr(loader, "base_dataloader", loader)  # the loader inside accelerate's
         if isinstance(loader, DataLoader) and issubclass(type(loader), DataLoader):
             if loader.generator is None:
                 loader.generator = new_generator(seed)
@@ -62,7 +62,7 @@ class TrainFeed:
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in one epoch of this rank, or None where the loader cannot tell."""
+        """Batches in one epoch of this rank, or None if the loader has no length."""
         return len(self.loader) if has_length(self.loader) else None  # type: ignore[arg-type]
 
     @property
@@ -71,7 +71,7 @@ class TrainFeed:
         return isinstance(getattr(self._reader, "dataset", None), IterableDataset)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the loader and of the dataset, where they have one, as of the batch taken last."""
+        """Return the states of the loader and of the dataset, if they have one, as of the latest batch."""
         reader = self._reader
         state = {name: getattr(reader, name, None) for name in _SHAPE}
         if any(seed is not None for seed in self.own_seeds):
@@ -83,7 +83,7 @@ class TrainFeed:
         return state
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on, at the next `open`, with what `state_dict` returned; None leaves all to skipping, others raise."""
+        """Use the result of `state_dict` at the next `open`; None skips batches instead, other values raise."""
         found = {} if state is None else state
         is_fit = isinstance(found, dict) and not any(isinstance(found.get(name), torch.Tensor) for name in _SHAPE)
         own_seeds = found.get("own_seeds", []) if is_fit else None
@@ -92,11 +92,11 @@ class TrainFeed:
         self._state = state
 
     def take_over(self, feed: TrainFeed) -> None:
-        """Go on, at the next `open`, with the state that another feed was given and has not put to use."""
+        """Use at the next `open` the state that another feed has loaded and not used yet."""
         self._state, feed._state = feed._state, None
 
     def close(self) -> None:
-        """Put a dataset of this process back to where it was before a state was loaded, for a new run."""
+        """Restore the state that a dataset of this process had before a state was loaded, for a new run."""
         if self._before is not None:
             self._reader.dataset.load_state_dict(self._before)
             self._before = None
@@ -104,20 +104,20 @@ class TrainFeed:
     def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
         """Start an epoch.
 
-        Tells the epoch to whatever takes part in the loading and has `set_epoch`, and seeds every generator there
-        with the epoch plus the user's own seed, or else the data seed; mutates them. Workers that persist go on
-        living, except that a skip starts others for this epoch.
+        Calls `set_epoch` on every object of the loading pipeline that has it, and seeds every generator there
+        with the epoch plus the user's own seed, or else the data seed; mutates them. Persistent workers keep
+        running, except that a skip starts new ones for this epoch.
 
         Args:
-            epoch: Which pass, from 0.
-            offset: Samples, of all ranks together, to leave out before the first batch is cut; see `begin_at`.
-            skip: Batches to leave out after them. A stream or loader with a state goes on from it. For map-style data
+            epoch: The number of the pass, from 0.
+            offset: Samples of all ranks together to skip before the first batch; see `begin_at`.
+            skip: Batches to skip after them. A stream or loader with a state resumes from it. For map-style data
                 only indices are drawn; other batches are read and dropped before this returns.
         """
         state, self._state = self._state, None
         is_within = skip > 0 or offset > 0
         if state is not None:
-            # Those of the run that was saved, if another run of the script draws others.
+            # The seeds of the saved run, in case the script draws different ones this time.
             self.own_seeds = [*state.get("own_seeds", []), *[None] * len(self.own_seeds)][: len(self.own_seeds)]
         is_placed = state is not None and self._restore(state, is_within=is_within)
         loader, to_drop = (self.loader, 0) if is_placed else begin_at(self.loader, offset=offset, skip=skip)
@@ -126,7 +126,7 @@ class TrainFeed:
             own = own_seeds.get(id(generator))
             seed_generator(generator, (self._seed if own is None else own) + epoch, own=own)
         _start_epoch(loader, epoch=epoch, seed=self._seed)
-        # A loader that begins elsewhere is another object, and leaves the state of this one as it was.
+        # A loader that begins elsewhere is a different object and does not change the state of this one.
         self._is_open = loader is self.loader
         if is_placed or self._is_at_end:
             return self._placed(loader, may_start_over=not is_within)
@@ -136,7 +136,7 @@ class TrainFeed:
             iterator = iter(loader)
         for sampler in samplers_of(loader) if skip else ():
             if isinstance(sampler, Later):
-                # Now, while the caller has put back the random numbers that the epoch's order was drawn from.
+                # Now, while the random state from which the epoch's order was drawn is restored.
                 sampler.start()
         if to_drop:
             _logger.info("Reading and dropping %d batches that were trained on before the checkpoint.", to_drop)
@@ -145,9 +145,9 @@ class TrainFeed:
         return iterator
 
     def _restore(self, state: dict[str, Any], *, is_within: bool) -> bool:
-        """Put states back; tell whether that is the place in the data, too."""
+        """Restore states; return whether that restores the position in the data as well."""
         reader = self._reader
-        # A dataset stands at a sample, whatever the batches.
+        # The position of a dataset is a sample, independent of batches.
         shape = {name: getattr(reader, name, None) for name in (_SHAPE if "loader" in state else _SHAPE[:1])}
         differing = [
             f"{name} was {state.get(name)!r}, now {value!r}"
@@ -162,7 +162,7 @@ class TrainFeed:
                 "%s continues from its own state, which does not include the random numbers of its workers.",
                 type(reader).__name__,
             )
-        # A torch loader begins each epoch again; its state is one within an epoch.
+        # A torch loader restarts each epoch; its state is a position within an epoch.
         if "loader" in state and has_state(reader) and (is_within or not isinstance(reader, DataLoader)):
             reader.load_state_dict(state["loader"])
             return True
@@ -173,9 +173,9 @@ class TrainFeed:
         return False
 
     def _placed(self, loader: Any, *, may_start_over: bool) -> Iterator[Any]:
-        """Iterate data whose state was put back, and may be that of its end.
+        """Iterate data whose state was restored, and may be that of its end.
 
-        Then this epoch is over. The next one begins again, for which each of data and wrapper has to be asked again.
+        If so, this epoch is over. The next one starts at the beginning with a new iterator of data and wrapper.
         """
         iterator = iter(loader)
 
@@ -192,12 +192,12 @@ class TrainFeed:
 
 
 def _is_read_here(reader: Any) -> bool:
-    """Tell whether a loader reads a dataset in this process."""
+    """Return whether a loader reads a dataset in this process."""
     return getattr(reader, "dataset", None) is not None and not getattr(reader, "num_workers", 0)
 
 
 def _draws_here(loader: Any, reader: Any) -> bool:
-    """Tell whether this process reads a stream that has to be read again, as far as it was, after a resume."""
+    """Return whether this process reads a stream that must be read again up to its position after a resume."""
     if isinstance(loader, DispatchLoader) and loader.rank > 0:
         return False
     is_stream = isinstance(getattr(reader, "dataset", None), IterableDataset)

@@ -1,4 +1,4 @@
-"""Samples of similar length come together, so that little is padded."""
+"""Group samples of similar length to reduce padding."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from hftrain.core.seed import preserved_rng
 from hftrain.data.columns import removable_columns
 from hftrain.data.samplers import ArraySampler, samplers_of, shuffled
 
-# Batches that are sorted together: more pad less, fewer leave more to chance.
+# Batches that are sorted together: more means less padding, fewer means more randomness.
 _MOST_BATCHES = 50
 _FEWEST_GROUPS = 4
 _SORTED_AT_ONCE = 2**20
 
-# Of a signed integer type; int32 where we choose it and it holds the numbers.
+# A signed integer type; int32 if we choose it and the numbers fit.
 Lengths = numpy.ndarray[Any, numpy.dtype[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthConfig:
-    """Where lengths come from and how training is ordered by them.
+    """The source of lengths, and the order of training.
 
     Args:
-        input_name: The part of a sample whose length counts.
-        column: A column of a `datasets.Dataset` that holds the lengths, if it is there.
-        batch_size: Samples that should be alike: those of one optimizer update, all ranks together.
+        input_name: The part of a sample whose length is used.
+        column: A column of a `datasets.Dataset` that holds the lengths, if it exists.
+        batch_size: Samples of similar length: those of one optimizer update, over all ranks.
         shuffles_batches: Shuffle the batches too (`sortish_sampler`), and evaluate from long to short.
     """
 
@@ -43,11 +43,11 @@ class LengthConfig:
 
 
 class LengthShuffledSampler(ArraySampler):
-    """Shuffle so that neighbours have similar lengths; the longest sample comes first, to fail early if it must.
+    """Shuffle so that neighbours have similar lengths; the longest sample comes first, to run out of memory early.
 
-    The order of epoch e is a function of `seed + e` alone. A random order is cut into groups of up to 50 batches, and
-    each group is sorted from long to short. `shuffles_batches` shuffles the full batches once more, so that no run of
-    ever shorter ones is left.
+    The order of epoch e depends only on `seed + e`. A random order is cut into groups of up to 50 batches, and
+    each group is sorted from long to short. `shuffles_batches` also shuffles the full batches, to avoid runs of
+    ever shorter batches.
 
     Example:
         >>> sampler = LengthShuffledSampler([1, 9, 2, 8], batch_size=2, seed=0)
@@ -98,7 +98,7 @@ def grouped_order(
         num_batches = max(min(num // (batch_size * _FEWEST_GROUPS), _MOST_BATCHES), 1)
     size = num_batches * batch_size
     order: Lengths = shuffled(num, generator).numpy()
-    # Some groups at a time, in place.
+    # In place, some groups at a time.
     at_once = max(_SORTED_AT_ONCE // size, 1) * size
     for start in range(0, num, at_once):
         part = order[start : start + at_once]
@@ -113,11 +113,11 @@ def grouped_order(
 
 
 class LengthSortedSampler(ArraySampler):
-    """Read from long to short; where there are several ranks, each gets long and short ones alike.
+    """Read from long to short; with several ranks, each gets both long and short samples.
 
     Args:
         world_size: The number of ranks, which read contiguous shares.
-        unit: Samples that stay together; those that fill no unit, the shortest, are left out.
+        unit: Samples that stay together; an incomplete last unit (the shortest samples) is left out.
 
     Example:
         >>> LengthSortedSampler([1, 3, 2], world_size=1).order.tolist()
@@ -127,7 +127,7 @@ class LengthSortedSampler(ArraySampler):
     def __init__(self, lengths: Any, *, world_size: int = 1, unit: int = 1) -> None:
         lengths = numpy.asarray(lengths, dtype=numpy.int64)
         num_units = len(lengths) // unit
-        # Where the shares of the ranks begin and end, as in `ContiguousShard`; each is filled in turn.
+        # The bounds of the ranks' shares, as in `ContiguousShard`; each share is filled in turn.
         bounds = numpy.arange(world_size + 1) * num_units // world_size * unit
         places = numpy.arange(num_units * unit) - numpy.repeat(bounds[:-1], numpy.diff(bounds))
         dtype = numpy.int32 if len(lengths) < 2**31 else numpy.int64
@@ -143,7 +143,7 @@ class LengthSortedSampler(ArraySampler):
 
 
 def check_lengths(dataset: Any, config: LengthConfig) -> None:
-    """Look at one sample to refuse a stream, or samples without such an input."""
+    """Refuse a stream, or samples without the input; reads one sample."""
     if isinstance(dataset, IterableDataset):
         raise _no_lengths(dataset, "A stream is read in its own order.", "Use a dataset with __len__ and __getitem__.")
     if _has_column(dataset, config.column) or not len(dataset):
@@ -153,10 +153,10 @@ def check_lengths(dataset: Any, config: LengthConfig) -> None:
 
 
 def sample_lengths(dataset: Any, config: LengthConfig) -> Lengths:
-    """Find the length of each sample: in the column for it, else by the length of the input.
+    """Return the length of each sample: from the length column, else from the input.
 
-    Columns of a `datasets.Dataset` are read as columns; of other data each sample is read once, and what that draws
-    at random is drawn again later.
+    A `datasets.Dataset` is read by columns; other data is read once by samples, and the random numbers used
+    for that are drawn again later.
     """
     check_lengths(dataset, config)
     if _has_column(dataset, config.column):
@@ -173,7 +173,7 @@ def sample_lengths(dataset: Any, config: LengthConfig) -> Lengths:
 def length_sampler(
     dataset: Any, config: LengthConfig, *, is_training: bool, world_size: int = 1, unit: int = 1
 ) -> ArraySampler:
-    """Make the sampler that `config` asks for; see `LengthShuffledSampler` and `LengthSortedSampler`."""
+    """Create the sampler of `config`; see `LengthShuffledSampler` and `LengthSortedSampler`."""
     lengths = sample_lengths(dataset, config)
     if not is_training:
         return LengthSortedSampler(lengths, world_size=world_size, unit=unit)
@@ -183,7 +183,7 @@ def length_sampler(
 
 
 def reading_order(loader: Any) -> Lengths | None:
-    """Return the order in which a `LengthSortedSampler` inside a loader reads; None if there is none."""
+    """Return the order of a `LengthSortedSampler` inside a loader; None if there is none."""
     return next((part.order for part in samplers_of(loader) if isinstance(part, LengthSortedSampler)), None)
 
 
@@ -213,7 +213,7 @@ def _column_of_lengths(dataset: Any, name: str) -> Lengths:
 
 
 def _lengths_of_lists(dataset: Any, name: str) -> Lengths | None:
-    """Read the lengths off a column of lists without reading the lists; None if it holds something else."""
+    """Return the list lengths of a column without reading the lists; None if it has another type."""
     parts = []
     for table in dataset.select_columns([name]).with_format("arrow").iter(batch_size=100_000):
         for chunk in table[name].chunks:

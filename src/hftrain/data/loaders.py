@@ -1,4 +1,4 @@
-"""Datasets become the loaders of one rank."""
+"""Build the loaders of one rank from datasets."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderConfig:
-    """How datasets are read.
+    """Settings for reading datasets.
 
     Args:
         batch_size: Samples per batch of one rank, or of all ranks together with `split_batches`.
         drop_last: Leave out the last batch if it is not full.
-        num_workers: Processes that load; 0 loads in this one.
+        num_workers: Processes that load; 0 to load in this process.
         pin_memory: Put batches in page-locked memory.
         persistent_workers: Keep the workers between epochs.
         prefetch_factor: Batches that each worker loads ahead; None for torch's own choice.
-        timeout_s: Seconds to wait for a batch of a worker; 0 waits forever.
+        timeout_s: Seconds to wait for a batch of a worker; 0 for no limit.
         multiprocessing_context: How workers start; None for Python's own choice.
-        shuffle: Whether training reads in random order; streams have their own.
-        use_seedable_sampler: Whether the order depends on the data seed and the epoch alone; else torch's global
-            generator decides, and a resume in the middle of an epoch cannot find the order again.
+        shuffle: Whether training reads in random order; streams have their own order.
+        use_seedable_sampler: Whether the order depends only on the data seed and the epoch; otherwise torch's global
+            generator determines it, and a resume in the middle of an epoch cannot reproduce it.
 
     Raises:
         ConfigError: A number is out of range, or a worker option is given without workers.
@@ -79,15 +79,15 @@ class LoaderConfig:
 def build_loader(
     dataset: Any, config: LoaderConfig, plan: ShardPlan, *, collate: Collate, sampler: Any = None
 ) -> RankLoader | DispatchLoader:
-    """Build this rank's loader; making an iterator of it leaves torch's global generator alone.
+    """Build this rank's loader; creating an iterator does not touch torch's global generator.
 
     Args:
         dataset: A map-style dataset or an `IterableDataset`.
-        sampler: Another order than `config` asks for, the same on all ranks; one that is made for several ranks, such
-            as torch's `DistributedSampler`, is not split again. Not for streams.
+        sampler: An order in place of that of `config`, the same on all ranks; a sampler made for several ranks, such
+            as torch's `DistributedSampler`, is not sharded again. Not for streams.
 
     Raises:
-        ConfigError: Training would get no batch, or the dataset, sampler and settings do not fit together.
+        ConfigError: Training would get no batch, or the dataset, sampler and settings are incompatible.
     """
     _check_dataset(dataset, sampler)
     is_stream = isinstance(dataset, IterableDataset)
@@ -108,7 +108,7 @@ def build_loader(
         timeout=config.timeout_s,
         multiprocessing_context=config.multiprocessing_context,
         generator=new_generator(plan.seed),
-        # In evaluations, the same random numbers at each pass.
+        # Evaluations use the same random numbers in each pass.
         worker_init_fn=partial(start_worker, rank=plan.rank, seed=None if plan.is_training else plan.seed),
     )
     loader = replace(plan, split_batches=False).split(loader)
@@ -120,7 +120,7 @@ def build_loader(
 
 
 def default_train_sampler(dataset: Any, config: LoaderConfig, plan: ShardPlan) -> Any:
-    """Return the order in which training reads a dataset if it is given none; None without a length."""
+    """Return the default sampler of training; None for a dataset without a length."""
     if not has_length(dataset):
         return None
     if not config.shuffle:
@@ -129,7 +129,7 @@ def default_train_sampler(dataset: Any, config: LoaderConfig, plan: ShardPlan) -
         return EpochShuffleSampler(dataset, seed=plan.seed)
     if plan.world_size == 1:
         return GlobalShuffleSampler(dataset)
-    # The ranks have to agree on an order: their global generators do right after seeding, and drift apart later.
+    # All ranks need the same order: their global generators agree right after seeding, and diverge later.
     return EpochShuffleSampler(dataset, seed=int(torch.empty((), dtype=torch.int64).random_()))
 
 
@@ -181,7 +181,7 @@ def _check_length(loader: Any, config: LoaderConfig, plan: ShardPlan) -> None:
 
 
 def _with_epochs(loader: Any, plan: ShardPlan) -> Any:
-    """Let the epoch reach a stream in workers that persist."""
+    """Forward the epoch to a stream in persistent workers."""
     dataset: Any = loader.dataset
     if not plan.is_training and loader.num_workers > 1 and not splits_among_workers(whole_dataset(dataset)):
         warn_once(
@@ -193,6 +193,6 @@ def _with_epochs(loader: Any, plan: ShardPlan) -> Any:
         return loader
     stream = EpochStream(dataset, seed=plan.seed, rank=plan.rank)
     if not plan.is_training:
-        # Each pass starts the random numbers again, as it does in workers that are new themselves.
+        # Each pass restarts the random numbers, as in new workers.
         stream.set_epoch(0)
     return rebuild_loader(loader, dataset=stream, batch_size=loader.batch_size, drop_last=loader.drop_last)

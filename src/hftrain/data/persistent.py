@@ -8,12 +8,12 @@ from typing import Any
 
 
 class LoaderCache:
-    """Keep the loaders made last, so that workers that persist serve the next pass over the same data.
+    """Keep the latest loaders, so that persistent workers serve the next pass over the same data.
 
-    A loader that is forgotten takes its workers with it, unless somebody else still holds it.
+    The workers of a removed loader end, unless the loader is still referenced elsewhere.
 
     Args:
-        limit: How many to keep; the one unused for longest goes first.
+        limit: How many to keep; the least recently used one is removed first.
 
     Example:
         >>> cache, data = LoaderCache(limit=1), [1, 2]
@@ -27,10 +27,10 @@ class LoaderCache:
         self._kept: OrderedDict[tuple[int, ...], tuple[tuple[Any, ...], Any]] = OrderedDict()
 
     def get(self, parts: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Return the loader that was made of these very objects, which are kept alive, or make it."""
+        """Return the loader of these objects (compared by identity, and kept alive), or create it."""
         key = tuple(map(id, parts))
         if key not in self._kept:
-            # Forgotten first, so that its workers end before others start.
+            # Removed first, so that its workers end before others start.
             while len(self._kept) >= max(self.limit, 1):
                 self._kept.popitem(last=False)
             self._kept[key] = parts, make()
@@ -38,12 +38,12 @@ class LoaderCache:
         return self._kept[key][1]
 
     def clear(self) -> None:
-        """Forget all loaders."""
+        """Remove all loaders."""
         self._kept.clear()
 
 
 def end_workers(loader: Any) -> None:
-    """End the workers of a torch loader that persist, however long the loader itself may be referred to."""
+    """End the persistent workers of a torch loader, even if the loader is still referenced."""
     loader = getattr(loader, "loader", loader)
     if getattr(loader, "_iterator", None) is not None:
         loader._iterator = None

@@ -1,8 +1,8 @@
-"""Places within an epoch, in samples where those can be counted, and loaders that begin there.
+"""Positions within an epoch, in samples if they can be counted, and loaders that begin there.
 
-A run that goes on with another batch size, or other ranks, may stand where no batch of the new size begins. The rest of
-that epoch is then cut into batches from exactly that sample on. Batches are the unit of loaders that one cannot see
-into, and of the place within the rest.
+A run resumed with another batch size or number of ranks may be at a sample where no batch of the new size begins. The
+rest of that epoch is then cut into batches from exactly that sample on. Positions in batches are used for loaders that
+cannot be inspected, and within the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hftrain.data.wrappers import StreamWrapper
 
 
 class OffsetStream(StreamWrapper):
-    """Leave out the first samples of a stream, which are read and dropped."""
+    """Read and drop the first samples of a stream."""
 
     def __init__(self, dataset: Any, *, offset: int) -> None:
         super().__init__(dataset)
@@ -48,8 +48,8 @@ class OffsetStream(StreamWrapper):
 def samples_per_round(loader: Any, *, world_size: int) -> int | None:
     """Return how many samples all ranks read together for one micro-step.
 
-    None where batches may differ in size, or come from several workers that read a part of a stream each, so that
-    their samples have no order that does not depend on the batch size.
+    None if batches may differ in size, or come from several workers that each read a part of a stream, so that
+    the order of the samples depends on the batch size.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -71,9 +71,9 @@ def samples_per_round(loader: Any, *, world_size: int) -> int | None:
 
 
 def has_own_shares(loader: Any) -> bool:
-    """Tell whether a loader's data gives each rank its share in a way of its own, unknown for other numbers of ranks.
+    """Return whether the data shards itself over ranks, so that the shares for other numbers of ranks are unknown.
 
-    What hftrain and torch's `DistributedSampler` share out is known: each round takes the next samples of one order.
+    The shares of hftrain and torch's `DistributedSampler` are known: each round takes the next samples of one order.
     """
     if isinstance(loader, DispatchLoader) or not is_plain_loader(loader):
         return False
@@ -84,18 +84,18 @@ def has_own_shares(loader: Any) -> bool:
 
 
 def begin_at(loader: Any, *, offset: int = 0, skip: int = 0) -> tuple[Any, int]:
-    """Let a loader begin within an epoch, by drawing indices only where it can be.
+    """Make a loader begin within an epoch, by drawing only indices if possible.
 
     Args:
         loader: This rank's loader.
-        offset: Samples, of all ranks together, that come before the first batch is cut.
-        skip: Batches of this rank that come after them.
+        offset: Samples of all ranks together before the first batch.
+        skip: Batches of this rank to skip after them.
 
     Returns:
-        The loader, and how many of its batches have to be read and dropped first.
+        The loader, and how many of its batches must be read and dropped first.
 
     Raises:
-        CheckpointError: There is an offset, and the loader does not say in which order all ranks read.
+        CheckpointError: There is an offset, and the order in which all ranks read is unknown.
     """
     if not (offset or skip):
         return loader, 0
@@ -109,7 +109,7 @@ def begin_at(loader: Any, *, offset: int = 0, skip: int = 0) -> tuple[Any, int]:
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
     if not offset and (is_stream or not is_plain_loader(loader)):
         return loader, skip
-    # The one-off loader's workers must end with the epoch; those of the original wait for the next one.
+    # This loader's workers must end with the epoch; the original loader's workers wait for the next one.
     options: dict[str, Any] = {"persistent_workers": False}
     if is_stream:
         options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
@@ -121,7 +121,7 @@ def begin_at(loader: Any, *, offset: int = 0, skip: int = 0) -> tuple[Any, int]:
 
 
 def num_batches_from(loader: Any, offset: int) -> int | None:
-    """Return the batches of an epoch after `offset` samples of all ranks; None where the loader cannot tell."""
+    """Return the number of batches of an epoch after `offset` samples of all ranks; None if unknown."""
     later = begin_at(loader, offset=offset)[0]
     return len(later) if has_length(later) else None
 
@@ -131,7 +131,7 @@ def _batches_of(loader: Any) -> Any:
 
 
 def _shifted(part: Any, offset: int) -> Any:
-    """Copy a chain of samplers or streams with the offset under all that batches and shares out."""
+    """Copy a chain of samplers or streams with the offset inserted below the batching and sharding."""
     if _is_wrapper(part) or type(part) is BatchSampler:
         changed = copy.copy(part)
         setattr(changed, _name_inside(part), _shifted(_inside(part), offset))
@@ -142,7 +142,7 @@ def _shifted(part: Any, offset: int) -> Any:
 
 
 def _is_wrapper(part: Any) -> bool:
-    """Recognise what hftrain itself puts around batches or streams; accelerate's parts by name, to import nothing."""
+    """Recognise hftrain's own wrappers of batches or streams, and accelerate's by name, to import nothing."""
     known = (RankBatches, SeededBatches, Later, EvenedSampler, EvenedStream, BatchShardStream)
     return isinstance(part, known) or type(part).__name__ in ("BatchSamplerShard", "IterableDatasetShard")
 

@@ -1,4 +1,4 @@
-"""In which order, and which share, a rank reads a map-style dataset."""
+"""The order and the share in which a rank reads a map-style dataset."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hftrain.core.errors import ConfigError
 from hftrain.data.seeding import SeededBatches, new_generator
 from hftrain.data.sizes import has_length
 
-# From which item up to which; None stands for the end.
+# The first item and the end (exclusive); None for the sampler's end.
 Span = tuple[int, int | None]
 
 _EVERYTHING: Span = (0, None)
-# How many Python integers are made of an order at once.
+# How many entries of an order are converted to Python integers at once.
 _AT_ONCE = 4096
 
 
 class ArraySampler(Sampler[int]):
-    """Read samples in an order that is an array, 4 bytes for each sample, and is drawn at the first one of a pass.
+    """Read samples in the order of an array, 4 bytes for each sample, drawn at the first sample of a pass.
 
     Subclasses define `draw`. A list of Python integers would take ten times the memory.
     """
@@ -36,7 +36,7 @@ class ArraySampler(Sampler[int]):
         return self.pick(_EVERYTHING)
 
     def pick(self, *spans: Span) -> Iterator[int]:
-        """Iterate some places of the order."""
+        """Iterate some positions of the order."""
         return chain.from_iterable(self._lists(spans))
 
     def _lists(self, spans: Iterable[Span]) -> Iterator[list[int]]:
@@ -48,15 +48,15 @@ class ArraySampler(Sampler[int]):
 
 
 def shuffled(num: int, generator: torch.Generator | None) -> torch.Tensor:
-    """Return `torch.randperm(num)`, in int32 if that holds the numbers: the order is the same in both."""
+    """Return `torch.randperm(num)`, in int32 if possible; the order does not depend on the type."""
     dtype = torch.int32 if num < 2**31 else torch.int64
     return torch.randperm(num, generator=generator, device="cpu", dtype=dtype)
 
 
 class EpochShuffleSampler(ArraySampler):
-    """Reshuffle in each epoch, as a function of the seed and the epoch alone.
+    """Reshuffle in each epoch; the order depends only on the seed and the epoch.
 
-    The order of epoch e is `torch.randperm(n)` drawn from a generator seeded with `seed + e`: the order in which the
+    The order of epoch e is `torch.randperm(n)` from a generator seeded with `seed + e`, the order in which the
     Hugging Face Trainer reads the same dataset with the same data seed.
 
     Example:
@@ -83,9 +83,9 @@ class EpochShuffleSampler(ArraySampler):
 
 
 class GlobalShuffleSampler(ArraySampler, RandomSampler):
-    """Shuffle by torch's global generator, whatever it was used for before (`use_seedable_sampler=False`).
+    """Shuffle with torch's global generator in its current state (`use_seedable_sampler=False`).
 
-    The order cannot be found again after a resume in the middle of an epoch.
+    The order cannot be reproduced after a resume in the middle of an epoch.
     """
 
     def draw(self) -> torch.Tensor:
@@ -97,12 +97,12 @@ class GlobalShuffleSampler(ArraySampler, RandomSampler):
 class ContiguousShard(Sampler[Any]):
     """Give one rank its contiguous share of another sampler, without padding or repetition.
 
-    With n samples and W ranks, rank r gets those from `n * r // W` to `n * (r + 1) // W`, so that the ranks' shares,
-    one after the other, restore the order. A share may be empty.
+    With n samples and W ranks, rank r gets the samples from `n * r // W` to `n * (r + 1) // W`, so that the shares,
+    concatenated, restore the order. A share may be empty.
 
     Args:
-        sampler: Indices, or whole batches of them. It needs a length.
-        unit: How many samples stay together; those that fill no unit are left out.
+        sampler: Yields indices, or batches of them. It must have a length.
+        unit: How many samples stay together; an incomplete last unit is left out.
 
     Example:
         >>> [list(ContiguousShard(range(5), rank=rank, world_size=2)) for rank in (0, 1)]
@@ -137,16 +137,16 @@ class ContiguousShard(Sampler[Any]):
 class RankBatches(Sampler[Any]):
     """Give one rank its batch of each round of training batches, one for every rank.
 
-    A last round that is not full is left out if the batches are to be full, else filled up from the first round, or
-    with `even_batches=False` handed out as it is. Batches of no known size are repeated whole. Smaller batches in
-    earlier rounds are handed out as they are; with `split_batches`, those that not every rank gets a part of are left
+    An incomplete last round is left out if the batches must be full, else filled up from the first round, or
+    with `even_batches=False` distributed unchanged. Batches of unknown size are repeated whole. Smaller batches in
+    earlier rounds are distributed unchanged; with `split_batches`, those without a part for every rank are left
     out.
 
-    Its attributes are named as those of accelerate's `BatchSamplerShard`, which gives the same batches, except that it
+    Its attributes have the names of accelerate's `BatchSamplerShard`, which yields the same batches, except that it
     leaves out earlier rounds whose last batch is small.
 
     Args:
-        split_batches: A round is one batch, of which each rank gets a part.
+        split_batches: Whether a round is one batch, of which each rank gets a part.
 
     Example:
         >>> batches = [[0, 1], [2, 3], [4, 5]]
@@ -182,9 +182,9 @@ class RankBatches(Sampler[Any]):
         return self._shares(self.batch_sampler)
 
     def begin(self, start: int) -> Iterator[Any] | None:
-        """Iterate from a round on; None if the rounds before it have to be drawn too."""
+        """Iterate from a round on; None if the rounds before it must be drawn too."""
         unit = 1 if self.split_batches else self.num_processes
-        # The last round may be filled up from the first one.
+        # Kept because the last round may be filled up from the first one.
         batches = pick(self.batch_sampler, (0, unit), (max(start, 1) * unit, None))
         return None if batches is None else islice(self._shares(batches), min(start, 1), None)
 
@@ -196,7 +196,7 @@ class RankBatches(Sampler[Any]):
         rest: list[Any] = []
         for round_ in self._rounds(batches, size):
             first = first or round_
-            if rest and all(map(len, rest)):  # it was not the last
+            if rest and all(map(len, rest)):  # it was not the last round
                 yield rest[rank]
             is_full = len(round_) == self.num_processes and size in (None, len(round_[-1]))
             rest = [] if is_full else round_
@@ -220,7 +220,7 @@ class RankBatches(Sampler[Any]):
 
 
 def even_out(items: Iterable[Any], unit: int) -> Iterator[Any]:
-    """Yield items, then those of the start again until their number is a multiple of `unit`.
+    """Yield items, then the first ones again until their number is a multiple of `unit`.
 
     Example:
         >>> list(even_out([1, 2, 3], 2)), list(even_out([1], 3)), list(even_out([], 2))
@@ -237,7 +237,7 @@ def even_out(items: Iterable[Any], unit: int) -> Iterator[Any]:
 
 
 class EvenedSampler(Sampler[Any]):
-    """Fill another sampler, of indices or of batches, up to a multiple of `unit`; see `even_out`."""
+    """Fill up another sampler, of indices or of batches, to a multiple of `unit`; see `even_out`."""
 
     def __init__(self, sampler: Any, *, unit: int) -> None:
         self.sampler = sampler
@@ -247,7 +247,7 @@ class EvenedSampler(Sampler[Any]):
         return even_out(self.sampler, self._unit)
 
     def begin(self, start: int) -> Iterator[Any] | None:
-        """Iterate from an item on; None if those before it have to be drawn too."""
+        """Iterate from an item on; None if the items before it must be drawn too."""
         items = pick(self.sampler, (0, self._unit), (max(start, self._unit), None))
         return None if items is None else self._from(items, start)
 
@@ -262,9 +262,9 @@ class EvenedSampler(Sampler[Any]):
 
 
 class Later(Sampler[Any]):
-    """Leave out the first items of another sampler, of indices or of batches; nothing is read.
+    """Skip the first items of another sampler, of indices or of batches, without reading data.
 
-    They are drawn, unless `pick` knows a way past them.
+    The skipped items are drawn, unless `pick` can avoid it.
 
     Example:
         >>> list(Later(range(5), 3))
@@ -288,7 +288,7 @@ class Later(Sampler[Any]):
         yield from self._items
 
     def start(self) -> None:
-        """Draw the order, if the pass has begun and has not: samplers wait with it until the first item."""
+        """Draw the order now if the pass has begun: samplers otherwise draw it at the first item."""
         if self._left and self._is_picked:
             self._items = chain(list(islice(self._items, 1)), self._items)
         elif self._left:
@@ -300,10 +300,10 @@ class Later(Sampler[Any]):
 
 
 def pick(sampler: Any, *spans: Span) -> Iterator[Any] | None:
-    """Iterate a sampler's items at some places, in ascending order; None if those before have to be drawn too.
+    """Iterate a sampler's items at some positions, in ascending order; None if the items before must be drawn too.
 
-    hftrain's orders and torch's sequential one, plain batches of them and the ranks' shares of those can begin
-    anywhere; a class derived from one of these that iterates in its own way cannot.
+    hftrain's orders and torch's sequential one, plain batches of them and the ranks' shares can begin
+    anywhere; a subclass of these with its own `__iter__` cannot.
 
     Example:
         >>> list(pick(BatchSampler(SequentialSampler(range(10)), 2, False), (0, 1), (3, None)))
@@ -332,7 +332,7 @@ def _scaled(spans: Iterable[Span], *, factor: int = 1, shift: int = 0) -> list[S
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """List the batch samplers and samplers inside a loader or sampler, each once, from the outside in."""
+    """List the batch samplers and samplers inside a loader or sampler, each once, outermost first."""
     found: list[Any] = []
     for name in ("batch_sampler", "sampler"):
         inner = getattr(loader, name, None)
@@ -342,9 +342,9 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def give_generator(sampler: Any, *, seed: int) -> None:
-    """Give torch's random samplers a generator of their own where they would use the global one; mutates them.
+    """Give torch's random samplers their own generator if they would use the global one; mutates them.
 
-    Without one, an order can neither be found again at a resume nor be agreed on by several ranks.
+    Without it, the order can neither be reproduced at a resume nor be the same on several ranks.
     """
     for part in (sampler, *samplers_of(sampler)):
         is_random = isinstance(part, Sampler) and not isinstance(part, GlobalShuffleSampler)
@@ -353,9 +353,9 @@ def give_generator(sampler: Any, *, seed: int) -> None:
 
 
 def is_rank_aware(sampler: Any) -> bool:
-    """Tell whether a sampler or dataset already gives each rank its own share.
+    """Return whether a sampler or dataset already gives each rank its own share.
 
-    Known by the attributes of torch's `DistributedSampler` and of accelerate's shards, which look-alikes share, and of
+    Recognised by the attributes of torch's `DistributedSampler`, of accelerate's shards and similar classes, and of
     what `datasets.distributed.split_dataset_by_node` returns.
     """
     if getattr(getattr(sampler, "_distributed", None), "world_size", 1) > 1:

@@ -1,4 +1,4 @@
-"""Random numbers in loader workers: the same for a batch whichever worker makes it, and after a resume."""
+"""Random numbers in loader workers: the same for a batch in every worker, and after a resume."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import numpy
 import torch
 from torch.utils.data import Sampler, get_worker_info
 
-# The generators that were seeded here last: the user's own seed, and the one that was set. torch 2.9's take no weak
-# reference and no attribute.
+# The generators seeded here: the user's own seed, and the seed that was set. torch 2.9's support no weak
+# references or attributes.
 _SEEDED: dict[int, tuple[torch.Generator, int | None, int]] = {}
 _MOST_SEEDED = 64
-# What torch gives a generator that nobody seeds.
+# The seed of an unseeded torch generator.
 _UNSEEDED = torch.Generator().initial_seed()
 
 
@@ -35,40 +35,40 @@ def derive_seed(*parts: int) -> int:
 
 
 def seed_process(seed: int) -> None:
-    """Seed Python, NumPy and torch's CPU generator, which is all that a worker may use."""
+    """Seed Python, NumPy and torch's CPU generator, the only ones that a worker may use."""
     random.seed(seed)
     numpy.random.seed(seed)
     torch.default_generator.manual_seed(seed)
 
 
 def start_worker(worker_id: int, *, rank: int, seed: int | None = None) -> None:
-    """Seed a new worker process, and put it into a process group of its own; a `worker_init_fn` once `rank` is bound.
+    """Seed a new worker process and move it to its own process group; a `worker_init_fn` if `rank` is bound.
 
-    Launchers and terminals send a signal to the whole group of the process that trains. That one may go on to the next
-    step and save, for which it needs its workers. Without a seed it starts from torch's base seed, which the loader's
+    Launchers and terminals signal the training process's whole group. That process may continue to the next
+    step and save, for which it needs its workers. Without a seed, use torch's base seed, which the loader's
     generator draws for each epoch, the same on all ranks.
     """
     seed_process(derive_seed(torch.initial_seed() if seed is None else seed, rank, worker_id))
     if get_worker_info() is not None and hasattr(os, "setpgid"):
         os.setpgid(0, 0)
-        # What `dump_signal` names; standard error may be none in a notebook.
+        # The signal of `dump_signal`; standard error may have no file descriptor in a notebook.
         with suppress(OSError, ValueError, AttributeError):
             faulthandler.register(signal.SIGUSR1, all_threads=False)
 
 
 def dump_signal(worker_init_fn: Any) -> int | None:
-    """Return the signal that makes a worker print its stack; None for workers that `start_worker` has not started."""
+    """Return the signal that makes a worker print its stack; None for workers not started by `start_worker`."""
     inner = getattr(worker_init_fn, "inner", worker_init_fn)
     is_ours = isinstance(inner, partial) and inner.func is start_worker
     return signal.SIGUSR1 if is_ours and hasattr(signal, "SIGUSR1") else None
 
 
 def with_own_numbers(open_batches: Callable[[], Iterator[Any]], *, seed: int) -> Iterator[Any]:
-    """Read batches in this process with random numbers apart from those of the training, such as dropout's.
+    """Read batches in this process with random numbers independent of the training's, such as dropout's.
 
-    What a stream remembers (a shuffled buffer, say) then depends on the seed alone, and comes out the same when the
-    stream is read again up to some batch. NumPy's generator is exchanged, as copying its state takes long; for both
-    that forgets the second one of a pair of normal numbers.
+    The content of a stream's buffers then depends only on the seed, and is the same when the
+    stream is read again up to a batch. NumPy's generator is swapped, because copying its state is slow; both
+    generators lose the second number of a pair of normal numbers.
     """
     numbers: tuple[Any, ...] = (
         random.Random(seed).getstate(),
@@ -99,12 +99,12 @@ def _exchange(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def new_generator(seed: int) -> torch.Generator:
-    """Make a generator on the default device, where the loader and torch's samplers draw their numbers."""
+    """Create a generator on the default device, as the loader and torch's samplers do."""
     return torch.Generator(device=torch.get_default_device()).manual_seed(seed)
 
 
 def own_seed(generator: torch.Generator) -> int | None:
-    """Return the seed that a user gave a generator, whatever `seed_generator` set since; None if there is none."""
+    """Return the seed that the user gave a generator, before any `seed_generator`; None if there is none."""
     _, own, last = _SEEDED.get(id(generator), (generator, None, _UNSEEDED))
     now = generator.initial_seed()
     return own if now == last else now
@@ -120,13 +120,13 @@ def seed_generator(generator: torch.Generator, seed: int, *, own: int | None) ->
 
 
 class SeededBatches(Sampler[list[Any]]):
-    """Send a seed along with each batch of indices; each rank draws other numbers.
+    """Send a seed along with each batch of indices; each rank draws different numbers.
 
-    Workers fetch ahead, and after a resume another worker makes a batch than before. With a seed that depends on the
-    batch's place only, what a dataset or collator draws at random in a worker is the same in every run.
+    Workers prefetch, and after a resume a batch may come from another worker. With a seed that depends only on the
+    batch's position, the random numbers of a dataset or collator in a worker are the same in every run.
 
     Args:
-        num_kept: How many of the last batches to keep in `sent`: as many as workers may have at a time.
+        num_kept: How many of the last batches to keep in `sent`: as many as workers can hold at a time.
     """
 
     def __init__(self, batch_sampler: Any, *, seed: int, rank: int, num_kept: int = 0) -> None:
@@ -139,14 +139,14 @@ class SeededBatches(Sampler[list[Any]]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose seeds the next iteration sends."""
+        """Set the epoch whose seeds the next iteration sends."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self.seeded(self.batch_sampler, 0)
 
     def seeded(self, batches: Iterable[list[Any]], start: int) -> Iterator[list[Any]]:
-        """Send the seeds along with batches of which the first has the place `start` in its epoch."""
+        """Send the seeds along with batches; the first has the position `start` in its epoch."""
         for position, batch in enumerate(batches, start):
             self.sent.append(batch)
             yield _SeededBatch(batch, (self._seed, self._epoch, self._rank, position))
@@ -156,7 +156,7 @@ class SeededBatches(Sampler[list[Any]]):
 
 
 class _SeededBatch(list[Any]):
-    """Indices that seed the process they are unpacked in: the worker, right before it fetches them."""
+    """Indices that seed the process that unpickles them: the worker, right before it fetches them."""
 
     def __init__(self, indices: list[Any], parts: tuple[int, ...]) -> None:
         super().__init__(indices)

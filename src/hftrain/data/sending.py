@@ -1,4 +1,4 @@
-"""Whether what loads the data can be sent to worker processes that do not inherit it."""
+"""Whether the parts of a loader can be pickled for worker processes that are not forked."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hftrain.core.errors import ConfigError
 
 
 def check_sendable(parts: Mapping[str, Any], *, num_workers: int, method: str | None = None) -> None:
-    """Raise unless worker processes can be given all parts, which have the names that users know; `method` starts them.
+    """Raise if a part cannot be sent to worker processes; keys are users' names for them, `method` the start method.
 
-    What tensors hold is not read.
+    The contents of tensors are not read.
     """
     method = method or multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if num_workers == 0 or method == "fork":
@@ -39,7 +39,7 @@ class _Nowhere:
 
 
 class _DryPickler(ForkingPickler):
-    """Walk through an object as sending it would, past the tensors: those always can be sent, and are large."""
+    """Traverse an object like pickling, except for tensors: they can always be sent, and are large."""
 
     def reducer_override(self, obj: Any) -> Any:
         is_array = isinstance(obj, numpy.ndarray) and obj.dtype != object

@@ -1,4 +1,4 @@
-"""How ranks share out data: one plan, for the loaders of a Trainer, of an Engine and of users."""
+"""How data is sharded over ranks: one plan for the loaders of a Trainer, an Engine and users."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _COPIED = (
 
 
 class RankLoader(DataLoader[Any]):
-    """A `DataLoader` that already yields the share of its rank; reads by whole batches what `whole_batches` can."""
+    """A `DataLoader` that already yields its rank's share; reads whole batches if `whole_batches` can."""
 
     def _get_iterator(self) -> Any:
-        # torch's `__iter__` calls this; without the call, all is read by rows, which gives the same.
+        # torch's `__iter__` calls this; without the call, rows are read, with the same result.
         whole = None if self.batch_sampler is None else whole_batches(self.dataset, self.collate_fn)
         if whole is None:
             return super()._get_iterator()
@@ -50,21 +50,21 @@ class RankLoader(DataLoader[Any]):
 
 
 def is_plain_loader(loader: Any) -> bool:
-    """Tell whether a loader is torch's own kind and can be made again without losing behaviour.
+    """Return whether a loader is a plain torch loader that can be rebuilt without losing behaviour.
 
-    Accelerate's loaders only pretend to be `DataLoader` objects, hence the look at the real type.
+    Accelerate's loaders pass `isinstance(..., DataLoader)`, so the exact type is checked.
     """
     return issubclass(type(loader), DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
 def rebuild_loader(loader: Any, *, kind: type[DataLoader[Any]] = RankLoader, **changes: Any) -> Any:
-    """Make a loader again with some arguments changed; batching is not copied and has to be among them."""
+    """Rebuild a loader with some arguments changed; batching is not copied and must be among them."""
     options = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
     return kind(**{**options, **changes})
 
 
 def on_reader(loader: Any, change: Callable[[Any], Any]) -> Any:
-    """Change a loader; one that dispatches keeps doing so, and what it reads with is changed."""
+    """Change a loader; for one that dispatches, change the loader that it reads with."""
     if not isinstance(loader, DispatchLoader):
         return change(loader)
     inner = change(loader.loader)
@@ -73,15 +73,15 @@ def on_reader(loader: Any, change: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPlan:
-    """Which share of the data a rank reads.
+    """The share of the data that a rank reads.
 
-    Shares for training have equal lengths. Those for evaluation are disjoint and complete: of map-style data one run
-    of samples for each rank, in order; batch i of a stream belongs to rank `i % world_size`.
+    Shares for training have equal lengths. Shares for evaluation are disjoint and complete: a contiguous part
+    of map-style data for each rank, in order; batch i of a stream belongs to rank `i % world_size`.
 
     Args:
-        seed: Seeds orders that nobody has seeded, so that all ranks agree on them.
-        even_batches: In training, fill the last round of batches up from the start, so that no rank runs short.
-        split_batches: The batch size is that of all ranks together.
+        seed: Seeds unseeded orders, so that all ranks use the same order.
+        even_batches: In training, fill up the last round of batches from the start, so that all ranks get as many.
+        split_batches: Whether the batch size is the total over all ranks.
         dispatch_batches: Whether the main process reads for all ranks; None for streams only.
     """
 
@@ -97,7 +97,7 @@ class ShardPlan:
         """Return the batch size of one rank.
 
         Raises:
-            ConfigError: With `split_batches`, a size that cannot be divided among the ranks.
+            ConfigError: `split_batches` is set and the size is not divisible by the number of ranks.
         """
         if not self.split_batches:
             return batch_size
@@ -112,7 +112,7 @@ class ShardPlan:
         return batch_size // self.world_size
 
     def dispatches(self, dataset: Any) -> bool:
-        """Tell whether the main process reads for all: if asked to, else streams if there is a process group."""
+        """Return whether the main process reads for all ranks: as set, else for streams in a process group."""
         if self.world_size == 1 or self.dispatch_batches is not None:
             return self.world_size > 1 and bool(self.dispatch_batches)
         has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -121,9 +121,9 @@ class ShardPlan:
     def share(self, loader: Any) -> Any:
         """Give one rank its share of a loader that is the same on all ranks.
 
-        Loaders that are sharded already come back as they are: hftrain's own, those with a `DistributedSampler` or its
-        like, and what is not a torch `DataLoader`. One that `Accelerator.prepare` returned comes back as the torch
-        loader inside, which a run can resume exactly: to train with accelerate's share of the data, to evaluate with
+        Loaders that are already sharded are returned unchanged: hftrain's own, those with a `DistributedSampler` or its
+        like, and classes other than torch's `DataLoader`. For one from `Accelerator.prepare`, return the torch
+        loader inside, which can be resumed exactly: to train with accelerate's share of the data, to evaluate with
         hftrain's, which repeats no sample. Random samplers without a generator get one; mutates them.
 
         Raises:
@@ -137,7 +137,7 @@ class ShardPlan:
         return loader if is_made_for_ranks else self.split(loader)
 
     def split(self, loader: Any) -> Any:
-        """Split a torch loader whose data is not split yet; see `share`."""
+        """Shard a torch loader that is not sharded yet; see `share`."""
         if self.world_size == 1 or any(is_rank_aware(part) for part in (loader.dataset, *samplers_of(loader))):
             return loader
         if not is_plain_loader(loader):
@@ -152,7 +152,7 @@ class ShardPlan:
         return rebuild_loader(loader, **(self._training_share if self.is_training else self._evaluation_share)(loader))
 
     def _stream_share(self, loader: Any, size: int) -> Any:
-        """Share out a stream, which every rank reads as a whole."""
+        """Shard a stream, which every rank reads completely."""
         dataset, drops_rest = loader.dataset, False
         if self.is_training:
             dataset = EpochStream(dataset, seed=self.seed, rank=self.rank)
@@ -201,7 +201,7 @@ class ShardPlan:
         return {"sampler": sampler, "batch_size": size, "drop_last": batches.drop_last}
 
     def _dispatched(self, loader: Any) -> DispatchLoader:
-        """Let the main process read for all, as if there were one rank."""
+        """Make the main process read for all ranks, as if there were one rank."""
         batches, dataset, size = loader.batch_sampler, loader.dataset, loader.batch_size
         is_stream = isinstance(dataset, IterableDataset)
         is_plain = not is_stream and type(batches) is BatchSampler
@@ -213,7 +213,7 @@ class ShardPlan:
         evens_out = self.is_training and self.even_batches and not loader.drop_last
         order = loader.sampler if is_plain or batches is None else batches
         if is_stream and self.is_training:
-            dataset = EpochStream(dataset, seed=self.seed, rank=0)  # the innermost, which the epoch has to reach
+            dataset = EpochStream(dataset, seed=self.seed, rank=0)  # the innermost dataset, which needs the epoch
         if evens_out and is_stream:
             dataset = EvenedStream(dataset, unit=unit)
         elif evens_out:
@@ -231,9 +231,9 @@ class ShardPlan:
 
 
 def _unprepared(loader: Any) -> tuple[Any, Any]:
-    """Return the torch loaders inside one of accelerate's: of this rank's share, and of the whole data.
+    """Return the torch loaders inside an accelerate loader: for this rank's share, and for the whole data.
 
-    Without any inside, or where it does more than share out, that is the loader itself. Told by name, to import none.
+    Both are the loader itself if it has none inside or does more than shard. Recognised by name, to import nothing.
     """
     loader = loader.dataloader if type(loader).__name__ == "MpDeviceLoaderWrapper" else loader
     kind = type(loader)
@@ -251,7 +251,7 @@ def _unprepared(loader: Any) -> tuple[Any, Any]:
         batches = part.batch_sampler
         changes = {"batch_sampler": batches} if is_batched else {"sampler": batches, "batch_size": None}
         return base, rebuild_loader(base, kind=DataLoader, **changes)
-    if isinstance(part, IterableDataset):  # the dataset itself may have given its share, and cannot be asked
+    if isinstance(part, IterableDataset):  # the dataset may already be sharded, which cannot be found out
         return base, rebuild_loader(base, batch_size=base.batch_size, drop_last=base.drop_last)
     return base, base
 

@@ -1,4 +1,4 @@
-"""How long things are, as far as they can tell."""
+"""Lengths of datasets and loaders, if they are known."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def has_length(obj: Any) -> bool:
 
 
 def num_examples(loader: Any, *, batch_size: int = 1) -> int:
-    """Count the samples behind a loader, all ranks together if its dataset can tell; `TypeError` without any length.
+    """Count the samples of a loader, over all ranks if its dataset has a length; `TypeError` without any length.
 
-    Without a dataset's length: the sizes of a list of batches, or batches times the loader's (else the given) size.
+    Without a dataset's length: the sizes of a list's batches, or batches times the loader's (or else the given) size.
 
     Source:
         The documented `Trainer.num_examples`.
@@ -44,7 +44,7 @@ def num_examples(loader: Any, *, batch_size: int = 1) -> int:
 
 
 def expected_samples(loader: Any) -> int | None:
-    """Return how many samples this rank's loader gives at most, None where it cannot tell.
+    """Return the largest number of samples that this rank's loader can yield; None if unknown.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -60,12 +60,12 @@ def expected_samples(loader: Any) -> int | None:
 
 
 def whole_dataset(dataset: Any) -> Any:
-    """Return the dataset under the wrappers that give each rank its share of a stream."""
+    """Return the dataset inside the wrappers that give each rank its share of a stream."""
     while isinstance(dataset, StreamWrapper) or _is_foreign_shard(dataset):
         dataset = dataset.dataset
     return dataset
 
 
 def _is_foreign_shard(dataset: Any) -> bool:
-    """Recognise accelerate's and transformers' wrapper by name, to import neither."""
+    """Recognise the wrappers of accelerate and transformers by name, to import neither."""
     return isinstance(dataset, IterableDataset) and type(dataset).__name__ == "IterableDatasetShard"

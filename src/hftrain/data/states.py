@@ -1,4 +1,4 @@
-"""Data that can tell where it is and go on from there: `state_dict` and `load_state_dict`, in workers too."""
+"""Data that saves and restores its position: `state_dict` and `load_state_dict`, also in workers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hftrain.data.wrappers import has_state, tell_epoch
 
 
 def resumable_loader(loader: Any, *, seed: int, rank: int) -> Any:
-    """Let a rank's loader be resumed exactly: with seeds for its workers, and with the states of its dataset.
+    """Make a rank's loader exactly resumable: with seeds for its workers, and with the states of its dataset.
 
-    One that iterates in its own way, or lacks nothing, comes back as it is.
+    A loader with its own iteration, or that needs neither, is returned unchanged.
     """
     return on_reader(loader, partial(_resumable, seed=seed, rank=rank))
 
@@ -49,25 +49,25 @@ def _resumable(loader: Any, *, seed: int, rank: int) -> Any:
 
 
 def with_seeds(loader: Any, *, seed: int, rank: int) -> Any:
-    """Send the workers of a map-style loader a seed with each batch; see `SeededBatches`."""
+    """Make a map-style loader send its workers a seed with each batch; see `SeededBatches`."""
     batches = loader.batch_sampler
     if not loader.num_workers or batches is None:
         return loader
     if any(isinstance(part, SeededBatches) for part in (batches, *samplers_of(batches))):
         return loader
-    # torch sends another batch before it raises the error of the one that has come.
+    # torch requests another batch before it raises the error of the received one.
     num_kept = loader.num_workers * (loader.prefetch_factor or 0) + 1
     return rebuild_loader(loader, batch_sampler=SeededBatches(batches, seed=seed, rank=rank, num_kept=num_kept))
 
 
 class StatefulLoader(RankLoader):
-    """Read a dataset that has a state in workers, and know the state that each worker's copy had at any batch.
+    """Read a dataset with a state in workers, and track the state of each worker's copy at every batch.
 
-    Workers read ahead, so each batch brings along the state that its worker's copy had right after it. A map-style
-    dataset goes on with the very next batch. Of a stream each worker has a part of its own, and goes on at the start
-    of the round (one batch from each worker) that was begun: fewer batches than there are workers are read again.
+    Workers read ahead, so each batch carries the state of its worker's copy right after it. A map-style
+    dataset resumes with the next batch. Each worker reads its own part of a stream and resumes at the start
+    of the current round (one batch from each worker): fewer batches than there are workers are read again.
 
-    A stream has an `EpochStream` inside, and there are workers.
+    A stream must have an `EpochStream` inside, and there must be workers.
     """
 
     def __init__(self, dataset: Any, *, collate_fn: Any, worker_init_fn: Any, **options: Any) -> None:
@@ -79,13 +79,13 @@ class StatefulLoader(RankLoader):
         super().__init__(dataset, collate_fn=_Stamp(collate_fn), worker_init_fn=self._start, **options)
         self._num_batches = self._num_to_drop = 0
         self._is_loaded = False
-        # By worker: its state, and after how many batches it was in it; the last two.
+        # By worker: its last two states, each with the number of batches before it.
         self._states: list[list[tuple[int, Any]]] = [[] for _ in range(self.num_workers)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the iteration that was begun last is, as of the batches it has yielded."""
+        """Return the position of the latest iteration, as of the batches that it has yielded."""
         if self._skipped is not None:
-            # The next batch is made by the first of the new workers.
+            # The next batch comes from the first of the new workers.
             turn = self._num_batches % self.num_workers
             latest = [states[-1:] for states in self._states]
             return {"num_batches": self._num_batches, "num_to_drop": 0, "workers": latest[turn:] + latest[:turn]}
@@ -96,14 +96,14 @@ class StatefulLoader(RankLoader):
         return {"num_batches": self._num_batches, "num_to_drop": num_to_drop, "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next iteration where another loader with as many workers was."""
+        """Begin the next iteration at the position of another loader with as many workers."""
         self._states = [[(int(count), inner) for count, inner in entries] for entries in state["workers"]]
         self._start.entries = [entries[-1] if entries else None for entries in self._states]
         self._num_batches, self._num_to_drop = int(state["num_batches"]), int(state["num_to_drop"])
         self._is_loaded = True
 
     def skip(self, num_batches: int) -> bool:
-        """Begin the next iteration later, with the dataset as it is; False if it is a stream, which cannot."""
+        """Begin the next iteration later, with the dataset unchanged; False for a stream, which cannot skip."""
         if self._skipped is not None:
             self.load_state_dict({"num_batches": num_batches, "num_to_drop": 0, "workers": [[]] * self.num_workers})
         return self._skipped is not None
@@ -115,7 +115,7 @@ class StatefulLoader(RankLoader):
         if self._skipped is not None:
             self._skipped.skip = self._num_batches
         batches = self._unpacked(super().__iter__())
-        # The workers have their copies by now; those of the next epoch begin with the dataset as it is.
+        # The workers have their copies by now; those of the next epoch begin with the unchanged dataset.
         self._start.entries, self._is_loaded = [], False
         self._num_batches -= self._num_to_drop
         for _ in range(self._num_to_drop):
@@ -132,7 +132,7 @@ class StatefulLoader(RankLoader):
 
 
 class Stamped:
-    """A batch on its way from a worker, with the state of the worker's dataset."""
+    """A batch in transit from a worker, with the state of the worker's dataset."""
 
     def __init__(self, batch: Any, worker: int, state: Any) -> None:
         self.batch = batch
@@ -158,7 +158,7 @@ class _Stamp:
     def __call__(self, samples: Any) -> Stamped:
         batch = self.collate(samples)
         worker: Any = get_worker_info()
-        # A copy, because it is sent while the dataset goes on.
+        # A copy, because it is sent while the dataset is read further.
         state = copy.deepcopy(worker.dataset.state_dict())
         stream = epoch_stream(worker.dataset)
         if stream is not None:
@@ -167,7 +167,7 @@ class _Stamp:
 
 
 class _WorkerStart:
-    """Initialise a worker, and put the state of its dataset back; runs in the worker, before it reads."""
+    """Initialise a worker and restore the state of its dataset; runs in the worker before it reads."""
 
     def __init__(self, inner: Callable[[int], Any] | None) -> None:
         self.inner = inner

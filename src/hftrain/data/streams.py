@@ -1,4 +1,4 @@
-"""Datasets that can only be iterated: their epochs, and each rank's share."""
+"""Iterable datasets: their epochs, and each rank's share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hftrain.data.wrappers import StreamWrapper, has_state, tell_epoch
 
 
 def set_dataset_epoch(dataset: Any, *, epoch: int, seed: int) -> None:
-    """Tell a dataset its epoch: reseed a stream's `generator`, call `set_epoch`, as documented; mutates the dataset."""
+    """Set a dataset's epoch: reseed a stream's `generator`, call `set_epoch`, as documented; mutates the dataset."""
     generator = getattr(dataset, "generator", None)
     if isinstance(dataset, IterableDataset) and isinstance(generator, torch.Generator):
         generator.manual_seed(seed + epoch)
@@ -25,13 +25,13 @@ def set_dataset_epoch(dataset: Any, *, epoch: int, seed: int) -> None:
 
 
 class EpochStream(StreamWrapper):
-    """Carry the epoch to every copy of a stream, those in persistent workers included.
+    """Forward the epoch to every copy of a stream, including those in persistent workers.
 
-    Workers hold copies of the dataset, which `set_epoch` in the main process never reaches once they live. Here the
-    epoch is in shared memory, and each copy applies it as it starts to iterate.
+    Workers hold copies of the dataset, which `set_epoch` in the main process does not reach once they run. Here the
+    epoch is in shared memory, and each copy applies it when it starts to iterate.
 
-    A stream with a state begins each epoch in the state that a new worker's copy has, in workers that persist too. A
-    `generator` of the stream is seeded with `seed + epoch`; the workers of each rank draw other numbers.
+    A stream with a state begins each epoch in the state of a new worker's copy, also in persistent workers. A
+    `generator` of the stream is seeded with `seed + epoch`; the workers of each rank draw different numbers.
     """
 
     def __init__(self, dataset: Any, *, seed: int, rank: int) -> None:
@@ -41,14 +41,14 @@ class EpochStream(StreamWrapper):
         self._begun: int | None = None
         self._first_state: Any = None
         self._is_loaded = self._is_over = False
-        # Of this epoch, by this worker; counted where each batch has a state, and then part of the next one's seed.
+        # Batches of this worker in this epoch; counted if each batch has a state, and part of the next batch's seed.
         self.num_batches = 0
         self._epoch = torch.tensor(-1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration is about; until then the stream is left as it is."""
-        # Here already, because streams of `datasets` share their epoch among all copies and change it by a difference
-        # (`+=`), which would count several times if the workers were the first to do so, all at once.
+        """Set the epoch of the next iteration; until then the stream does not change."""
+        # Set here, because streams of `datasets` share their epoch among all copies and change it by an increment
+        # (`+=`), which would apply several times if all workers did it at once.
         set_dataset_epoch(self.dataset, epoch=epoch, seed=self._seed)
         self._epoch.fill_(epoch)
 
@@ -71,7 +71,7 @@ class EpochStream(StreamWrapper):
             if has_state(self.dataset) and not is_loaded:
                 self._first_state = copy.deepcopy(self.dataset.state_dict())
         elif epoch != self._begun:
-            # Also with a state that was loaded: it is what an epoch that was filled up has left.
+            # Also with a loaded state: it is what remains of an epoch that was filled up.
             self.num_batches = 0
             if has_state(self.dataset):
                 self.dataset.load_state_dict(copy.deepcopy(self._first_state))
@@ -80,7 +80,7 @@ class EpochStream(StreamWrapper):
 
     def _until_over(self, items: Iterator[Any]) -> Iterator[Any]:
         yield from items
-        # A last batch that is not full has seen the end already; the stream's own state may be that of a new start.
+        # An incomplete last batch has reached the end; the stream's own state may already be that of a new start.
         self._is_over = True
 
     def _seed_worker(self, epoch: int) -> None:
@@ -89,7 +89,7 @@ class EpochStream(StreamWrapper):
         seed_process(derive_seed(self._seed, epoch, self._rank, worker.id, *place))
 
     def end_batch(self) -> None:
-        """Note that a worker has made a batch, and seed it for the next: with numbers that depend on its place only."""
+        """Count a worker's batch, and seed the worker for the next one by its position only."""
         self.num_batches += 1
         self._seed_worker(int(self._epoch))
 
@@ -108,8 +108,8 @@ class EpochStream(StreamWrapper):
 class BatchShardStream(StreamWrapper):
     """Give rank r the batches r, r + W, r + 2W, ... of a stream, without padding or repetition.
 
-    Every rank reads the whole stream, which must be in the same order on all. A rank may get one batch less, unless
-    `drops_rest` leaves out a last round that has not a full batch for every rank.
+    Every rank reads the whole stream, whose order must be the same on all ranks. A rank may get one batch less, unless
+    `drops_rest` drops a last round without a full batch for every rank.
 
     Example:
         >>> from torch.utils.data import IterableDataset
@@ -128,7 +128,7 @@ class BatchShardStream(StreamWrapper):
         self._drops_rest = drops_rest
 
     def __iter__(self) -> Iterator[Any]:
-        # In whole rounds, so that the stream is as far on all ranks when each has its batch.
+        # In whole rounds, so that the stream's position is the same on all ranks when each has its batch.
         stream, unit = iter(self.dataset), self._batch_size * self._world_size
         start = self._rank * self._batch_size
         while (samples := list(islice(stream, unit))) and (len(samples) == unit or not self._drops_rest):
@@ -145,7 +145,7 @@ class BatchShardStream(StreamWrapper):
 class EvenedStream(StreamWrapper):
     """Fill a stream up to a multiple of `unit`, in each worker that reads it; see `even_out`.
 
-    A stream with a state is read again for that, as from its start; others are remembered.
+    The first samples of a stream with a state are read again; those of others are kept in memory.
     """
 
     def __init__(self, dataset: Any, *, unit: int) -> None:
@@ -160,7 +160,7 @@ class EvenedStream(StreamWrapper):
 
     def _read_again(self) -> Iterator[Any]:
         is_loaded, self._is_loaded = self._is_loaded, False
-        # Even for nothing: an epoch has to use up the state that was loaded, or the next one would begin with it.
+        # Even if nothing is read: an epoch must consume the loaded state, or the next one would begin with it.
         stream = iter(self.dataset)
         if not is_loaded:
             self._count, self._is_over, self._is_filled = 0, False, False
@@ -170,7 +170,7 @@ class EvenedStream(StreamWrapper):
             self._is_over = True
         elif self._count % self._unit:
             yield from self._counted(islice(stream, -self._count % self._unit))
-        # More than once where the stream is shorter than what is missing.
+        # More than once if the stream is shorter than what is missing.
         while self._count % self._unit:
             before, self._is_filled = self._count, True
             self.dataset.load_state_dict(copy.deepcopy(self._first_state))
@@ -178,7 +178,7 @@ class EvenedStream(StreamWrapper):
             if self._count == before:
                 raise _cannot_fill()
         if self._is_filled:
-            # Where it stopped tells nothing.
+            # The position where it stopped is irrelevant.
             self.dataset.load_state_dict(copy.deepcopy(self._first_state))
 
     def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
@@ -187,7 +187,7 @@ class EvenedStream(StreamWrapper):
             yield item
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stream's state, and what filling it up needs."""
+        """Return the stream's state and the data needed to fill it up."""
         count = self._count % self._unit
         own = {"start": self._first_state, "count": count, "is_over": self._is_over, "is_filled": self._is_filled}
         return {"stream": self._first_state if self._is_filled and not count else self.dataset.state_dict(), **own}
@@ -203,12 +203,12 @@ class EvenedStream(StreamWrapper):
 
 
 def splits_among_workers(dataset: Any) -> bool:
-    """Recognise a `datasets.IterableDataset`, which hands its shards out to the workers."""
+    """Recognise a `datasets.IterableDataset`, which distributes its shards to the workers."""
     return hasattr(dataset, "n_shards") and callable(getattr(dataset, "shard", None))
 
 
 def epoch_stream(dataset: Any) -> EpochStream | None:
-    """Return the wrapper of a stream that seeds its workers, wherever it is among the wrappers."""
+    """Return the wrapper that seeds a stream's workers, at any depth of the wrappers."""
     while isinstance(dataset, StreamWrapper) and not isinstance(dataset, EpochStream):
         dataset = dataset.dataset
     return dataset if isinstance(dataset, EpochStream) else None

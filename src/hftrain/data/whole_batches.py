@@ -1,4 +1,4 @@
-"""Batches that are read and collated as a whole, where nothing of a user's comes in between."""
+"""Reading and collating whole batches at once, if no user code is involved."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from hftrain.data.collators import DefaultDataCollator, collate_columns, default_data_collator
 from hftrain.data.columns import ColumnPruner, TextRemover
 
-# The types of columns whose numbers are the same in Arrow and in Python.
+# The column types whose values are the same in Arrow and in Python.
 _NUMBERS = frozenset({"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float32", "float64"})
 
 
 class WholeBatches(Dataset[Any]):
-    """Read the batches that `collate` would make of a dataset's rows.
+    """Read batches identical to those that `collate` makes of a dataset's rows.
 
-    Batches whose samples differ in shape, lack a value, or have an index that is not an int are made of rows.
+    Batches whose samples differ in shape, have missing values or have a non-int index are read by rows.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -39,7 +39,7 @@ class WholeBatches(Dataset[Any]):
         return self.collate([self.dataset[index] for index in indices] if read is None else read(indices))
 
     def _of_columns(self, indices: list[Any]) -> dict[str, Any] | None:
-        # A callback may have set a format since.
+        # A callback may have set a format in the meantime.
         if not _are_ints(indices) or self.dataset.format["type"] is not None:
             return None
         table = self._table[indices]
@@ -53,10 +53,10 @@ class WholeBatches(Dataset[Any]):
 
 
 def whole_batches(dataset: Any, collate: Any) -> WholeBatches | None:
-    """Return what reads a dataset by whole batches; None where each row is read and collated.
+    """Return a reader of whole batches for a dataset; None if rows must be read and collated one by one.
 
-    Whole are, with `default_data_collator`, a `TensorDataset`, a `Subset` of one, and a `datasets.Dataset` of numbers
-    without a format. Classes derived from these are read by rows.
+    With `default_data_collator`, these are a `TensorDataset`, a `Subset` of one, and a `datasets.Dataset` of numbers
+    without a format. Subclasses of these are read by rows.
     """
     inner = dataset
     while type(inner) is Subset:
@@ -67,7 +67,7 @@ def whole_batches(dataset: Any, collate: Any) -> WholeBatches | None:
 
 
 def as_it_is(batch: Any) -> Any:
-    """Collate a batch that is whole already."""
+    """Return a batch that is already collated."""
     return batch
 
 
@@ -81,7 +81,7 @@ def _is_default(collate: Any, names: Collection[str]) -> bool:
 
 
 def _is_of_columns(dataset: Any) -> bool:
-    """Recognise a `datasets.Dataset` of numbers, all columns of which are read as Python objects; imports nothing."""
+    """Recognise a `datasets.Dataset` of numbers whose columns are read as Python objects; imports nothing."""
     kind = type(dataset)
     if (kind.__module__, kind.__qualname__) != ("datasets.arrow_dataset", "Dataset"):
         return False
@@ -104,7 +104,7 @@ def _of_tensors(dataset: Any, indices: list[Any]) -> list[torch.Tensor] | None:
     while type(dataset) is Subset:
         indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
     tensors = dataset.tensors
-    # Of other tensors the layout of a stack is another one than that of a selection.
+    # For other tensors, stacking gives a different memory layout than indexing.
     if not _are_ints(indices) or not all(type(tensor) is torch.Tensor and _is_dense(tensor) for tensor in tensors):
         return None
     places = torch.tensor(indices, device="cpu")
@@ -129,6 +129,6 @@ def _array(column: Any) -> numpy.ndarray[Any, Any] | None:
 
 
 def _length(lists: Any) -> int:
-    """Return the length that all lists of an Arrow array have; 0 if it differs, or if they are not lists."""
+    """Return the common length of an Arrow array's lists; 0 if lengths differ or the values are not lists."""
     lengths = lists.value_lengths().to_numpy(zero_copy_only=False) if hasattr(lists, "value_lengths") else []
     return int(lengths[0]) if len(lengths) and (lengths == lengths[0]).all() else 0

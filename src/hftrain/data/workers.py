@@ -1,4 +1,4 @@
-"""Loader workers that die or hang: when the run hears of it, and what it says."""
+"""Dead or hanging loader workers: when they are reported, and the error."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _MOST_SAMPLES = 8
 
 
 class WorkerDeaths:
-    """Let torch report a worker's death only where the main thread waits for that worker's batches.
+    """Make torch report a worker's death only while the main thread waits for that worker's batches.
 
-    torch's handler of SIGCHLD raises in the main thread wherever that is: in a save, in an optimizer's step, in an
-    evaluation, whose state is sound. Its error is held back here, and raised when the worker's loader is asked for the
-    next batch. A handler of the program's own that was there before torch's is called by torch's as ever, and one
-    that was set later is left alone.
+    torch's SIGCHLD handler raises in the main thread at any point: in a save, in an optimizer's step, in an
+    evaluation, whose state is intact. Here its error is deferred until the main thread requests the worker's
+    next batch. A handler that the program installed before torch's is still called by torch's, and one
+    that was installed later is not replaced.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class WorkerDeaths:
         self._poker: threading.Thread | None = None
 
     def watch(self) -> None:
-        """Take the place of torch's handler, if there is one by now; called whenever a loader has begun."""
+        """Replace torch's handler, if it is installed; called whenever a loader has started."""
         if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
             return
         found = signal.getsignal(signal.SIGCHLD)
@@ -48,7 +48,7 @@ class WorkerDeaths:
             signal.signal(signal.SIGCHLD, self._hear)
 
     def close(self) -> None:
-        """Put torch's handler back; a death that no loader was asked about is forgotten."""
+        """Restore torch's handler; a deferred death that concerned no request is dropped."""
         if self._theirs is not None and signal.getsignal(signal.SIGCHLD) == self._hear:
             signal.signal(signal.SIGCHLD, self._theirs)
         self._held = None
@@ -72,7 +72,7 @@ class WorkerDeaths:
             self._poker.start()
 
     def _poke(self) -> None:
-        """Have the handler look again, until the main thread waits for the worker: torch would not tell it twice."""
+        """Call the handler again until the main thread waits for the worker: torch reports a death only once."""
         while self._held is not None:
             time.sleep(_POKE_S)
             if self._held is not None:
@@ -80,13 +80,13 @@ class WorkerDeaths:
 
 
 def report_worker(error: BaseException) -> None:
-    """Raise `StrategyError` in place of torch's error about a worker that died, or gave no batch in time.
+    """Raise `StrategyError` instead of torch's error about a worker that died or timed out.
 
     Raises:
-        StrategyError: It names the worker, its signal, and the samples that it was loading.
+        StrategyError: Names the worker, its signal, and the samples that it was loading.
     """
     is_told = isinstance(error, RuntimeError) and _OF_A_WORKER.match(str(error))
-    # A batch that a dead worker has left in the queue cannot be opened any more.
+    # A batch that a dead worker left in the queue can no longer be opened.
     if not is_told and not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)):
         return
     iterator, pids = _iterator_in(error.__traceback__), _pids(error)
@@ -97,7 +97,7 @@ def report_worker(error: BaseException) -> None:
                 raise _hung(iterator, number, worker) from error
             continue
         if not is_told or worker.pid in pids:
-            worker.join(_JOIN_S)  # else its exit status may not be known yet
+            worker.join(_JOIN_S)  # otherwise its exit status may be unknown
         if worker.exitcode and (not is_told or worker.pid in pids):
             raise _died(iterator, number, worker) from error
 
@@ -129,7 +129,7 @@ def _hung(iterator: Any, number: int, worker: Any) -> StrategyError:
     if dump_signal(getattr(iterator, "_worker_init_fn", None)) is not None:
         with suppress(OSError):
             os.kill(worker.pid, dump_signal(getattr(iterator, "_worker_init_fn", None)) or 0)
-            time.sleep(_DUMP_S)  # it writes to the same standard error
+            time.sleep(_DUMP_S)  # the worker writes to the same standard error
             stack = " Its stack is printed above, the innermost call first."
     return StrategyError(
         f"Loader worker {number} (pid {worker.pid}) gave no batch in {iterator._timeout:g} s.",
@@ -139,9 +139,9 @@ def _hung(iterator: Any, number: int, worker: Any) -> StrategyError:
 
 
 def _open_batch(iterator: Any, number: int) -> str:
-    """Return in words what a worker's oldest batch that has not come is made of; torch keeps its number only."""
+    """Describe a worker's oldest outstanding batch; torch keeps only its number."""
     info = getattr(iterator, "_task_info", {})
-    # A batch that has come out of turn holds its data, too.
+    # For a batch that arrived out of order, the entry also holds the data.
     waiting = sorted(index for index, entry in info.items() if entry[0] == number and len(entry) == 1)
     if not waiting:
         return "It had no batch to load."
@@ -153,7 +153,7 @@ def _open_batch(iterator: Any, number: int) -> str:
 
 
 def open_samples(trace: TracebackType | None) -> tuple[Any, ...]:
-    """Return the samples of the batch whose worker's error is being raised (none if unknown), dataset and collator."""
+    """Return the samples of the batch whose worker failed (none if unknown), the dataset and the collator."""
     iterator = _iterator_in(trace)
     if iterator is None:
         return [], None, None
@@ -162,7 +162,7 @@ def open_samples(trace: TracebackType | None) -> tuple[Any, ...]:
 
 
 def _sent(iterator: Any, number: int) -> list[Any]:
-    """Return the samples of batch `number` of a loader's pass; none if they are not known any more."""
+    """Return the samples of batch `number` of a loader's pass; none if they are no longer known."""
     sampler = getattr(iterator, "_index_sampler", None)
     seeded = [part for part in (sampler, *samplers_of(sampler)) if isinstance(part, SeededBatches)]
     back = iterator._send_idx - number
@@ -170,7 +170,7 @@ def _sent(iterator: Any, number: int) -> list[Any]:
 
 
 def _memory() -> str:
-    """Return what this machine knows of its memory, in parentheses, or nothing."""
+    """Return this machine's memory use in parentheses, or an empty string."""
     found = []
     with suppress(OSError, ValueError, KeyError):
         events = dict(line.split() for line in Path("/sys/fs/cgroup/memory.events").read_text().splitlines())
@@ -196,7 +196,7 @@ def _pids(error: BaseException) -> set[int]:
 
 
 def _waits_for(frame: FrameType | None, pids: set[int]) -> bool:
-    """Tell whether a frame is within the iterator of a loader that has one of these workers, and not ending them."""
+    """Return whether a frame is in the iterator of a loader with one of these workers, and not shutting them down."""
     while frame is not None and frame.f_code.co_name != "_shutdown_workers":
         if any(worker.pid in pids for worker in _workers_of(frame)):
             return True
@@ -205,7 +205,7 @@ def _waits_for(frame: FrameType | None, pids: set[int]) -> bool:
 
 
 def _iterator_in(trace: TracebackType | None) -> Any:
-    """Return the innermost loader iterator with workers that an error came through."""
+    """Return the innermost loader iterator with workers in an error's traceback."""
     found = None
     while trace is not None:
         found = trace.tb_frame.f_locals["self"] if _workers_of(trace.tb_frame) else found
@@ -214,6 +214,6 @@ def _iterator_in(trace: TracebackType | None) -> Any:
 
 
 def _workers_of(frame: FrameType) -> list[Any]:
-    """Return the workers of the loader's iterator whose method a frame is; torch's and torchdata's name it alike."""
+    """Return the workers of the loader iterator that a frame belongs to; torch and torchdata use the same attribute."""
     owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
     return list(getattr(owner, "_workers", ())) if "MultiProcessingDataLoaderIter" in type(owner).__name__ else []

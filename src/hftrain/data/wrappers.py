@@ -1,4 +1,4 @@
-"""What wraps a stream, and whether a dataset under it has a state."""
+"""Wrappers of streams, and whether the dataset inside them has a state."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hftrain.core.optional import installed_versions
 
 
 class StreamWrapper(IterableDataset[Any]):
-    """A stream made of another one, whose epoch and state are the other's."""
+    """A stream that wraps another one and shares its epoch and state."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to a stream that wants it."""
+        """Forward the epoch to a stream that has `set_epoch`."""
         tell_epoch(self.dataset, epoch)
 
     def state_dict(self) -> Any:
@@ -24,7 +24,7 @@ class StreamWrapper(IterableDataset[Any]):
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Put the state of the stream back, for the iteration that follows."""
+        """Restore the state of the stream for the next iteration."""
         self.dataset.load_state_dict(state)
 
     def __len__(self) -> int:
@@ -32,17 +32,17 @@ class StreamWrapper(IterableDataset[Any]):
 
 
 def tell_epoch(part: Any, epoch: int) -> None:
-    """Call `set_epoch` of whatever takes part in loading and has it."""
+    """Call `set_epoch` on every object of the loading pipeline that has it."""
     if callable(getattr(part, "set_epoch", None)):
         part.set_epoch(epoch)
 
 
 def has_state(data: Any) -> bool:
-    """Tell whether a dataset, under its wrappers, or a loader has a state from which it goes on exactly.
+    """Return whether a dataset (without its wrappers) or a loader can resume exactly from its state.
 
-    A `datasets.IterableDataset` that shuffles does not: its state leaves out the content of its buffer. Nor does one
-    made by a generator function, which is run again up to where it was and may draw random numbers, nor any before
-    datasets 5.0, whose state can be past samples that were not read yet (seen up to 4.8). Those are read again from
+    A `datasets.IterableDataset` that shuffles cannot: its state does not include its buffer. Nor can one
+    from a generator function, which is run again up to its position and may draw random numbers, nor any before
+    datasets 5.0, whose state can be ahead of the samples that were read (seen up to 4.8). Those are read again from
     the epoch's start, like streams without a state.
 
     Example:
@@ -52,7 +52,7 @@ def has_state(data: Any) -> bool:
     """
     while isinstance(data, StreamWrapper):
         data = data.dataset
-    if hasattr(data, "base_dataloader"):  # a loader of accelerate has the methods, whatever is inside
+    if hasattr(data, "base_dataloader"):  # an accelerate loader has the methods even if the inner loader lacks them
         return has_state(data.base_dataloader)
     if not (callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))):
         return False
@@ -65,9 +65,9 @@ def _is_before_datasets_5() -> bool:
 
 
 def _has_more_than_its_state(source: Any) -> bool:
-    """Look for a buffer or a generator function among the sources of a `datasets.IterableDataset`.
+    """Return whether a `datasets.IterableDataset` has a shuffle buffer or a generator function.
 
-    By name, to import nothing.
+    Recognised by name, to import nothing.
     """
     if source is None:
         return False
