@@ -359,7 +359,7 @@ def test_one_process_goes_on_where_two_stopped(
     try:
         trainer.train(resume_from_checkpoint=True)
         close(told(trainer), saved["whole"])
-        assert "was saved by 2 processes and goes on with 1" in caplog.text
+        assert "was saved by 2 processes and resumes on 1" in caplog.text
     finally:
         trainer.strategy.close()
 

@@ -230,7 +230,7 @@ def test_training_starts_anew_unless_told_to_resume(tmp_path: Path, resume: Any)
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"logging_steps": 7}, r"present ones: logging_steps \(was 500, now 7\)"),
+        ({"logging_steps": 7}, r"current ones: logging_steps \(was 500, now 7\)"),
         ({"save_steps": 3}, r"save_steps \(was 1, now 3\)"),
         ({"eval_strategy": "steps", "eval_steps": 3}, r"eval_strategy \(was 'no', now 'steps'\), eval_steps"),
         ({"learning_rate": 0.5}, r"go on with theirs: learning_rate \(was 0\.01, now 0\.5\)"),
@@ -249,7 +249,7 @@ def test_changed_arguments_are_reported(
 def test_changed_batch_size_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path, StopAt(2)).train()
     make(tmp_path, per_device_train_batch_size=2).train(resume_from_checkpoint=True)
-    assert "in another shape (batch_size 4 -> 2)" in caplog.text
+    assert "in another configuration (batch_size 4 -> 2)" in caplog.text
 
 
 def test_state_of_a_resume_follows_the_present_arguments(tmp_path: Path) -> None:

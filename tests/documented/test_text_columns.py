@@ -66,7 +66,7 @@ def test_text_next_to_a_task_is_left_out_with_a_line(
         trainer.train()
     assert "eval_loss" in trainer.evaluate()
     assert task.columns == {"x", "labels"}
-    lines = [record for record in caplog.records if "no tensor can be made" in record.message]
+    lines = [record for record in caplog.records if "cannot become tensors" in record.message]
     assert [(record.levelname, "text, tokens, answers" in record.message) for record in lines] == [("INFO", True)]
 
 

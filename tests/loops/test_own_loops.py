@@ -210,7 +210,7 @@ def test_checkpoint_of_a_plain_run_goes_on_with_a_loop_that_has_a_state(
     make_trainer(tmp_path, None, max_steps=2, save_strategy="steps", save_steps=1).train()
     trainer = make_trainer(tmp_path, KFold(2), max_steps=4)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert "holds no state of KFold" in caplog.text
+    assert "has no state for KFold" in caplog.text
 
 
 def test_loop_without_a_state_is_missed_nowhere(caplog: pytest.LogCaptureFixture) -> None:

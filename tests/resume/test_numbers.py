@@ -62,4 +62,4 @@ def test_training_metric_that_starts_anew_is_named(tmp_path: Path, caplog: pytes
     train(tmp_path, make(), stop=2)
     assert "measured" not in caplog.text
     train(tmp_path, make(), resume=True)
-    assert "had gathered since the last log: measured" in caplog.text
+    assert "had accumulated since the last log: measured" in caplog.text

@@ -205,7 +205,7 @@ def test_state_that_the_resumed_run_never_asks_for_is_told_of_and_kept(tmp_path:
 def test_optimizer_without_a_saved_state_is_told_of(tmp_path: Path) -> None:
     arguments = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     Plain(Net(), make_arguments(tmp_path, **arguments), train_dataset=make_rows()).train()
-    with pytest.warns(UserWarning, match=r"holds no state of trainer.critic_optimizer"):
+    with pytest.warns(UserWarning, match=r"has no state for trainer.critic_optimizer"):
         Early(Net(), make_arguments(tmp_path, **arguments), train_dataset=make_rows()).train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-3")
         )

@@ -202,7 +202,7 @@ def test_tracker_that_does_not_start_is_left_alone(tmp_path: Path, caplog: pytes
     assert output.global_step == 2
     # Closed, in case it had come half way.
     assert recorder.calls == ["start", "close"]
-    assert caplog.text.count("Tracker recorder failed (setup): OSError: no network for start. Training goes on.") == 1
+    assert caplog.text.count("Tracker recorder failed (setup): OSError: no network for start. Training continues.") == 1
     assert len(other.rows) == 3
 
 

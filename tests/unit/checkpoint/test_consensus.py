@@ -287,7 +287,7 @@ def test_a_save_that_another_process_does_not_answer_is_given_up(
 ) -> None:
     first, pending = make_silent_pair(monkeypatch, Board())
     assert first.ask(SAVE)
-    wait_until(lambda: "another process does not answer" in caplog.text)
+    wait_until(lambda: "another process does not respond" in caplog.text)
     wait_until(lambda: not pending)
     assert first.due(1) is None
     first.close()

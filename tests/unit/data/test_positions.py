@@ -107,7 +107,7 @@ class Own(BatchSampler):
 def test_batches_of_an_own_kind_are_unknown() -> None:
     loader: Any = DataLoader(list(range(8)), batch_sampler=Own(SequentialSampler(range(8)), 2, False))
     assert samples_per_round(loader, world_size=1) is None
-    with pytest.raises(CheckpointError, match="Own, which makes batches"):
+    with pytest.raises(CheckpointError, match="Own, which batches"):
         begin_at(loader, offset=1)
 
 

@@ -57,7 +57,7 @@ def test_find_targets_leaves_out_frozen_weights() -> None:
     ([3], "Set optim_target_modules"),
     (["nothing"], "matches no linear module"),
     (["embed"], "matches no linear module"),
-    ("(", "no regular expression that can be read"),
+    ("(", "not a valid regular expression"),
 ])  # fmt: skip
 def test_find_targets_refuses(wanted: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"optim='galore_adamw'.*{reason}"):

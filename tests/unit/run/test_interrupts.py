@@ -89,7 +89,7 @@ def test_stop_is_one_also_where_the_marker_cannot_be_written(
     with pytest.raises(TrainingStopped, match="The last checkpoint is checkpoint-4"):
         make_trainer(tmp_path, send).train()
     assert send.events == ["on_train_end"]
-    assert "requeue.json is not there to ask for a requeue" in caplog.text
+    assert "requeue.json cannot request a requeue" in caplog.text
 
 
 def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_sweep_that_exists_is_joined_and_failed_trials_are_passed_over() -> None
 
 
 def test_sweep_without_an_end_says_why() -> None:
-    with pytest.raises(ConfigError, match="No trial came to its end") as caught:
+    with pytest.raises(ConfigError, match="No trial completed") as caught:
         search_with_wandb(config(1), attempt, api=StandIn(9.0))
     assert str(caught.value.__cause__) == "diverged"
 

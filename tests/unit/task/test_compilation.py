@@ -161,7 +161,7 @@ def test_environment_tells_accelerate_while_a_verb_runs(
             return super().forward(x, labels)
 
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
-    with pytest.warns(UserWarning, match="torch_compile_mode='reduce-overhead' is inductor's"):
+    with pytest.warns(UserWarning, match="torch_compile_mode='reduce-overhead' is an option of inductor"):
         train(tmp_path, Watching(), torch_compile_mode="reduce-overhead", max_steps=1)
     assert seen[0] == ("counting", "reduce-overhead")
     assert os.environ["ACCELERATE_DYNAMO_BACKEND"] == "no"

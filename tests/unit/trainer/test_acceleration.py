@@ -113,7 +113,7 @@ def test_assigned_accelerator_must_fit_the_strategy(tmp_path: Path) -> None:
         trainer.accelerator = "mine"
     own = Accelerator(cpu=True)
     own.state.fsdp_plugin = object()
-    with pytest.raises(ConfigError, match="engine of its own"):
+    with pytest.raises(ConfigError, match="its own engine"):
         trainer.accelerator = own
     own.state.__dict__["num_processes"] = 2
     del own.state.__dict__["fsdp_plugin"]

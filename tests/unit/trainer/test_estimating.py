@@ -163,5 +163,5 @@ def test_estimate_with_ddp_counts_the_buckets(tmp_path: Path) -> None:
 def test_estimate_of_an_engine_with_memory_of_its_own_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(Net(), make_arguments(tmp_path), train_dataset=make_rows())
     trainer.strategy.name = "deepspeed_stage_2"  # a stand-in: the name alone decides
-    with pytest.raises(ConfigError, match="does not tell the peak"):
+    with pytest.raises(ConfigError, match="does not report its peak"):
         trainer.estimate_memory()
