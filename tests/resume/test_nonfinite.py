@@ -135,8 +135,8 @@ def test_restore_goes_back_and_the_data_go_on(tmp_path: Path, caplog: Any, save_
     assert rates == pytest.approx([1e-2 * (12 - step) / 12 for step in (3, 7, 11)])
     assert [r.getMessage() for r in caplog.records if r.getMessage().startswith("Restored weights")] == [
         "Restored weights and optimizer from checkpoint-4 at step 6: NaN or infinity in layers.0.weight, "
-        "layers.0.bias, layers.1.weight and 3 more and 2 losses, after step 4. The run continues with the next batches, "
-        "and checkpoint-6 saves the restored state."
+        "layers.0.bias, layers.1.weight and 3 more and 2 losses, after step 4. The run continues with the next "
+        "batches, and checkpoint-6 saves the restored state."
     ]
     # Before the restoring save, and after it.
     for stop in (5, 6, 7):

@@ -178,7 +178,8 @@ def test_full_disk_is_one_warning(
         trainer.train()
     assert trainer.state.global_step == 6
     assert [each.getMessage() for each in caplog.records if JOURNAL in each.getMessage()] == [
-        f"Some entries could not be written to {tmp_path / JOURNAL}: [Errno 28] No space left on device. Training continues."
+        f"Some entries could not be written to {tmp_path / JOURNAL}: [Errno 28] No space left on device. "
+        "Training continues."
     ]
     assert [step for step, _ in read_run(str(tmp_path), name="run").points("loss")] == [1, 5, 6]
 
