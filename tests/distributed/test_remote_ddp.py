@@ -106,11 +106,11 @@ def cannot_publish(root: str) -> str:
 
 def test_a_model_that_cannot_be_published_is_an_error_of_all(tmp_path: Path, run_distributed: Any) -> None:
     answers = run_distributed(cannot_publish, root=str(tmp_path))
-    assert "Files should be uploaded to local://" in answers[0]
+    assert "Cannot upload files to local://" in answers[0]
     assert "The main process could not upload its files" in answers[1]
 
 
 def test_a_machine_that_cannot_fetch_ends_all(tmp_path: Path, run_distributed: Any) -> None:
     answers = run_distributed(fail, root=str(tmp_path))
-    assert "should be read" in answers[1]
+    assert "Cannot read" in answers[1]
     assert "Another process could not fetch" in answers[0]

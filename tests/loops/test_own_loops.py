@@ -311,7 +311,7 @@ class Unsavable(FitLoop):
 
 def test_state_that_no_checkpoint_can_hold_is_refused_with_the_loops_name(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, Unsavable, save_strategy="steps", save_steps=2)
-    with pytest.raises(ConfigError, match="The state of Unsavable should be saved in each checkpoint"):
+    with pytest.raises(ConfigError, match="Cannot save the state of Unsavable in each checkpoint"):
         trainer.train()
     assert trainer.state.global_step == 1
 
@@ -319,7 +319,7 @@ def test_state_that_no_checkpoint_can_hold_is_refused_with_the_loops_name(tmp_pa
 def test_state_of_a_loop_that_waits_for_its_stage_is_looked_at_before_the_work(tmp_path: Path) -> None:
     kind = type("Waits", (EvaluateLoop,), {"state_dict": lambda self: {"parts": object()}})
     trainer = make_trainer(tmp_path, kind, save_strategy="steps", save_steps=2)
-    with pytest.raises(ConfigError, match="The state of Waits should be saved in each checkpoint"):
+    with pytest.raises(ConfigError, match="Cannot save the state of Waits in each checkpoint"):
         trainer.train()
     assert trainer.state.global_step == 0
 

@@ -63,7 +63,7 @@ def test_folders_are_looked_at_before_the_first_step(tmp_path: Path) -> None:
     }
     for log in logs:
         for name, reason in refusals.items():
-            assert f"{name} REFUSED Checkpoints should be saved to {tmp_path}" in log
+            assert f"{name} REFUSED Cannot save checkpoints to {tmp_path}" in log
             assert reason in log
             assert f"{name} STEP" not in log
         for name in ("shared", "own", "two paths said to be own"):

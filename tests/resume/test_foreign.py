@@ -116,7 +116,7 @@ def test_without_a_name_it_is_passed_over_and_said(tmp_path: Path, caplog: pytes
     (foreign / "training_args.bin").write_bytes(b"a pickle, which is never read")
     resumed = make_resumable(tmp_path, StopAt(3))
     assert resumed.train(resume_from_checkpoint=True).global_step == 3
-    assert f"Passed over {foreign}" in caplog.text
+    assert f"Skipped {foreign}" in caplog.text
     assert "It has no manifest.json, which proves it whole. Name it to resume from it." in caplog.text
     named = make_resumable(tmp_path, StopAt(6))
     assert named.train(resume_from_checkpoint=str(foreign)).global_step == 6

@@ -84,4 +84,4 @@ def test_own_files_are_proved_and_rotated(tmp_path: Path, caplog: pytest.LogCapt
     (last / "1_Pooling" / "config.json").write_text("changed")
     resumed = make(tmp_path, Writing, StopAt(11))
     assert resumed.train(resume_from_checkpoint=True).global_step == 11
-    assert "Passed over" in caplog.text
+    assert "Skipped" in caplog.text

@@ -233,7 +233,7 @@ def test_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
             self.critic_optimizer = torch.optim.Adam(self.model.layers[0].parameters(), lr=0.1, eps=1e-3)
             self.critic_optimizer.add_param_group({"params": list(self.model.layers[4].parameters())})
 
-    with pytest.raises(CheckpointError, match=r"own_optimizers.pt should be restored"):
+    with pytest.raises(CheckpointError, match=r"Cannot restore .*own_optimizers.pt"):
         make(Other, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 

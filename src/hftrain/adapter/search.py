@@ -75,7 +75,7 @@ def _cast(name: str, value: Any, kind: str) -> Any:
         pass
     raise ConfigError(
         f"Cannot set the hyperparameter {name!r}.",
-        f"Its setting takes {kind}, and the value is none.",
+        f"Its setting takes {kind}, which this value is not.",
         "Let the search space give values of that type (suggest_int for whole numbers).",
         **{name: value},
     )

@@ -62,7 +62,7 @@ def _folder_of(folder: Path, name: str) -> Path:
 
 def _unfit(path: Path, name: str, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"The adapter {name!r} should be loaded from {path}.",
+        f"Cannot load the adapter {name!r} from {path}.",
         f"It does not fit: {problem}.",
         "Build the model with the adapter configuration of the checkpoint.",
     )

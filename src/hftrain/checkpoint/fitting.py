@@ -118,7 +118,7 @@ def _check_ranges(path: Path, optimizer: torch.optim.Optimizer, group: Mapping[s
 def misfit(path: Path, reason: str) -> CheckpointError:
     """Return the error for a file that does not fit the run."""
     remedy = "Resume the run that was saved, or use another checkpoint."
-    return CheckpointError(f"{path} should be restored.", f"{reason.rstrip('.')}.", remedy)
+    return CheckpointError(f"Cannot restore {path}.", f"{reason.rstrip('.')}.", remedy)
 
 
 def _is_no_fault_of_the_file(error: Exception) -> bool:

@@ -167,7 +167,7 @@ class CheckpointManager:
             who += ", or another machine of this one,"
             remedy += " On storage that machines share leave save_on_each_node out."
         reason = f"{who} is saving there; each would delete what the other is writing."
-        raise ConfigError(f"Checkpoints should be saved to {self.config.output_dir}.", reason, remedy)
+        raise ConfigError(f"Cannot save checkpoints to {self.config.output_dir}.", reason, remedy)
 
     @property
     def is_committer(self) -> bool:
@@ -192,7 +192,7 @@ class CheckpointManager:
                 if is_asked_for(verify(path)):
                     return path
             except CheckpointError as error:
-                logger.warning("Passed over %s when looking for the newest checkpoint: %s", path, error)
+                logger.warning("Skipped %s when looking for the newest checkpoint: %s", path, error)
         return None
 
     def names(self) -> list[str]:

@@ -166,14 +166,14 @@ def _verify_file(folder: Path, name: str, record: Any) -> None:
     if status.st_size != record["size"]:
         raise _refused(path, f"It has {status.st_size} bytes instead of {record['size']}")
     if sha256(path) != record["sha256"]:
-        raise _refused(path, "Its SHA-256 is not the recorded one")
+        raise _refused(path, "Its SHA-256 differs from the one in the manifest")
 
 
 def _record(path: Path, hashes: Mapping[Mark, str]) -> dict[str, Any]:
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(
-            f"{path} should be saved.", "It is a link or no regular file.", "Write its content instead."
+            f"Cannot save {path}.", "It is a link or not a regular file.", "Write its content instead."
         )
     return {"size": status.st_size, "sha256": hashes.get(mark(status)) or sha256(path)}
 
@@ -224,8 +224,8 @@ _FACTS: dict[str, Callable[[Any], bool]] = {
 
 
 def _refused(path: Path, reason: str) -> CheckpointError:
-    remedy = "Use another checkpoint; without a path, resuming takes the newest that is whole."
-    return CheckpointError(f"{path} should be read.", f"{reason}.", remedy)
+    remedy = "Use another checkpoint; without a path, resuming takes the newest complete one."
+    return CheckpointError(f"Cannot read {path}.", f"{reason}.", remedy)
 
 
 def _checksum(body: dict[str, Any]) -> str:

@@ -126,4 +126,4 @@ def check_complete(folder: Path, name: str) -> None:
 
 
 def _unusable(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path} should be read.", f"{reason}.", "Use another checkpoint.")
+    return CheckpointError(f"Cannot read {path}.", f"{reason}.", "Use another checkpoint.")

@@ -38,7 +38,7 @@ def check_places(folder: Path, strategy: Strategy, *, on_each_node: bool) -> Non
             with suppress(OSError):
                 own.unlink()
     for reason, remedy in filter(None, faults):
-        raise ConfigError(f"Checkpoints should be saved to {folder}.", reason, remedy)
+        raise ConfigError(f"Cannot save checkpoints to {folder}.", reason, remedy)
 
 
 def _write(own: Path | None, host: str) -> tuple[str, str] | None:

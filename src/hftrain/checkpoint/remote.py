@@ -61,7 +61,7 @@ class RemoteCheckpoints:
         except OSError as error:
             self._has_swept = False
             raise CheckpointError(
-                f"{path.name} should be uploaded to {self.folder.url}.",
+                f"Cannot upload {path.name} to {self.folder.url}.",
                 f"{str(error).rstrip('.')}.",
                 f"It is whole in {path}: resume from there, or copy it to the store, its {MANIFEST} last.",
             ) from error
@@ -100,7 +100,7 @@ class RemoteCheckpoints:
             except UnreachableError:
                 raise
             except CheckpointError as error:
-                logger.warning("Passed over %s when looking for the newest checkpoint: %s", name, error)
+                logger.warning("Skipped %s when looking for the newest checkpoint: %s", name, error)
         self._report_unpublished(manifests, None if found is None else found.name)
         return found
 
@@ -275,12 +275,12 @@ class RemoteCheckpoints:
                 return
 
     def _damaged(self, name: str, reason: str) -> CheckpointError:
-        remedy = "Use another checkpoint; without a path, resuming takes the newest that is whole."
-        return CheckpointError(f"{self.folder.url}/{name} should be read.", f"{reason}.", remedy)
+        remedy = "Use another checkpoint; without a path, resuming takes the newest complete one."
+        return CheckpointError(f"Cannot read {self.folder.url}/{name}.", f"{reason}.", remedy)
 
     def _unreachable(self, error: OSError) -> UnreachableError:
         return UnreachableError(
-            f"The checkpoints in {self.folder.url} should be read.",
+            f"Cannot read the checkpoints in {self.folder.url}.",
             f"{str(error).rstrip('.')}.",
             "Check the network, the credentials and the room on the local disk, then try again.",
         )

@@ -76,7 +76,7 @@ def check_saveable(model: torch.nn.Module, state: Mapping[str, Any], *, safe: bo
     foreign = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if foreign:
         raise CheckpointError(
-            f"The weights of {type(model).__name__} should be saved as safetensors.",
+            f"Cannot save the weights of {type(model).__name__} as safetensors.",
             f"{', '.join(foreign)} are not tensors.",
             "Set save_safetensors=False, or return tensors from get_extra_state().",
         )
@@ -156,7 +156,7 @@ def read_weights(folder: Path) -> dict[str, Any]:
             return _read_shards(folder, folder / index)
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     raise CheckpointError(
-        f"Weights should be loaded from {folder}.",
+        f"Cannot load weights from {folder}.",
         f"It has neither {WEIGHTS} nor {BIN_WEIGHTS}, whole or sharded.",
         "Use a folder that holds a model's weights.",
         found=names[:12],
@@ -175,7 +175,7 @@ def load_task_state(folder: Path, names: Collection[str]) -> dict[str, torch.Ten
     tensors = load_tensors(path) if names or path.exists() else {}
     if tensors.keys() != set(names):
         raise CheckpointError(
-            f"The task's own state should be loaded from {path}.",
+            f"Cannot load the task's own state from {path}.",
             f"It holds {sorted(tensors)}, and the task has {sorted(names)}.",
             "Resume with the task that was trained.",
         )
@@ -238,7 +238,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     state = load_containers(path)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         found = f"It holds a {type(state).__name__}, not values by name."
-        raise CheckpointError(f"{path} should hold weights.", found, "Use another checkpoint.")
+        raise CheckpointError(f"Cannot read weights from {path}.", found, "Use another checkpoint.")
     return state
 
 
@@ -247,7 +247,7 @@ def _shards_of(index: Path) -> dict[str, str]:
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not all(_SHARD.fullmatch(str(name)) for name in shards.values()):
         raise CheckpointError(
-            f"{index} should be read.", "It does not map names to files next to it.", "Use another checkpoint."
+            f"Cannot read {index}.", "It does not map names to files next to it.", "Use another checkpoint."
         )
     return shards
 
@@ -260,14 +260,14 @@ def _read_shards(folder: Path, index: Path) -> dict[str, Any]:
     if state.keys() != shards.keys():
         differing = sorted(state.keys() ^ shards.keys())
         raise CheckpointError(
-            f"{index} should be read.", f"It and its files differ in {differing}.", "Use another checkpoint."
+            f"Cannot read {index}.", f"It and its files differ in {differing}.", "Use another checkpoint."
         )
     return state
 
 
 def _unfit(model: torch.nn.Module, folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"The weights in {folder} should be loaded into {type(model).__name__}.",
+        f"Cannot load the weights in {folder} into {type(model).__name__}.",
         f"They do not fit: {problem}.",
         "Build the model as it was when the checkpoint was saved.",
     )

@@ -110,14 +110,14 @@ def watch_states(
 
     def check() -> None:
         in_use = [loop for stage, loop in loops.items() if stage != "fit" or loop.is_attached]
-        states: dict[str, Any] = {f"The state of {type(loop).__name__}": loop.state_dict for loop in in_use}
-        states["The state of the training data"] = own
+        states: dict[str, Any] = {f"the state of {type(loop).__name__}": loop.state_dict for loop in in_use}
+        states["the state of the training data"] = own
         if not is_overridden("_save_optimizer_and_scheduler"):
             # A sharded optimizer's state is gathered at each save; only its settings are checked here.
             whole = optimizer.state_dict if not strategy.shards_model else partial(group_settings, optimizer)
-            states[f"The state of {type(optimizer).__name__}"] = whole
+            states[f"the state of {type(optimizer).__name__}"] = whole
             if schedule is not None:
-                states[f"The state of {type(schedule).__name__}"] = schedule.state_dict
+                states[f"the state of {type(schedule).__name__}"] = schedule.state_dict
         _check_states(states)
 
     def check_again() -> None:
@@ -140,7 +140,7 @@ def _check_states(states: Mapping[str, Callable[[], Any]]) -> None:
             plain_containers(map_tensors(state, lambda _: None))
         except CheckpointError as error:
             remedy = "Or set save_only_model=True; such a run cannot be resumed."
-            raise ConfigError(f"{name} should be saved in each checkpoint.", str(error), remedy) from error
+            raise ConfigError(f"Cannot save {name} in each checkpoint.", str(error), remedy) from error
 
 
 def check_saves(

@@ -121,7 +121,7 @@ def check_room(manager: CheckpointManager, needed: Callable[[], int], *, may_wai
     if not manager.group.all_true(is_enough):
         found = f"{readable_bytes(free)} are free there" if manager.is_committer else "there is less room"
         raise ConfigError(
-            f"Checkpoints should be saved to {manager.config.output_dir}.",
+            f"Cannot save checkpoints to {manager.config.output_dir}.",
             f"One takes about {readable_bytes(num_bytes)}, and {found}.",
             "Give an output_dir with more room, or save less: save_only_model=True, or save_strategy='no'.",
         )

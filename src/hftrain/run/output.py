@@ -111,7 +111,7 @@ class Output:
             mirror.publish()
         except OSError as error:
             raise CheckpointError(
-                f"Files should be uploaded to {url}.",
+                f"Cannot upload files to {url}.",
                 f"{str(error).rstrip('.')}.",
                 f"They are complete in {mirror.folder}: fix the cause and write them again, or copy them.",
             ) from error

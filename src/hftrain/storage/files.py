@@ -97,7 +97,7 @@ def read_json(path: Path, *, scale: int = 1) -> Any:
         return json.loads(text.decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} should be read.", f"It is absent or damaged: {error}.", "Use another checkpoint."
+            f"Cannot read {path}.", f"It is absent or damaged: {error}.", "Use another checkpoint."
         ) from error
 
 

@@ -57,8 +57,8 @@ def load_shards(folder: Path, *, stem: str) -> dict[str, torch.Tensor]:
             expected = expected + len(tensor) if is_next else -1
         if expected != found[0][1]:
             raise CheckpointError(
-                f"{name} should be read from {folder}.",
-                f"Of its {found[0][1]} rows some are missing, or there twice.",
+                f"Cannot read {name} from {folder}.",
+                f"Some of its {found[0][1]} rows are missing or duplicated.",
                 "Copy the files of all processes, or use another checkpoint.",
             )
         whole[name] = torch.cat([tensor for _, _, tensor in found])
@@ -73,5 +73,5 @@ def _rows_in(path: Path) -> dict[str, Any]:
         return {name: (int(start), int(length)) for name, (start, length) in rows.items()}
     except Exception as error:
         raise CheckpointError(
-            f"{path} should be read.", f"It is damaged: {error!r}.", "Use another checkpoint."
+            f"Cannot read {path}.", f"It is damaged: {error!r}.", "Use another checkpoint."
         ) from error

@@ -214,7 +214,7 @@ def _key(key: Any, where: str) -> Any:
 
 def _not_plain(where: str, reason: str) -> CheckpointError:
     remedy = "Put only tensors, numbers, text, dictionaries, lists, tuples and sets into a state."
-    return CheckpointError(f"{where} should be saved.", f"{reason}.", remedy)
+    return CheckpointError(f"Cannot save {where}.", f"{reason}.", remedy)
 
 
 def _numpy_accepted() -> contextlib.AbstractContextManager[Any]:
@@ -224,7 +224,7 @@ def _numpy_accepted() -> contextlib.AbstractContextManager[Any]:
 
 def _unsupported(name: str, tensor: torch.Tensor) -> CheckpointError:
     return CheckpointError(
-        f"{name} should be saved as safetensors.",
+        f"Cannot save {name} as safetensors.",
         f"The format has no {tensor.layout} tensors of {tensor.dtype}.",
         "Set save_safetensors=False.",
     )
@@ -232,4 +232,4 @@ def _unsupported(name: str, tensor: torch.Tensor) -> CheckpointError:
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     reason = "It does not exist" if not path.exists() else f"It is damaged or holds more than plain data: {error}"
-    return CheckpointError(f"{path} should be read.", f"{reason}.", "Use another checkpoint.")
+    return CheckpointError(f"Cannot read {path}.", f"{reason}.", "Use another checkpoint.")

@@ -157,7 +157,7 @@ class DistributedStrategy(Strategy):
             return Board()
         if not self._has_store():
             raise StrategyError(
-                f"strategy={self.name!r} should pass notes among {self.world_size} processes.",
+                f"Cannot exchange messages between {self.world_size} processes with strategy={self.name!r}.",
                 "They share no store that a launcher made.",
                 "Start with torchrun or `accelerate launch`, and use another backend than MPI.",
             )

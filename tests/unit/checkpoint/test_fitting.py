@@ -16,7 +16,7 @@ PATH = Path("out/checkpoint-3/optimizer.pt")
 
 @pytest.mark.parametrize("error", [KeyError("a"), TypeError("a"), RuntimeError("a"), RecursionError("a")])
 def test_what_goes_wrong_with_a_file_names_it(error: Exception) -> None:
-    with pytest.raises(CheckpointError, match=r"optimizer\.pt should be restored") as caught, restoring(PATH):
+    with pytest.raises(CheckpointError, match=r"Cannot restore .*optimizer\.pt") as caught, restoring(PATH):
         raise error
     assert caught.value.__cause__ is error
 

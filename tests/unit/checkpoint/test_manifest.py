@@ -65,7 +65,7 @@ def test_manifest_refuses_facts_that_are_not_json(tmp_path, facts):
 
 def test_manifest_refuses_to_record_a_link(checkpoint):
     (checkpoint / "link").symlink_to(checkpoint / "optimizer.pt")
-    with pytest.raises(CheckpointError, match="link should be saved"):
+    with pytest.raises(CheckpointError, match=r"Cannot save .*link"):
         write_manifest(checkpoint, {}, step=5)
 
 
@@ -93,7 +93,7 @@ def test_verify_names_a_damaged_file(checkpoint, name, damage, reason):
         path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     elif damage == "folder":
         path.mkdir()
-    with pytest.raises(CheckpointError, match=f"{path.name} should be read.*{reason}"):
+    with pytest.raises(CheckpointError, match=f"Cannot read .*{path.name}.*{reason}"):
         verify(checkpoint)
 
 
@@ -102,7 +102,7 @@ def test_verify_names_a_damaged_file(checkpoint, name, damage, reason):
     [
         ("optimizer.pt", r"optimizer\.pt.*is a link"),
         ("manifest.json", r"manifest\.json.*is a link"),
-        ("sub", r"sub should be read.*is a link"),
+        ("sub", r"Cannot read .*sub\..*is a link"),
     ],
 )
 def test_verify_refuses_links_to_the_right_bytes(checkpoint, tmp_path, name, reason):

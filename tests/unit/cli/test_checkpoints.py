@@ -31,7 +31,7 @@ def test_checkpoints_are_listed_with_what_is_wrong_and_what_a_resume_takes(tmp_p
     assert show_checkpoints(tmp_path)[3].endswith("complete"), "of the same size"
     lines = show_checkpoints(tmp_path, should_verify=True)
     assert "damaged: " in lines[3]
-    assert "Its SHA-256 is not the recorded one" in lines[3]
+    assert "Its SHA-256 differs from the one in the manifest" in lines[3]
     assert lines[2].endswith("verified")
     assert lines[-1] == "resume_from_checkpoint=True takes checkpoint-2."
     weights.unlink()

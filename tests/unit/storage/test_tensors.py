@@ -63,7 +63,7 @@ def test_file_has_the_bytes_that_the_formats_library_writes(tmp_path, dtype):
     try:
         check_tensors(tensors)
     except CheckpointError:
-        with pytest.raises(CheckpointError, match="b should be saved"):
+        with pytest.raises(CheckpointError, match="Cannot save b"):
             save_tensors(tensors, tmp_path / "ours")
         return
     save_tensors(tensors, tmp_path / "ours")
@@ -102,9 +102,9 @@ def test_loaded_tensors_do_not_change_with_the_file(tmp_path):
 
 @pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex128)])
 def test_save_tensors_names_what_the_format_cannot_hold(tmp_path, tensor):
-    with pytest.raises(CheckpointError, match="odd should be saved"):
+    with pytest.raises(CheckpointError, match="Cannot save odd"):
         save_tensors({"a": torch.ones(1), "odd": tensor}, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="odd should be saved"):
+    with pytest.raises(CheckpointError, match="Cannot save odd"):
         check_tensors({"a": torch.ones(1), "odd": tensor})
 
 

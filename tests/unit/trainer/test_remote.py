@@ -105,7 +105,7 @@ def test_a_local_run_can_begin_from_a_remote_checkpoint(tmp_path):
 
 
 def test_a_remote_checkpoint_that_is_absent_or_no_folder_is_an_error():
-    with pytest.raises(CheckpointError, match=r"bucket/run/checkpoint-9 should be read\. It is not a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"Cannot read .*bucket/run/checkpoint-9\. It is not a checkpoint"):
         make_trainer().train(resume_from_checkpoint=f"{URL}/checkpoint-9")
     with pytest.raises(ConfigError, match="It names no folder"):
         make_trainer().train(resume_from_checkpoint="memory://bucket")
@@ -244,7 +244,7 @@ def test_a_store_that_refuses_writes_is_found_before_training(monkeypatch):
 @pytest.mark.parametrize("save_async", [False, True])
 def test_a_store_that_fails_while_training_ends_the_run_like_a_full_disk(monkeypatch, save_async):
     failing(monkeypatch, "put_file", times=99, error=OSError("gone"), only=lambda path: "checkpoint-4" in path)
-    with pytest.raises(CheckpointError, match=r"checkpoint-4 should be uploaded to memory://bucket/run"):
+    with pytest.raises(CheckpointError, match=r"Cannot upload checkpoint-4 to memory://bucket/run"):
         make_trainer(save_policy=SavePolicy(save_async=save_async)).train()
     assert saved() == ["checkpoint-2"]
     assert (mirror_of(URL) / "checkpoint-4" / "manifest.json").exists()
@@ -283,7 +283,7 @@ def test_logs_that_cannot_be_published_end_nothing(monkeypatch, caplog):
 
     failing(monkeypatch, "put_file", times=999, error=OSError("gone"), only=lambda path: path.endswith("events"))
     make_trainer(URL, Note()).train()
-    assert "Files should be uploaded to memory://bucket/run" in caplog.text
+    assert "Cannot upload files to memory://bucket/run" in caplog.text
     assert "checkpoint-8" in saved()
 
 
@@ -291,7 +291,7 @@ def test_logs_that_cannot_be_published_end_nothing(monkeypatch, caplog):
 def test_a_verb_that_cannot_publish_raises_and_leaves_its_files(monkeypatch, verb):
     trainer = make_trainer()
     failing(monkeypatch, "put_file", times=99, error=PermissionError("no"))
-    with pytest.raises(CheckpointError, match=r"Files should be uploaded to memory://bucket/run.*They are complete in"):
+    with pytest.raises(CheckpointError, match=r"Cannot upload files to memory://bucket/run.*They are complete in"):
         verb(trainer)
     assert list(mirror_of(URL).iterdir())
 

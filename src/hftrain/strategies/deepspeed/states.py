@@ -140,7 +140,7 @@ def _masters(engine: Any) -> list[torch.Tensor]:
         if found:
             return [each for group in found for each in (group if isinstance(group, (list, tuple)) else [group])]
     raise StrategyError(
-        f"The state of DeepSpeed's {type(engine.optimizer).__name__} should be saved or restored.",
+        f"Cannot save or restore the state of DeepSpeed's {type(engine.optimizer).__name__}.",
         "This version does not know where it keeps its float32 parameters.",
         "Use ZeRO stage 1, 2 or 3, or save_only_model=True.",
     )
@@ -163,7 +163,7 @@ def _own(value: Any, master: torch.Tensor, *, rank: int, world_size: int) -> Any
 
 def _unfit(reason: str) -> CheckpointError:
     return CheckpointError(
-        "The optimizer's state of a checkpoint should be restored with strategy='deepspeed'.",
+        "Cannot restore the optimizer's state of a checkpoint with strategy='deepspeed'.",
         reason,
         "Resume as the run was started, or start a new run from the checkpoint's weights.",
     )
