@@ -63,8 +63,8 @@ def test_each_machine_keeps_whole_checkpoints_and_resumes_from_its_own(tmp_path:
         assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= set(content)
         assert [name for name in content if name.startswith("rng")] == [f"rng_state_{rank}.pth"]
         assert answer["resumed"] == answer["newest"] == answer["losses"]
-    assert "This machine lacks it" in answers[1]["refusal"]
-    assert "Another machine lacks it" in answers[0]["refusal"]
+    assert "It is missing on this machine" in answers[1]["refusal"]
+    assert "It is missing on another machine" in answers[0]["refusal"]
 
 
 def shared_storage(root: str, locks: bool) -> str:

@@ -234,7 +234,7 @@ def test_second_process_that_is_not_started_on_a_cpu_is_missed(tmp_path: Path) -
     launch = [*ACCELERATE, "launch", "--cpu", "--num_processes"]
     ended, output = run_command([*launch, "2", "script.py"], tmp_path, env)
     assert ended != 0
-    assert "It started this one alone" in output
+    assert "It started only this process" in output
     assert not list(tmp_path.glob("answer_*"))
     ended, output = run_command([*launch, "1", "script.py"], tmp_path, env)
     assert ended == 0, output

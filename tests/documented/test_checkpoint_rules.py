@@ -230,10 +230,10 @@ def test_training_starts_anew_unless_told_to_resume(tmp_path: Path, resume: Any)
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"logging_steps": 7}, r"current ones: logging_steps \(was 500, now 7\)"),
+        ({"logging_steps": 7}, r"logging_steps \(was 500, now 7\)\. The run uses the new"),
         ({"save_steps": 3}, r"save_steps \(was 1, now 3\)"),
         ({"eval_strategy": "steps", "eval_steps": 3}, r"eval_strategy \(was 'no', now 'steps'\), eval_steps"),
-        ({"learning_rate": 0.5}, r"go on with theirs: learning_rate \(was 0\.01, now 0\.5\)"),
+        ({"learning_rate": 0.5}, r"learning_rate \(was 0\.01, now 0\.5\)\. The resumed"),
         ({}, None),
     ],
 )

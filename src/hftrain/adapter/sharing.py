@@ -33,7 +33,7 @@ def settle_sharing(args: Any) -> None:
     accumulation = _accumulation(config)
     num_steps = accumulation.get("num_steps", args.gradient_accumulation_steps)
     if args.gradient_accumulation_steps not in (1, num_steps):
-        reason = f"gradient_accumulation_steps={args.gradient_accumulation_steps} says otherwise."
+        reason = f"gradient_accumulation_steps={args.gradient_accumulation_steps} differs from it."
         raise refused_key("num_steps", num_steps, reason, "Keep one of the two.")
     args.gradient_accumulation_steps = num_steps
 

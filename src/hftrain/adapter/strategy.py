@@ -125,7 +125,7 @@ def _check_sagemaker(args: Any) -> None:
         successor = "fsdp='full_shard' (or deepspeed=...), which splits the model" if is_split else "strategy='ddp'"
         raise ConfigError(
             asked,
-            f"SageMaker's {runtime} runtime (smdistributed) needs a trainer of its own, which this is not.",
+            f"SageMaker's {runtime} runtime (smdistributed) is not supported.",
             f"Launch with torchrun (distribution={{'torch_distributed': {{'enabled': True}}}}) and use {successor}.",
         )
 
@@ -271,7 +271,7 @@ def _check_launcher(strategy: str | Strategy | None) -> None:
     if lacks_processes() and _name_of(strategy) != "single":
         raise ConfigError(
             "`accelerate launch` has several processes to start.",
-            "It started this one alone, as it does where there are not several GPUs (on CPUs it wants MPI).",
+            "It started only this process, as it does without several GPUs (on CPUs it needs MPI).",
             "Start with `torchrun --nproc_per_node=N script.py`; or use --num_processes=1, and unset MASTER_ADDR.",
         )
     engines = _engines_of(strategy) if _name_of(strategy) else {"fsdp", "deepspeed"}

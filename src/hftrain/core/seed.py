@@ -104,7 +104,7 @@ def _check(state: dict[str, Any]) -> None:
     _, keys, position, has_gauss, cached = state["numpy"]
     is_fit = type(position) is int and 0 <= position <= 624 and len(keys) == 624 and has_gauss in (0, 1)
     if not is_fit or not all(isinstance(each, (float, type(None))) for each in (gauss, cached)):
-        raise ValueError("The state of a random number generator is none.")
+        raise ValueError("The state of the random number generator is invalid.")
 
 
 def _devices() -> Iterator[tuple[str, Any]]:

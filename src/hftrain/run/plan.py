@@ -238,8 +238,8 @@ def report_changed_arguments(args: TrainingArguments, folder: Path) -> None:
         logger.info("The arguments of the checkpoint are not compared with those of this run: %s", error)
         return
     for names, consequence in (
-        (_OVERRIDDEN, "whose optimizer and schedule go on with theirs"),
-        (_INTERVALS, "the run continues with the current ones"),
+        (_OVERRIDDEN, "The resumed optimizer and schedule keep the saved values."),
+        (_INTERVALS, "The run uses the new values."),
     ):
         changed = [
             f"{name} (was {saved[name]!r}, now {current.get(name)!r})"
@@ -247,7 +247,7 @@ def report_changed_arguments(args: TrainingArguments, folder: Path) -> None:
             if isinstance(saved.get(name, ...), _PLAIN) and saved[name] != current.get(name)
         ]
         if changed:
-            logger.warning("These arguments changed since the checkpoint, %s: %s.", consequence, ", ".join(changed))
+            logger.warning("Arguments changed since the checkpoint: %s. %s", ", ".join(changed), consequence)
 
 
 def find_resume(
