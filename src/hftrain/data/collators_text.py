@@ -1,4 +1,4 @@
-"""Batches of tokenized text: padded labels, masked and causal language modelling."""
+"""Collators for tokenized text: padded labels, masked and causal language modelling."""
 
 from __future__ import annotations
 
@@ -127,11 +127,11 @@ class DataCollatorForTokenClassification:
 class DataCollatorForLanguageModeling:
     """Pad the samples and create language modelling labels from the inputs.
 
-    Causal (`mlm=False`): labels are the inputs, padding ignored. Masked: of the tokens that are not special, a share
-    `mlm_probability` is to be predicted; of these, `mask_replace_prob` become the mask token, `random_replace_prob`
-    a random token, and the rest stay as they are.
+    Causal (`mlm=False`): labels are the inputs, padding ignored. Masked: a share `mlm_probability` of the
+    non-special tokens is predicted; of these, a share `mask_replace_prob` becomes the mask token, `random_replace_prob`
+    a random token, and the rest stay unchanged.
 
-    With `whole_word_mask` words are chosen instead of tokens, all of which become mask tokens; the samples' offsets
+    With `whole_word_mask`, words are chosen and all their tokens become mask tokens; the samples' offsets
     (`offset_mapping`, which a fast tokenizer returns on request) mark where words begin.
 
     With `seed`, the masks depend only on the seed, the epoch and the batch's content, not on workers, ranks,

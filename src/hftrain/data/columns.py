@@ -21,7 +21,7 @@ def signature_columns(model: Any, *, label_names: Iterable[str]) -> list[str] | 
 
     These are the parameters of `forward`, then the label names and ``"label"``, ``"label_ids"``, which collators
     rename. None means all columns: forward's signature names none or cannot be read, or it takes ``**kwargs`` and
-    the model is not a transformers model (it has no `config`), so any column may be meant for it.
+    the model is not a transformers model (it has no `config`), so it may use any column.
 
     Example:
         >>> signature_columns(torch.nn.Linear(1, 1), label_names=["labels"])
@@ -100,7 +100,7 @@ class _Before:
         tell_epoch(self.collator, epoch)
 
     def keeps(self, names: Collection[str]) -> bool:
-        """Return whether all columns of numbers reach the collator."""
+        """Return whether all of these numeric columns reach the collator."""
         return True
 
     def _tell(self, message: str) -> None:
@@ -139,7 +139,7 @@ class ColumnPruner(_Before):
         )
 
     def keeps(self, names: Collection[str]) -> bool:
-        """Return whether all columns reach the collator."""
+        """Return whether all of these columns reach the collator."""
         return self._keep.issuperset(names)
 
     def _prune(self, feature: Mapping[str, Any]) -> Mapping[str, Any]:

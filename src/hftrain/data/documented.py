@@ -25,9 +25,9 @@ def get_length_grouped_indices(
 
     Args:
         lengths: The length of each sample.
-        batch_size: Samples that should be alike.
+        batch_size: Samples of similar length.
         mega_batch_mult: Batches that are sorted together; None takes up to 50.
-        generator: What the order is drawn from; None for torch's own.
+        generator: The generator of the order; None for torch's global one.
 
     Source: the documented `get_length_grouped_indices`.
     """
@@ -39,14 +39,14 @@ class LengthGroupedSampler(Sampler[int]):
     """Shuffle so that neighbouring samples have similar lengths.
 
     Args:
-        batch_size: Samples that should be alike.
-        dataset: What to sample from; not needed if `lengths` are given.
+        batch_size: Samples of similar length.
+        dataset: The dataset; not needed if `lengths` are given.
         lengths: The length of each sample.
-        model_input_name: The part of a sample whose length is used; ``"input_ids"`` by default.
-        generator: What the order is drawn from; None for torch's own.
+        model_input_name: The field of a sample that determines its length; ``"input_ids"`` by default.
+        generator: The generator of the order; None for torch's global one.
 
     Raises:
-        ConfigError: There are neither lengths nor samples that have such a part.
+        ConfigError: There are neither lengths nor samples with that field.
 
     Source: the documented `LengthGroupedSampler`.
 
@@ -79,17 +79,17 @@ class DistributedLengthGroupedSampler(DistributedSampler[int]):
     """Length-grouped sampler for several processes: each takes every n-th index; the order wraps around to fill up.
 
     Args:
-        batch_size: Samples that should be alike.
-        dataset: What to sample from; not needed if `lengths` are given.
+        batch_size: Samples of similar length.
+        dataset: The dataset; not needed if `lengths` are given.
         num_replicas: The number of processes; the process group's by default.
-        rank: This process; likewise.
+        rank: The rank of this process; the process group's by default.
         seed: The order of epoch e is drawn from `seed + e`.
-        drop_last: Leave samples out instead of repeating some.
+        drop_last: Drop samples instead of repeating some.
         lengths: The length of each sample.
-        model_input_name: The part of a sample whose length is used; ``"input_ids"`` by default.
+        model_input_name: The field of a sample that determines its length; ``"input_ids"`` by default.
 
     Raises:
-        ConfigError: There are neither lengths nor samples that have such a part.
+        ConfigError: There are neither lengths nor samples with that field.
 
     Source: the documented `DistributedLengthGroupedSampler`.
     """
@@ -119,9 +119,9 @@ class SequentialDistributedSampler(Sampler[int]):
     """Give each process a contiguous share of equal length; indices wrap around to fill up the last share.
 
     Args:
-        dataset: What to sample from.
+        dataset: The dataset.
         num_replicas: The number of processes; the process group's by default.
-        rank: This process; likewise.
+        rank: The rank of this process; the process group's by default.
         batch_size: Make the shares a multiple of this.
 
     Source: the documented `SequentialDistributedSampler`.
@@ -156,10 +156,10 @@ class IterableDatasetShard(IterableDataset[Any]):
     Args:
         dataset: The stream, which every process reads in the same order.
         batch_size: Samples that a process takes at once.
-        drop_last: Leave out an incomplete last round.
+        drop_last: Drop an incomplete last round.
         num_processes: The number of processes.
-        process_index: This process.
-        seed: A stream with a `generator` has it set to this plus the epoch.
+        process_index: The index of this process.
+        seed: A stream's `generator` is seeded with this plus the epoch.
 
     Source: the documented `IterableDatasetShard`.
 

@@ -173,7 +173,7 @@ class TrainFeed:
         return False
 
     def _placed(self, loader: Any, *, may_start_over: bool) -> Iterator[Any]:
-        """Iterate data whose state was restored, and may be that of its end.
+        """Iterate data whose restored state may be at the end of the data.
 
         If so, this epoch is over. The next one starts at the beginning with a new iterator of data and wrapper.
         """

@@ -26,10 +26,10 @@ Lengths = numpy.ndarray[Any, numpy.dtype[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthConfig:
-    """The source of lengths, and the order of training.
+    """The source of sample lengths, and how training orders samples by them.
 
     Args:
-        input_name: The part of a sample whose length is used.
+        input_name: The field of a sample that determines its length.
         column: A column of a `datasets.Dataset` that holds the lengths, if it exists.
         batch_size: Samples of similar length: those of one optimizer update, over all ranks.
         shuffles_batches: Shuffle the batches too (`sortish_sampler`), and evaluate from long to short.
@@ -63,7 +63,7 @@ class LengthShuffledSampler(ArraySampler):
         self._shuffles_batches = shuffles_batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration gives."""
+        """Set the epoch whose order the next iteration yields."""
         self.epoch = epoch
 
     def draw(self) -> Lengths:
@@ -155,8 +155,8 @@ def check_lengths(dataset: Any, config: LengthConfig) -> None:
 def sample_lengths(dataset: Any, config: LengthConfig) -> Lengths:
     """Return the length of each sample: from the length column, else from the input.
 
-    A `datasets.Dataset` is read by columns; other data is read once by samples, and the random numbers used
-    for that are drawn again later.
+    A `datasets.Dataset` is read by columns; other data is read once, sample by sample, and the random state
+    is restored afterwards.
     """
     check_lengths(dataset, config)
     if _has_column(dataset, config.column):

@@ -33,9 +33,9 @@ class LoaderConfig:
         num_workers: Processes that load; 0 to load in this process.
         pin_memory: Put batches in page-locked memory.
         persistent_workers: Keep the workers between epochs.
-        prefetch_factor: Batches that each worker loads ahead; None for torch's own choice.
+        prefetch_factor: Batches that each worker loads ahead; None for torch's default.
         timeout_s: Seconds to wait for a batch of a worker; 0 for no limit.
-        multiprocessing_context: How workers start; None for Python's own choice.
+        multiprocessing_context: How workers start; None for Python's default.
         shuffle: Whether training reads in random order; streams have their own order.
         use_seedable_sampler: Whether the order depends only on the data seed and the epoch; otherwise torch's global
             generator determines it, and a resume in the middle of an epoch cannot reproduce it.

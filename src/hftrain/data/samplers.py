@@ -71,7 +71,7 @@ class EpochShuffleSampler(ArraySampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration gives."""
+        """Set the epoch whose order the next iteration yields."""
         self.epoch = epoch
 
     def draw(self) -> torch.Tensor:
@@ -182,7 +182,7 @@ class RankBatches(Sampler[Any]):
         return self._shares(self.batch_sampler)
 
     def begin(self, start: int) -> Iterator[Any] | None:
-        """Iterate from a round on; None if the rounds before it must be drawn too."""
+        """Iterate from a given round; None if the rounds before it must be drawn too."""
         unit = 1 if self.split_batches else self.num_processes
         # Kept because the last round may be filled up from the first one.
         batches = pick(self.batch_sampler, (0, unit), (max(start, 1) * unit, None))
@@ -247,7 +247,7 @@ class EvenedSampler(Sampler[Any]):
         return even_out(self.sampler, self._unit)
 
     def begin(self, start: int) -> Iterator[Any] | None:
-        """Iterate from an item on; None if the items before it must be drawn too."""
+        """Iterate from a given item; None if the items before it must be drawn too."""
         items = pick(self.sampler, (0, self._unit), (max(start, self._unit), None))
         return None if items is None else self._from(items, start)
 

@@ -14,7 +14,7 @@ from hftrain.core.errors import ConfigError
 
 
 def check_sendable(parts: Mapping[str, Any], *, num_workers: int, method: str | None = None) -> None:
-    """Raise if a part cannot be sent to worker processes; keys are users' names for them, `method` the start method.
+    """Raise if a part cannot be sent to worker processes; the keys name the parts in the error.
 
     The contents of tensors are not read.
     """
@@ -39,7 +39,7 @@ class _Nowhere:
 
 
 class _DryPickler(ForkingPickler):
-    """Traverse an object like pickling, except for tensors: they can always be sent, and are large."""
+    """Pickle an object without its tensors, which are large and can always be sent."""
 
     def reducer_override(self, obj: Any) -> Any:
         is_array = isinstance(obj, numpy.ndarray) and obj.dtype != object

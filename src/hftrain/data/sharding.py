@@ -80,7 +80,7 @@ class ShardPlan:
 
     Args:
         seed: Seeds unseeded orders, so that all ranks use the same order.
-        even_batches: In training, fill up the last round of batches from the start, so that all ranks get as many.
+        even_batches: In training, fill up the last round from the start, so that all ranks get equally many batches.
         split_batches: Whether the batch size is the total over all ranks.
         dispatch_batches: Whether the main process reads for all ranks; None for streams only.
     """

@@ -152,7 +152,7 @@ class _Stamp:
         self.collate = collate
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to a collator that wants it."""
+        """Forward the epoch to a collator that has `set_epoch`."""
         tell_epoch(self.collate, epoch)
 
     def __call__(self, samples: Any) -> Stamped:

@@ -98,7 +98,7 @@ class EpochStream(StreamWrapper):
         return {"stream": self.dataset.state_dict(), "is_over": self._is_over}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned, for the iteration that follows."""
+        """Restore what `state_dict` returned, for the next iteration."""
         if self._begun is None and not self._is_loaded:
             self._first_state = copy.deepcopy(self.dataset.state_dict())
         self._is_loaded, self._is_over = True, bool(state["is_over"])
@@ -193,7 +193,7 @@ class EvenedStream(StreamWrapper):
         return {"stream": self._first_state if self._is_filled and not count else self.dataset.state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned, for the iteration that follows."""
+        """Restore what `state_dict` returned, for the next iteration."""
         self._first_state, self._count = state["start"], int(state["count"])
         self._is_loaded, self._is_over, self._is_filled = True, bool(state["is_over"]), bool(state["is_filled"])
         self.dataset.load_state_dict(state["stream"])

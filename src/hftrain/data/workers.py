@@ -48,7 +48,7 @@ class WorkerDeaths:
             signal.signal(signal.SIGCHLD, self._hear)
 
     def close(self) -> None:
-        """Restore torch's handler; a deferred death that concerned no request is dropped."""
+        """Restore torch's handler; a deferred error that was never raised is dropped."""
         if self._theirs is not None and signal.getsignal(signal.SIGCHLD) == self._hear:
             signal.signal(signal.SIGCHLD, self._theirs)
         self._held = None
