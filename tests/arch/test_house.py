@@ -25,8 +25,8 @@ FOREIGN = {
 }
 # Public, though they look private: of named tuples, of `os` and of `sys`.
 PUBLIC = frozenset({"_replace", "_fields", "_exit", "_getframe", "_current_frames"})
-MAX_LINES = 46_800
-MAX_TEST_LINES = 67_300
+MAX_LINES = 46_890
+MAX_TEST_LINES = 67_400
 MAX_MEDIAN_FILE = 110
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from hftrain.checkpoint.manifest import Manifest, read_manifest, verify
 from hftrain.checkpoint.rotation import by_commit
 from hftrain.core.errors import CheckpointError, ConfigError
+from hftrain.storage.mirrors import local_folder
+from hftrain.storage.remote import is_url
 from hftrain.storage.space import readable_bytes
 
 _HEAD = ("checkpoint", "step", "epochs", "size", "state")
@@ -22,11 +24,14 @@ def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> list[st
     Raises:
         ConfigError: The folder does not exist, or contains no checkpoint.
     """
-    folder = Path(run)
+    asked = f"Cannot list the checkpoints of {str(run)!r}."
+    if is_url(run):
+        raise ConfigError(asked, "It is a URL.", "Name a folder, or see them with 'hftrain report'.")
+    folder = local_folder(run, start=Path())
     paths = by_commit(folder) if folder.is_dir() else []
     if not paths:
         reason = "It holds no checkpoint." if folder.is_dir() else "There is no such folder."
-        raise ConfigError(f"Cannot list the checkpoints of {str(folder)!r}.", reason, "Name a run's output_dir.")
+        raise ConfigError(asked, reason, "Name a run's output_dir.")
     rows, last = [_HEAD], "resume_from_checkpoint=True finds no complete checkpoint."
     for path in paths:
         found = _look(path, should_verify=should_verify)

@@ -103,7 +103,9 @@ def _write_picture(panels: Panels, path: Path) -> None:
 
     width, height = _SIZE
     # The same curves produce the same file, with searchable text.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "hftrain", "font.size": 10}):
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "hftrain", "font.size": 10, "text.parse_math": False}
+    ):
         figure = Figure(figsize=(width, height * len(panels)), layout="constrained")
         for axes, (title, curves) in zip(
             figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True
@@ -115,7 +117,10 @@ def _write_picture(panels: Panels, path: Path) -> None:
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(frameon=False)
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        try:
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
+        except OSError as error:
+            raise ConfigError(f"Cannot write {str(path)!r}.", f"{error}.", "Give another file with -o.") from error
 
 
 def _odd_ones(panels: Panels) -> list[str]:

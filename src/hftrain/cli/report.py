@@ -32,7 +32,9 @@ _TITLES = {
 # Settings of a run's location, which are not compared.
 _NAMES = ("output_dir", "run_name", "logging_dir")
 _NO_JOURNAL = "The folder has no journal.jsonl, so throughput, memory, stops and resumes are not known."
-_NO_ARGUMENTS = "They are unknown: the checkpoints hold them as a pickle, which is not read."
+_NO_ARGUMENTS = (
+    "Not known: the folder has no file with arguments, or only training_args.bin, a pickle that is not read."
+)
 _UNENDED = "no end is recorded: it still runs, or was killed"
 
 
@@ -75,7 +77,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         runs=[_about(run) for run in runs],
         panels=panels,
         data=[{**panel, "is_compared": len(runs) > 1} for panel in panels],
-        notes=[f"{run.name}: {_NO_JOURNAL}" for run in runs if not run.sessions],
+        notes=[f"{run.name}: {note}" for run in runs for note in _notes(run)],
         summary=_summary(runs),
         differing=_differing(runs),
         library=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
@@ -235,15 +237,15 @@ def _best(run: RunRecord) -> tuple[str, int | None, float | None]:
     finite = [(value, step) for step, value in run.points(name) if math.isfinite(value)]
     if not finite or name == run.subject(name):
         return metric, None, None
-    is_greater_better = arguments.get("greater_is_better")
-    if is_greater_better is None:
-        is_greater_better = not metric.endswith("loss")
-    value, step = max(finite, key=lambda each: each[0]) if is_greater_better else min(finite, key=lambda each: each[0])
+    # The constructor of the arguments replaces None; a missing value means False.
+    choose = max if arguments.get("greater_is_better") else min
+    value, step = choose(finite, key=lambda each: each[0])
     return name, int(step), value
 
 
 def _times(run: RunRecord) -> Iterable[tuple[str, str, str]]:
     """Yield the time, step and description of each event except logs and saves."""
+    before: Mapping[str, Any] | None = None
     for number, event in enumerate(run.events):
         when, step = _when(event["at"]), str(event.get("step", ""))
         if event["event"] == "begin":
@@ -251,6 +253,10 @@ def _times(run: RunRecord) -> Iterable[tuple[str, str, str]]:
             where = event.get("environment", {})
             text = f"resumed from {start}" if start else "began"
             text += f"; processes: {where.get('processes', 1)}, machines: {where.get('hosts', 1)}"
+            arguments = event.get("arguments", {})
+            before = arguments if before is None or not start else before
+            text += "".join(f"; {change}" for change in _changes(before, arguments))
+            before = arguments
             yield when, step, text
             session = next((each for each in run.sessions if each[0][0] == event["at"]), [])
             later = [each["event"] for each in run.events[number + 1 :]]
@@ -263,6 +269,24 @@ def _times(run: RunRecord) -> Iterable[tuple[str, str, str]]:
             yield when, step, "did all steps" if not reason else f"stopped: {reason}"
 
 
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[str]:
+    """Yield the arguments that a resume has changed."""
+    for name in sorted({*before, *now} - {*_NAMES}):
+        old, new = (_value(each[name]) if name in each else "the default" for each in (before, now))
+        if old != new:
+            yield f"{name}: {new}, before: {old}"
+
+
+def _notes(run: RunRecord) -> Iterable[str]:
+    """Yield what is missing from the report, and why."""
+    if not run.sessions:
+        yield _NO_JOURNAL
+    if run.num_earlier:
+        yield f"Another run began in this folder before ({run.num_earlier} in all). Only the last one is shown."
+    if run.num_unread:
+        yield f"Lines of journal.jsonl that are incomplete or damaged, and left out: {run.num_unread}."
+
+
 def _environment(run: RunRecord) -> Iterable[tuple[str, str]]:
     where = _last_begin(run).get("environment", {})
     yield from ((name, _value(value)) for name, value in where.items() if name != "versions")
@@ -273,6 +297,7 @@ def _saved(run: RunRecord) -> Iterable[tuple[str, str, str, str]]:
     for each in run.checkpoints:
         size = "" if each.size is None else readable_bytes(each.size)
         when = _when(each.at) if each.at else ""
+        when = "by an earlier run in this folder" if each.is_earlier else when
         yield each.name, str(each.step), size, when if each.is_there else f"{when}, deleted since"
 
 
@@ -292,7 +317,8 @@ def _last_begin(run: RunRecord) -> Mapping[str, Any]:
 
 
 def _steps(run: RunRecord) -> str:
-    done = max((entry["step"] for entry in run.entries), default=run.state.get("global_step", 0))
+    logged = max((entry["step"] for entry in run.entries), default=0)
+    done = run.sessions[-1][-1][1] if run.sessions else max(logged, run.state.get("global_step", 0))
     planned = _last_begin(run).get("plan", {}).get("max_steps") or run.state.get("max_steps")
     return f"{done:,} of {planned:,}" if planned else f"{done:,}"
 

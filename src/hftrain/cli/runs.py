@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from hftrain.checkpoint.rotation import by_commit, readable
 from hftrain.core.errors import CheckpointError, ConfigError, suggest
 from hftrain.core.state import find_misfit
 from hftrain.storage.files import read_json, walk_files
+from hftrain.storage.mirrors import local_folder
 from hftrain.storage.remote import RemoteFolder, is_url
 
 # Values of a log entry that are not metrics: its position, its times and speeds. The journal adds `CLOCK`.
@@ -32,13 +33,15 @@ _TOTAL = "train_runtime"
 # Values that the journal adds to the entries of training.
 THROUGHPUT, MEMORY = "samples_per_s", {"host": "host_memory_gb", "device": "device_memory_gb"}
 
-# Required fields of a journal's lines; lines without them are skipped.
+# Required fields of a journal's lines, and the types of these and other fields; other lines are skipped.
 _FIELDS = {
     "begin": {"at", "step"},
     "log": {"at", "entry", "samples", "trained_s", "memory"},
     "save": {"at", "step", "name"},
     "end": {"at", "step"},
 }
+_NUMBERS = ("at", "step", "samples", "trained_s", "size", "num_logged")
+_TYPES = {"name": str, **dict.fromkeys(("entry", "memory", "arguments", "plan", "environment"), dict), "earlier": list}
 
 Point = tuple[float, float]
 P = TypeVar("P", bound=tuple[Any, ...])
@@ -46,13 +49,14 @@ P = TypeVar("P", bound=tuple[Any, ...])
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint: its size in bytes, None if unknown, and whether it still exists."""
+    """A checkpoint: its size in bytes, None if unknown; whether it still exists, and is from an earlier run."""
 
     name: str
     step: int
     size: int | None = None
     at: float | None = None
     is_there: bool = True
+    is_earlier: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,7 @@ class RunRecord:
         arguments: The arguments that differ from their defaults; None if unknown.
         versions: Versions of the libraries.
         num_earlier: The number of earlier runs in the folder.
+        num_unread: The number of lines of the journal that could not be read.
     """
 
     name: str
@@ -83,6 +88,7 @@ class RunRecord:
     arguments: Mapping[str, Any] | None
     versions: Mapping[str, str]
     num_earlier: int = 0
+    num_unread: int = 0
 
     def metrics(self) -> list[str]:
         """Return the names of the logged metrics, in the order of their first values."""
@@ -122,7 +128,7 @@ def read_run(folder: str, *, name: str) -> RunRecord:
         with tempfile.TemporaryDirectory() as copy:
             _fetch(folder, Path(copy))
             return _read(Path(copy), folder, name=name)
-    path = Path(folder)
+    path = local_folder(folder, start=Path())
     return _read(path.parent if path.name in (TRAINER_STATE, JOURNAL) else path, folder, name=name)
 
 
@@ -170,7 +176,9 @@ def chosen_metrics(runs: Sequence[RunRecord], asked: Iterable[str]) -> list[str]
 
 def _short_names(folders: Sequence[str]) -> list[str]:
     """Return the shortest ends of paths that are distinct."""
-    parts = [(folder if is_url(folder) else str(Path(folder).resolve())).rstrip("/").split("/") for folder in folders]
+    parts = [
+        (folder if is_url(folder) else Path(folder).resolve().as_posix()).rstrip("/").split("/") for folder in folders
+    ]
     for length in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(each[-length:]) for each in parts]
         if len(set(names)) == len(names):
@@ -202,14 +210,19 @@ def _fetch_file(remote: RemoteFolder, name: str, copy: Path) -> None:
 def _read(path: Path, folder: str, *, name: str) -> RunRecord:
     paths = by_commit(path) if path.is_dir() else []
     states = [state for each in (*reversed(paths), path) if (state := _read_state(each)) is not None]
-    lines = list(_read_journal(path / JOURNAL))
+    lines, num_unread = _read_journal(path / JOURNAL)
     if not states and not lines:
         unread = f"It holds no {JOURNAL} or {TRAINER_STATE} that can be read."
         reason = unread if path.is_dir() else "There is no such folder."
         raise ConfigError(f"Cannot read a run from {folder!r}.", reason, "Name the output_dir of a run.")
     # `save_state` may have written a newer state to the output folder than that of the last checkpoint.
     state = max(states[:1] + states[-1:], key=lambda state: state.get("global_step", 0), default={})
-    begins = [index for index, line in enumerate(lines) if line["event"] == "begin" and not line.get("resumed_from")]
+    # A run resumed from a checkpoint of another folder is new in this one.
+    begins = [
+        index
+        for index, line in enumerate(lines)
+        if line["event"] == "begin" and ("earlier" in line or not line.get("resumed_from"))
+    ]
     lines = lines[begins[-1] :] if begins else lines
     last: Mapping[str, Any] = next((line for line in reversed(lines) if line["event"] == "begin"), {})
     manifest = next((found for each in reversed(paths) if (found := readable(each)) is not None), None)
@@ -218,12 +231,13 @@ def _read(path: Path, folder: str, *, name: str) -> RunRecord:
         folder=folder,
         state=state,
         entries=[each for each in _replay(lines, state.get("log_history", [])) if is_number(each.get("step"))],
-        checkpoints=_checkpoints(paths, lines),
+        checkpoints=_checkpoints(paths, lines, has_earlier=len(begins) > 1),
         events=[line for line in lines if line["event"] != "log"],
         sessions=_sessions(lines),
         arguments=last.get("arguments") if last else _arguments(paths),
         versions=last.get("environment", {}).get("versions") or (manifest.versions if manifest else {}),
         num_earlier=max(0, len(begins) - 1),
+        num_unread=num_unread,
     )
 
 
@@ -236,18 +250,29 @@ def _read_state(folder: Path) -> dict[str, Any] | None:
     return content if find_misfit(content) is None else None
 
 
-def _read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of a journal."""
-    if not path.is_file():
-        return
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue  # torn by a kill or a full disk
-            if isinstance(line, dict) and line.keys() >= _FIELDS.get(line.get("event", ""), {"?"}):
-                yield line
+def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines of a journal that can be read, and how many others there are."""
+    lines: list[dict[str, Any]] = []
+    num_unread = 0
+    if path.is_file():
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except (ValueError, RecursionError):
+                    line = None  # torn by a kill or a full disk
+                if _is_readable(line):
+                    lines.append(line)
+                elif text.endswith("\n"):  # else it is being written
+                    num_unread += 1
+    return lines, num_unread
+
+
+def _is_readable(line: Any) -> bool:
+    if not isinstance(line, dict) or not line.keys() >= _FIELDS.get(str(line.get("event")), {"?"}):
+        return False
+    numbers = all(is_number(line[name]) and math.isfinite(line[name]) for name in _NUMBERS if name in line)
+    return numbers and all(isinstance(line[name], kind) for name, kind in _TYPES.items() if name in line)
 
 
 def _replay(lines: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -260,14 +285,19 @@ def _replay(lines: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any
         if line["event"] == "begin":
             num_logged = line.get("num_logged", 0)
             # The earlier entries may be in the journal of another folder.
-            entries = entries[:num_logged] if len(entries) >= num_logged else list(saved[:num_logged])
+            is_own = "earlier" not in line and len(entries) >= num_logged
+            entries = entries[:num_logged] if is_own else list(line.get("earlier", saved[:num_logged]))
             samples, trained_s = 0, 0.0
         elif line["event"] == "log":
             more: dict[str, Any] = {CLOCK: line["at"]}
             took_s, trained = line["trained_s"] - trained_s, line["samples"] - samples
             if trained > 0 and took_s > 0:
                 more[THROUGHPUT] = trained / took_s
-                more |= {MEMORY[kind]: size / 1e9 for kind, size in line["memory"].items() if kind in MEMORY}
+                more |= {
+                    MEMORY[kind]: size / 1e9
+                    for kind, size in line["memory"].items()
+                    if kind in MEMORY and is_number(size)
+                }
                 samples, trained_s = line["samples"], line["trained_s"]
             entries.append({**line["entry"], **more})
     return entries
@@ -275,16 +305,20 @@ def _replay(lines: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any
 
 def _sessions(lines: Sequence[Mapping[str, Any]]) -> list[list[Point]]:
     sessions: list[list[Point]] = []
+    has_ended = False
     for line in lines:
         step = line.get("entry", line).get("step")
         if line["event"] == "begin" or not sessions:
             sessions.append([])
-        if is_number(step):
+            has_ended = False
+        # A later evaluation, perhaps after hours, is not part of the session.
+        if is_number(step) and not has_ended:
             sessions[-1].append((line["at"], step))
+        has_ended |= line["event"] == "end"
     return [session for session in sessions if session]
 
 
-def _checkpoints(paths: Sequence[Path], lines: Sequence[Mapping[str, Any]]) -> list[Saved]:
+def _checkpoints(paths: Sequence[Path], lines: Sequence[Mapping[str, Any]], *, has_earlier: bool) -> list[Saved]:
     """Return the existing checkpoints, and deleted ones that the journal lists."""
     known = {line["name"]: line for line in lines if line["event"] == "save"}
     found = {path.name: path for path in paths}
@@ -297,7 +331,10 @@ def _checkpoints(paths: Sequence[Path], lines: Sequence[Mapping[str, Any]]) -> l
             files = (file.stat().st_size for file in walk_files(found[name]))
             size = sum(files) if manifest is None else sum(record["size"] for record in manifest.files.values())
         step = line.get("step", checkpoint_step(name) or 0)
-        checkpoints.append(Saved(name=name, step=step, size=size, at=line.get("at"), is_there=name in found))
+        is_earlier = has_earlier and not line
+        checkpoints.append(
+            Saved(name=name, step=step, size=size, at=line.get("at"), is_there=name in found, is_earlier=is_earlier)
+        )
     return checkpoints
 
 

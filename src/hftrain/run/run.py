@@ -115,12 +115,16 @@ class Run:
         """Append the start of the run to the journal; a run that never saves has no journal."""
         parts, plan, ready = self._parts, self._plan, self._ready
         if saves_at_all(parts.args, parts.save_policy):
+            logged, resume = parts.state.log_history or [], self._resume
+            # The log of another folder's run is not in this journal.
+            is_own = resume is None or resume.resolve().parent == parts.output.folder.resolve()
             parts.journal.begin(
                 parts.output,
                 parts.strategy,
                 self.progress,
-                resumed_from=None if self._resume is None else self._resume.name,
-                num_logged=len(parts.state.log_history or []),
+                resumed_from=None if resume is None else resume.name,
+                num_logged=len(logged),
+                **({} if is_own else {"earlier": logged}),
                 arguments=changed_settings(parts.args.to_dict(), type(parts.args)),
                 plan={
                     "max_steps": plan.max_steps,

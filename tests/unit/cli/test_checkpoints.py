@@ -59,6 +59,8 @@ def test_folder_without_checkpoints_is_one_line_on_stderr(tmp_path: Path, capsys
         assert error.startswith(f"hftrain checkpoints: Cannot list the checkpoints of '{folder}'. ")
         with pytest.raises(ConfigError):
             main(["--debug", "checkpoints", str(folder)])
+    with pytest.raises(ConfigError, match=r"'memory://run'. It is a URL"):
+        main(["--debug", "checkpoints", "memory://run"])
 
 
 def test_without_a_command_there_is_help_and_a_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,3 +121,13 @@ def test_run_without_entries_says_so(tmp_path: Path) -> None:
     write_foreign(tmp_path, 1, [])
     with pytest.raises(ConfigError, match="Nothing was logged"):
         show_curves([str(tmp_path)])
+
+
+def test_picture_takes_any_name_and_a_wrong_place_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_foreign(tmp_path / "out", 2, [{"cost_$\\bad{$": 1.0 / step, "step": step} for step in (1, 2)])
+    picture = tmp_path / "picture.svg"
+    show_curves([str(tmp_path / "out")], output=str(picture))
+    assert "cost_$\\bad{$" in picture.read_text()
+    with pytest.raises(ConfigError, match=r"Cannot write .* Give another file with -o"):
+        show_curves([str(tmp_path / "out")], output=str(tmp_path / "none/picture.png"))

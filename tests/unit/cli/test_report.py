@@ -13,7 +13,8 @@ import pytest
 from support.tiny import Task, make_arguments, make_rows
 from unit.cli.test_curves import write_foreign
 
-from hftrain import Trainer
+from hftrain import Trainer, TrainingArguments
+from hftrain.arguments.serialization import changed_settings
 from hftrain.cli.report import show_report
 
 pytest.importorskip("plotly")
@@ -79,7 +80,7 @@ def test_tables_tell_best_arguments_checkpoints_and_resumes(tmp_path: Path) -> N
     assert happened == [
         ["0", "began; processes: 1, machines: 1"],
         ["4", "did all steps"],
-        ["4", "resumed from checkpoint-4; processes: 1, machines: 1"],
+        ["4", "resumed from checkpoint-4; processes: 1, machines: 1; max_steps: 6, before: 4"],
         ["6", "did all steps"],
     ]
     saved = {row[0]: row for row in rows_of(page, "Checkpoints")[1:]}
@@ -111,7 +112,7 @@ def test_run_of_transformers_is_shown_without_reading_its_pickle(tmp_path: Path)
     assert "Not known of out." in page
     page = write(tmp_path, tmp_path / "out")
     assert "NaN or infinite at step 20" in page
-    assert "the checkpoints hold them as a pickle, which is not read" in page
+    assert "only training_args.bin, a pickle that is not read" in page
     assert "has no journal.jsonl" in page
     assert rows_of(page, "Evaluations")[1][2] == "0.5"
 
@@ -138,3 +139,92 @@ def test_long_run_stays_quick_and_small(tmp_path: Path) -> None:
     curve = curves(page)["loss"]
     assert len(curve["step"]) < 2500
     assert (31_000, 77.0) in zip(curve["step"], curve["value"], strict=True)
+
+
+def facts(page: str) -> dict[str, str]:
+    return dict(re.findall(r"<dt>(.*?)</dt><dd[^>]*>(.*?)</dd>", page))
+
+
+def journal_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+
+
+def write_journal(folder: Path, lines: list[dict[str, Any]]) -> None:
+    (folder / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_best_is_the_lowest_if_the_arguments_say_so(tmp_path: Path) -> None:
+    train(tmp_path / "out")
+    settings = {"metric_for_best_model": "size", "greater_is_better": False}
+    arguments = make_arguments(tmp_path / "out", **settings)
+    lines = journal_of(tmp_path / "out")
+    lines[0]["arguments"] = changed_settings(arguments.to_dict(), TrainingArguments)
+    for line in lines:
+        if "eval_loss" in line.get("entry", {}):
+            line["entry"]["eval_size"] = abs(line["entry"]["step"] - 4) + 1.0
+    write_journal(tmp_path / "out", lines)
+    assert facts(write(tmp_path, tmp_path / "out"))["Best eval_size"] == "1 at step 4"
+
+
+def test_time_ends_with_the_training_and_steps_are_those_that_were_done(tmp_path: Path) -> None:
+    train(tmp_path / "out", logging_steps=4)
+    lines = journal_of(tmp_path / "out")
+    lines = [line for line in lines if "train_runtime" not in line.get("entry", {})]
+    lines[-1]["step"] = 5
+    seconds = lines[-1]["at"] - lines[0]["at"]
+    entry = {"event": "log", "entry": {"eval_loss": 1.0, "step": 5}, "samples": 0, "trained_s": 0, "memory": {}}
+    write_journal(tmp_path / "out", [*lines, {**entry, "at": lines[-1]["at"] + 3600}])
+    found = facts(write(tmp_path, tmp_path / "out"))
+    assert (found["Time"], found["Steps"]) == (f"{seconds:.1f}s", "5 of 6")
+
+
+def test_runs_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    first = train(source, max_steps=4)
+    train(out, max_steps=6, learning_rate=0.5)
+    arguments = make_arguments(out, max_steps=5, save_strategy="steps", save_steps=5)
+    second = Trainer(Task(), arguments, train_dataset=make_rows(8), eval_dataset=make_rows(4))
+    second.train(resume_from_checkpoint=str(source / "checkpoint-2"))
+    page = write(tmp_path, out)
+    wanted = {entry["step"]: entry["loss"] for entry in second.state.log_history if "loss" in entry}
+    curve = curves(page)["loss"]
+    assert dict(zip(curve["step"], curve["value"], strict=True)) == wanted
+    assert wanted[1] == first.state.log_history[0]["loss"]
+    assert [row[1:] for row in rows_of(page, "Time line")[1:]] == [
+        ["2", "resumed from checkpoint-2; processes: 1, machines: 1"],
+        ["5", "did all steps"],
+    ]
+    saved = {row[0]: row[3] for row in rows_of(page, "Checkpoints")[1:]}
+    assert saved.pop("checkpoint-5").startswith("20")
+    assert set(saved) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    assert set(saved.values()) == {"by an earlier run in this folder"}
+    assert "Another run began in this folder before (1 in all). Only the last one is shown." in page
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"event": ["log"], "at": 1}',
+        '{"event": "log", "at": "noon", "entry": {}, "samples": 0, "trained_s": 0, "memory": {}}',
+        '{"event": "log", "at": 1, "entry": 5, "samples": 0, "trained_s": 0, "memory": {}}',
+        '{"event": "begin", "at": NaN, "step": 0}',
+        '{"event": "lo',
+        "[" * 100_000,
+    ],
+)
+def test_damaged_lines_of_the_journal_are_counted(line: str, tmp_path: Path) -> None:
+    train(tmp_path / "out", max_steps=2)
+    path = tmp_path / "out/journal.jsonl"
+    page = write(tmp_path, tmp_path / "out")
+    assert "incomplete or damaged" not in page
+    first, rest = path.read_text().split("\n", 1)
+    path.write_text(f"{first}\n{line}\n{rest}")
+    damaged = write(tmp_path, tmp_path / "out")
+    assert "incomplete or damaged, and left out: 1." in damaged
+    assert curves(damaged) == curves(page)
+
+
+def test_file_url_is_its_folder(tmp_path: Path) -> None:
+    train(tmp_path / "out", max_steps=2)
+    show_report([f"file://{tmp_path}/out"], output=str(tmp_path / "page.html"))
+    assert facts((tmp_path / "page.html").read_text())["Steps"] == "2 of 2"
