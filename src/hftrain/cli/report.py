@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hftrain.cli.runs import CLOCK, MEMORY, THROUGHPUT, RunRecord, is_number, read_runs, thinned
@@ -172,7 +173,7 @@ def _facts(run: RunRecord) -> list[dict[str, str]]:
         ("Time", _duration(run), ""),
         ("Last loss", "" if final is None else _number(final), ""),
         (f"Best {metric}", "" if best is None else f"{_number(best)} at step {step}", "good"),
-        ("Samples per second", _mean_throughput(run), ""),
+        ("Median samples per second", _median_throughput(run), ""),
         ("Model", str(begin.get("model") or ""), ""),
     ]
     return [{"name": name, "text": text, "mood": mood} for name, text, mood in facts if text]
@@ -183,8 +184,8 @@ def _summary(runs: Sequence[RunRecord]) -> dict[str, Any]:
     for run in runs:
         metric, step, best = _best(run)
         shown = "" if best is None else f"{metric} {_number(best)} at step {step}"
-        rows.append((run.name, _status(run)[0], _steps(run), _duration(run), shown, _mean_throughput(run)))
-    return {"head": ["Run", "Status", "Steps", "Time", "Best", "Samples per second"], "rows": _rows(rows)}
+        rows.append((run.name, _status(run)[0], _steps(run), _duration(run), shown, _median_throughput(run)))
+    return {"head": ["Run", "Status", "Steps", "Time", "Best", "Median samples per second"], "rows": _rows(rows)}
 
 
 def _differing(runs: Sequence[RunRecord]) -> dict[str, Any]:
@@ -331,9 +332,9 @@ def _duration(run: RunRecord) -> str:
     return _readable_s(totals[-1]) if totals else ""
 
 
-def _mean_throughput(run: RunRecord) -> str:
-    rates = sorted(value for _, value in run.points(THROUGHPUT))
-    return _number(rates[len(rates) // 2]) if rates else ""
+def _median_throughput(run: RunRecord) -> str:
+    rates = [value for _, value in run.points(THROUGHPUT)]
+    return _number(median(rates)) if rates else ""
 
 
 # -- text ------------------------------------------------------------------------------------------------------------

@@ -228,3 +228,16 @@ def test_file_url_is_its_folder(tmp_path: Path) -> None:
     train(tmp_path / "out", max_steps=2)
     show_report([f"file://{tmp_path}/out"], output=str(tmp_path / "page.html"))
     assert facts((tmp_path / "page.html").read_text())["Steps"] == "2 of 2"
+
+
+def test_throughput_of_a_run_is_the_median_of_its_curve(tmp_path: Path) -> None:
+    train(tmp_path / "out")
+    rates = iter((10, 20, 40, 80, 80, 80))
+    lines, seconds = journal_of(tmp_path / "out"), 0.0
+    for line in lines:
+        if "loss" in line.get("entry", {}):
+            seconds += 4 / next(rates)
+            line |= {"samples": line["entry"]["step"] * 4, "trained_s": seconds}
+    lines = [line for line in lines if line.get("entry", {}).get("step", 0) <= 4 and "train_runtime" not in str(line)]
+    write_journal(tmp_path / "out", [line for line in lines if "eval_loss" not in line.get("entry", {})])
+    assert facts(write(tmp_path, tmp_path / "out"))["Median samples per second"] == "30"
