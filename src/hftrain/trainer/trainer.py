@@ -389,7 +389,9 @@ class Trainer(SetUpMethods):
         self._run_parts = self._make_run_parts(ignore_keys)
         try:
             with open_run(self._run_parts, self._make_run_hooks(), resume) as self._session:
-                return self._session.run()
+                output = self._session.run()
+            self._output.publish_quietly()  # the end of the journal
+            return output
         finally:
             self._session = self._run_parts = self._computing.past = None
             self.is_in_train = False

@@ -207,6 +207,7 @@ def test_remote_run_continues_the_journal_of_another_machine(tmp_path: Path, mon
         trainer.train(resume_from_checkpoint=resume)
     run = read_run(url, name="run")
     assert [each["resumed_from"] for each in run.events if each["event"] == "begin"] == [None, "checkpoint-3"]
+    assert [each["step"] for each in run.events if each["event"] == "end"] == [3, 6]
     assert [step for step, _ in run.points("loss")] == [1, 2, 3, 4, 5, 6]
     assert all(math.isfinite(value) for _, value in run.points("loss"))
 
