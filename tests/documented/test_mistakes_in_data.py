@@ -260,7 +260,7 @@ PARTS = [
             save_strategy="steps",
             save_steps=1,
         ),
-        ("The state of Mine", "state['f']"),
+        ("the state of Mine", "state['f']"),
         ValueError,
     ),
     Mistake("logger", lambda f: make_trainer(f, loggers=Picture()), ("a Picture as a logger", "hftrain.Logger")),
