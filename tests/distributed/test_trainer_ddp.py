@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import warnings
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from support.resuming import StopAt
 from support.tiny import Net, Rows, Stream, Task, make_arguments, make_rows, make_trainer
 
 from hftrain import EvalPrediction, SummaryCallback, Trainer, TrainerCallback, set_seed
-from hftrain.core.log import warn_once
 from hftrain.core.types import StepOutput
 
 pytestmark = pytest.mark.distributed
@@ -323,12 +322,13 @@ class PartlyUsed(Net):
 def advise(folder: str) -> list[list[str]]:
     """Return what DDP's users are advised: by default, with all parameters in use and not, and with a choice."""
     told = []
+    logger = logging.getLogger("hftrain.run.untrained")
     for model, options in ((Net(), {}), (PartlyUsed(), {}), (Net(), {"ddp_find_unused_parameters": True})):
-        warn_once.cache_clear()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            make_trainer(Path(folder), model, max_steps=2, train_dataset=make_rows(16), **options).train()
-        told.append([str(each.message) for each in caught if "DDP searches" in str(each.message)])
+        lines: list[str] = []
+        logger.addFilter(keep := lambda record, lines=lines: lines.append(record.getMessage()) or True)
+        make_trainer(Path(folder), model, max_steps=2, train_dataset=make_rows(16), **options).train()
+        logger.removeFilter(keep)
+        told.append([line for line in lines if "DDP searches" in line])
     return told
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.core.log import warn_once
+from hftrain.core.log import get_logger, warn_once
 from hftrain.core.types import Owns
 from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.own_optimizers import OwnOptimizers
@@ -19,6 +19,7 @@ from hftrain.strategies.base import has_engine
 from hftrain.task.model_task import ModelTask
 
 _MAX_NAMES = 3
+logger = get_logger(__name__)
 
 
 class Untrained:
@@ -87,7 +88,7 @@ class Untrained:
         self._check_passes()
         if self._is_advised and all(p.grad is not None for p in self._task.model.parameters() if p.requires_grad):
             # torch warns of it from C++, where the warning cannot be switched off, and cannot name the setting.
-            warn_once(
+            logger.warning(
                 "DDP searches for unused parameters in each step, and the first update used them all. If every step "
                 "does, set ddp_find_unused_parameters=False to save the search, and torch's warning about it."
             )

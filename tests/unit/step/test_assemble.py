@@ -303,16 +303,13 @@ def test_step_adds_few_python_calls() -> None:
         if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
             calls.append(frame.f_code.co_name)
 
-    for _ in range(3):
-        loss = model(torch.ones(1, 4)).sum()
-        sys.setprofile(note)
-        stepper.backward(loss)
-        stepper.clip()
-        stepper.step()
-        stepper.zero_grad()
-        sys.setprofile(None)
-        if calls:  # Python 3.11 was once seen to call no profiler at all, after tests of torch.compile
-            break
+    loss = model(torch.ones(1, 4)).sum()
+    sys.setprofile(note)
+    stepper.backward(loss)
+    stepper.clip()
+    stepper.step()
+    stepper.zero_grad()
+    sys.setprofile(None)
     assert [call for call in calls if call != "<listcomp>"] == ["backward", "clip", "clip_grad_norm", "step"]
     assert len(calls) <= 10
 
