@@ -219,6 +219,7 @@ _FACTS: dict[str, Callable[[Any], bool]] = {
     "saved_at_s": lambda value: type(value) in (int, float),
     "num_groups": _is_count,
     "requires_grad": lambda value: isinstance(value, dict) and all(isinstance(each, bool) for each in value.values()),
+    "earlier_metrics": lambda value: isinstance(value, dict),
     "added_groups": lambda value: isinstance(value, list) and all(isinstance(each, list) for each in value),
 }
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hftrain.checkpoint.layout import checkpoint_names, checkpoint_step
 from hftrain.checkpoint.manifest import Manifest, read_manifest
@@ -98,11 +98,15 @@ def last_finite_name(manifests: Mapping[str, Manifest]) -> set[str]:
 def best_names(manifests: Mapping[str, Manifest], *, number: int | None, is_greater_better: bool) -> set[str]:
     """Return the names of the checkpoints with the best metrics; ties go to the earlier. `number` None returns none.
 
-    Checkpoints without the fact ``metric`` are left out.
+    Args:
+        manifests: In commit order. A checkpoint whose evaluation came after it has its metric in later manifests.
     """
+    metrics: dict[str, Any] = {}
+    for name, manifest in manifests.items():
+        metrics |= {name: manifest.facts.get("metric"), **manifest.facts.get("earlier_metrics", {})}
     scored = [
         (-metric if is_greater_better else metric, manifest.step, name)
         for name, manifest in manifests.items()
-        if isinstance(metric := manifest.facts.get("metric"), (int, float))
+        if isinstance(metric := metrics[name], (int, float))
     ]
     return {name for _, _, name in sorted(scored)[: number or 0]}

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hftrain.arguments.training import TrainingArguments
+from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.state import TrainerState
 from hftrain.rules.evaluation import best_metric_key
 
 
 class BestMetric:
-    """Store the best evaluation so far in the state (mutated), and the last metric for the manifest."""
+    """Store the best evaluation so far in the state (mutated), and the metrics of checkpoints for the manifest.
 
-    def __init__(self, args: TrainingArguments, state: TrainerState) -> None:
-        self._args, self._state = args, state
-        # The step of the last evaluation, and its metric.
+    Args:
+        keep_best: How many of the best checkpoints the run keeps, see `SavePolicy`.
+    """
+
+    def __init__(self, args: TrainingArguments, state: TrainerState, *, keep_best: int | None) -> None:
+        self._args, self._state, self._keep_best = args, state, keep_best
+        # The step of the last evaluation and its metric, and the step of the last checkpoint and its path.
         self._last: tuple[int, float] | None = None
+        self._saved: tuple[int, str] | None = None
+        # The best checkpoints by name: their own manifests may have been written before the evaluation.
+        self._kept: dict[str, float] = {}
 
     def note(self, metrics: Mapping[str, Any], *, has_all_sets: bool) -> bool:
         """Store the metric of this step's evaluation, and tell whether it is the best one so far."""
@@ -34,12 +43,35 @@ class BestMetric:
         is_better = is_better and value == value
         if is_better:
             state.best_metric, state.best_global_step = value, state.global_step
+        self.link()
         return bool(is_better)
 
+    def note_saved(self, step: int, path: str) -> None:
+        """Store that a step has a checkpoint, whether or not its evaluation is done."""
+        self._saved = step, path
+        self.link()
+
+    def link(self) -> None:
+        """Connect the last checkpoint with the evaluation of its step, whichever of them came first."""
+        if self._saved is None:
+            return
+        step, path = self._saved
+        if self._state.best_global_step == step:
+            self._state.best_model_checkpoint = path
+        if self._last is not None and self._last[0] == step and math.isfinite(self._last[1]):
+            scored = {**self._kept, checkpoint_name(step): self._last[1]}.items()
+            best_first = sorted(scored, key=itemgetter(1), reverse=bool(self._args.greater_is_better))
+            self._kept = dict(best_first[: self._keep_best or 0])
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the metric for the manifest of this step's checkpoint: None for NaN, or if it was not evaluated."""
+        """Return the metric for the manifest of this step's checkpoint (None for NaN, or if it was not evaluated)."""
         step, value = self._last or (0, math.nan)
-        return {"metric": value if step == self._state.global_step and math.isfinite(value) else None}
+        is_known = step == self._state.global_step and math.isfinite(value)
+        return {"metric": value if is_known else None, "earlier_metrics": self._kept}
+
+    def load_state_dict(self, facts: Mapping[str, Any]) -> None:
+        """Restore the metrics of the checkpoints before this one."""
+        self._kept = dict(facts.get("earlier_metrics", {}))
 
 
 # Endings of the names of values that describe the evaluation itself, such as its speed.

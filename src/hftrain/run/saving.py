@@ -90,7 +90,7 @@ class RunCheckpoints:
         self.writes = CheckpointWrites(parts, hooks, ready, manager, best=self.best)
         self.own = OwnOptimizers(parts.strategy, ready.task, holders=hooks.holders, known=self._known)
         self.loops = LoopStates(parts.loops)
-        self.metric = BestMetric(parts.args, parts.state)
+        self.metric = BestMetric(parts.args, parts.state, keep_best=parts.save_policy.keep_best)
         self.finiteness = Finiteness(parts, hooks, ready, manager, self.own)
         self._history = HistoryText()
         self.saved_step: int | None = None
@@ -131,6 +131,7 @@ class RunCheckpoints:
         self.tried_step = state.global_step
         if not writes.has_room(num_bytes, step=state.global_step):
             return
+        self.metric.link()
         former_best = state.best_model_checkpoint
         if state.best_global_step == state.global_step:
             best = self.manager.config.output_dir / checkpoint_name(state.global_step)
@@ -170,6 +171,7 @@ class RunCheckpoints:
         if committed is None:
             state.best_model_checkpoint = former_best
             return
+        self.metric.note_saved(save.step, parts.output.text_of(committed))
         parts.journal.save(committed, step=save.step, num_bytes=save.num_bytes)
         with as_of(state, save):
             if parts.args.push_to_hub:
@@ -279,7 +281,7 @@ class RunCheckpoints:
             InManifest(lambda: self._plan.facts(parts.progress, optimizer=optimizer)),
             InManifest(left, lambda facts: setattr(self, "left", left_in(facts))),
             InManifest(self._unfreezing.state_dict, self._unfreezing.load_state_dict),
-            InManifest(self.metric.state_dict),
+            InManifest(self.metric.state_dict, self.metric.load_state_dict),
             InManifest(self.finiteness.state_dict, self.finiteness.load_state_dict),
         ]
 
@@ -323,6 +325,8 @@ class RunCheckpoints:
         for fact in self._facts():
             if fact.load_state_dict is not None:
                 fact.load_state_dict(saved.facts)
+        is_here = folder.resolve().parent == self.manager.config.output_dir.resolve()
+        self.metric.note_saved(saved.step, parts.output.text_of(folder) if is_here else str(folder))
         self._hooks.load_optimizer(str(folder))
         num_saved = saved.facts["geometry"]["world_size"]
         own = load_own(folder, rank=strategy.rank, world_size=strategy.world_size, num_saved=num_saved)
