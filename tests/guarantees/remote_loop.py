@@ -2,12 +2,14 @@
 
 A line is a JSON object, see `train`. Standard output tells the process's number, `step N` for every checkpoint that is
 committed, `error TEXT`, and `dead`. Forking saves importing torch and the store's package in each round.
+The number of a process that has ended stays its own until the next round, so a kill that comes late hits nobody else.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,13 +63,17 @@ def train(*, folder: str, cache: str, max_steps: int, save_steps: int, limit: in
 
 def main() -> None:
     """Serve until standard input ends."""
+    pid = None
     for line in sys.stdin:
+        if pid is not None and (code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) not in (0, -signal.SIGKILL):
+            say(f"error the last process ended with {code}")
         if not is_url(json.loads(line)["folder"]):
             # Here, so that later rounds find imported what a run imports on first use.
             say(f"pid {os.getpid()}")
             train(**json.loads(line))
             say("dead")
             continue
+        alive, hold = os.pipe()
         pid = os.fork()
         if pid == 0:
             say(f"pid {os.getpid()}")
@@ -77,7 +83,9 @@ def main() -> None:
                 say(f"error {type(error).__name__}: {error}".replace("\n", " "))
                 os._exit(1)
             os._exit(0)
-        os.waitpid(pid, 0)
+        os.close(hold)
+        os.read(alive, 1)  # until the process, which holds the other end, is gone
+        os.close(alive)
         say("dead")
 
 

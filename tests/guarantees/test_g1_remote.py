@@ -55,7 +55,7 @@ class Loop:
 
     def __init__(self, folder: str, tmp_path: Path, *, max_steps: int) -> None:
         self.folder, self.tmp_path, self.max_steps = folder, tmp_path, max_steps
-        self.committed, self._rounds, self._lines = 0, 0, ""
+        self.committed, self._rounds, self._lines, self._is_dead = 0, 0, "", True
 
     @contextmanager
     def running(self) -> Iterator[Loop]:
@@ -74,10 +74,11 @@ class Loop:
         wishes = {**defaults, "cache": str(self.tmp_path / f"mirror-{self._rounds}"), **options}
         self._process.stdin.write(f"{json.dumps(wishes)}\n".encode())
         self._process.stdin.flush()
+        self._is_dead = False
         return int(self.next_line().removeprefix("pid "))
 
     def next_line(self) -> str:
-        """Wait for the next line, and take down what it says is committed."""
+        """Wait for the next line, and note what it says: a step that is committed, or the end of the process."""
         while "\n" not in self._lines:
             ready, _, _ = select.select([self._process.stdout], [], [], _TIMEOUT_S)
             chunk = os.read(self._process.stdout.fileno(), 4096) if ready else b""
@@ -86,13 +87,14 @@ class Loop:
         line, _, self._lines = self._lines.partition("\n")
         if line.startswith("step "):
             self.committed = int(line.removeprefix("step "))
+        self._is_dead = line == "dead"
         assert not line.startswith("error"), line
         return line
 
     def finish(self) -> None:
         """Read on until the round's process is dead."""
-        while self.next_line() != "dead":
-            pass
+        while not self._is_dead:
+            self.next_line()
 
 
 def sweep(server: S3Server, url: str, tmp_path: Path, *, num_rounds: int, share: float) -> None:
@@ -100,7 +102,7 @@ def sweep(server: S3Server, url: str, tmp_path: Path, *, num_rounds: int, share:
     choose = random.Random(num_rounds)
     reference, ending = tmp_path / "reference.pt", tmp_path / "ending.pt"
     lost = []
-    with Loop(url, tmp_path, max_steps=4 * num_rounds).running() as loop:
+    with Loop(url, tmp_path, max_steps=20 * num_rounds).running() as loop:
         loop.start(folder=str(tmp_path / "whole"), outcome=str(reference), save_steps=10**6)
         loop.finish()
         loop.committed = 0
@@ -111,7 +113,7 @@ def sweep(server: S3Server, url: str, tmp_path: Path, *, num_rounds: int, share:
                 while not loop.next_line().startswith(("step", "dead")):
                     pass
             time.sleep(choose.uniform(0, 0.8 if number % 3 else 2.0))
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)  # also if the run has ended, see remote_loop.py
             loop.finish()
             found = RemoteCheckpoints(url, mirror=tmp_path / f"look-{number}").latest()
             step = 0 if found is None else verify(found).step
