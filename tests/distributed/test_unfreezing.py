@@ -19,7 +19,7 @@ pytestmark = pytest.mark.distributed
 
 
 class Thaws(TrainerCallback):
-    """Changes what trains after the first update, or within the second."""
+    """Changes what trains after the first update, or within the second; "late" trains it from the third update on."""
 
     def __init__(self, change: str, rank: int | None = None) -> None:
         self.change = change
@@ -31,9 +31,11 @@ class Thaws(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs["optimizer"]
+        if self.change == "late" and state.global_step == 2:
+            optimizer.add_param_group({"params": list(model.layers[0].parameters())})
         if state.global_step != 1 or self.change == "within" or self.rank not in (None, args.process_index):
             return
-        if self.change in ("thaw", "swap"):
+        if self.change in ("thaw", "swap", "late"):
             model.layers[0].requires_grad_(True)
         if self.change in ("freeze", "swap"):
             model.layers[4].requires_grad_(False)
@@ -51,6 +53,14 @@ class Own(Trainer):
         return self.optimizer
 
 
+class Late(Trainer):
+    """Trains frozen parameters only when they are added to the optimizer."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        return self.optimizer
+
+
 def train(folder: str, change: str, *, batch_size: int = 4, rank: int | None = None, **options: Any) -> dict[str, Any]:
     set_seed(7)
     model = Net()
@@ -60,13 +70,15 @@ def train(folder: str, change: str, *, batch_size: int = 4, rank: int | None = N
         max_steps=4,
         gradient_accumulation_steps=2,
         per_device_train_batch_size=batch_size,
-        max_grad_norm=0,
+        max_grad_norm=0.3 if change == "late" else 0,
         learning_rate=0.1,
     )
-    trainer = Own(model, arguments, train_dataset=make_rows(64), callbacks=[Thaws(change, rank)], **options)
+    kind = Late if change == "late" else Own
+    trainer = kind(model, arguments, train_dataset=make_rows(64), callbacks=[Thaws(change, rank)], **options)
     trainer.train()
     return {
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "norms": [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry],
         "weights": [p.tolist() for p in trainer.strategy.model_state(trainer.model_wrapped).values()],
     }
 
@@ -81,18 +93,20 @@ def train_all(folder: str, cases: list[list[str]]) -> list[dict[str, Any]]:
 
 # With gradients as views of buckets, those of a half-done step lie in memory of the reducer that is replaced.
 CASES = [
-    *([strategy, change] for strategy in ("ddp", "fsdp") for change in ("thaw", "freeze", "swap", "within")),
+    *([strategy, change] for strategy in ("ddp", "fsdp") for change in ("thaw", "freeze", "swap", "within", "late")),
     ["views", "swap"],
     ["views", "within"],
-    *(["fsdp1", change] for change in ("thaw", "freeze", "swap")),
+    *(["fsdp1", change] for change in ("thaw", "freeze", "swap", "late")),
     ["ddp", "grow"],
 ]
 
 
+@pytest.mark.filterwarnings("ignore:layers.0.weight, layers.0.bias are no longer frozen")
 def test_processes_train_what_requires_a_gradient_now(tmp_path: Path, run_distributed: Any) -> None:
     both = run_distributed(train_all, folder=str(tmp_path / "two"), cases=CASES)
     alone = {
-        change: train(str(tmp_path / change), change, batch_size=8) for change in ("thaw", "freeze", "swap", "within")
+        change: train(str(tmp_path / change), change, batch_size=8)
+        for change in ("thaw", "freeze", "swap", "within", "late")
     }
     for (strategy, change), mine, others in zip(CASES, *both, strict=True):
         case = f"{strategy}, {change}"
@@ -101,6 +115,7 @@ def test_processes_train_what_requires_a_gradient_now(tmp_path: Path, run_distri
         assert not others["weights"] or mine["weights"] == others["weights"], case
         if change != "grow":  # which draws other weights on each rank, to be made the same
             assert mine["losses"] == pytest.approx(alone[change]["losses"], rel=1e-5), case
+            assert mine["norms"] == pytest.approx(alone[change]["norms"], rel=1e-4), case
             for found, expected in zip(mine["weights"], alone[change]["weights"], strict=True):
                 torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-6, msg=case)
 

@@ -318,3 +318,40 @@ def test_checkpoint_that_does_not_tell_counts_as_finite(tmp_path: Path) -> None:
     manifest = read_manifest(path)
     del manifest.facts["is_finite"]
     assert manifest.is_finite
+
+
+class Unfreeze(TrainerCallback):
+    """Unfreeze one layer after each of these steps, and give it to the optimizer."""
+
+    def __init__(self, layers: dict[int, int]) -> None:
+        self.layers = layers
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
+        if state.global_step in self.layers:
+            layer = model.layers[self.layers[state.global_step]].requires_grad_(True)
+            optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.02})
+
+
+@pytest.mark.parametrize("schedule", ["linear", "reduce_lr_on_plateau"])
+@pytest.mark.parametrize("earlier", [{}, {3: 1}])
+def test_restore_takes_back_the_groups_added_since(
+    tmp_path: Path, caplog: Any, earlier: dict[int, int], schedule: str
+) -> None:
+    def run(name: str, layers: dict[int, int], *callbacks: Any, resume: bool = False) -> Trainer:
+        options = {"bad_steps": [8], "policy": "restore", "lr_scheduler_type": schedule, "eval_strategy": "epoch"}
+        torch.manual_seed(1)
+        model = Net(dropout=0.2)
+        model.layers[0].requires_grad_(False)
+        model.layers[1].requires_grad_(False)
+        trainer = make_run(tmp_path / name, Unfreeze(layers), *callbacks, model=model, **options)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    never, since = run("never", earlier), run("since", {**earlier, 7: 0})
+    assert all(found(tmp_path / "since").values())
+    names = ("weights", "optimizer", "schedule")
+    run("cut", {**earlier, 7: 0}, StopAt(9))
+    for trainer in since, run("cut", {}, resume=True):
+        assert_same(*({name: outcome(each)[name] for name in names} for each in (trainer, never)))
+    assert not since.model.layers[0].weight.requires_grad
+    assert "Frozen again, as in that checkpoint: layers.0.weight, layers.0.bias." in caplog.text

@@ -164,13 +164,13 @@ class Engine:
             remedy = "Remove the config's scheduler and register() one of torch.optim.lr_scheduler."
             raise _refused("setup()", "The DeepSpeed config makes a schedule that would know no length.", remedy)
         strategy.plan_clipping(self._max_grad_norm)
-        untrained: list[torch.Tensor] = []
+        unheld: list[torch.Tensor] = []
 
         def make(bare: nn.Module) -> Optimizer:
             optimizer = make_optimizer(bare)
-            trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            untrained[:] = [p for p in bare.parameters() if p.requires_grad and id(p) not in trained]
-            if not any(id(p) in trained for p in bare.parameters()):
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            unheld[:] = [p for p in bare.parameters() if id(p) not in held]
+            if not any(id(p) in held for p in bare.parameters()):
                 remedy = "Make it from the model that the function is called with."
                 raise _refused("setup()", "The optimizer holds none of the model's parameters.", remedy)
             return precision.attach(bare, optimizer)
@@ -178,7 +178,7 @@ class Engine:
         wrapped, optimizer = strategy.setup(precision.convert(model), make, precision.policy)
         assert optimizer is not None
         stepper = assemble_stepper(
-            strategy=strategy, precision=precision, optimizer=optimizer, args=self._clipping, untrained=untrained
+            strategy=strategy, precision=precision, optimizer=optimizer, args=self._clipping, unheld=unheld
         )
         self._run = _Run(wrapped, optimizer, stepper)
         return wrapped, optimizer

@@ -46,6 +46,14 @@ def admit_group(schedule: Any, group: dict[str, Any]) -> None:
             last.append(group["lr"])
 
 
+def dismiss_groups(schedule: Any, num_groups: int) -> None:
+    """Make a schedule forget the groups after the first `num_groups`; mutates it."""
+    for part in (schedule, *_leaves(schedule)) if isinstance(schedule, LRScheduler) else ():
+        for name in (*_BASE, *_ALIKE, "_last_lr"):
+            if isinstance(vars(part).get(name), list):
+                del vars(part)[name][num_groups:]
+
+
 def _leaves(schedule: Any) -> list[Any]:
     """Return the innermost schedules of composed ones."""
     parts = getattr(schedule, "_schedulers", None)

@@ -62,8 +62,11 @@ class LayerWise(UpdatesInBackward):
                 optimizer._update(number, parameter)
 
         for parameter in self.param_groups[number]["params"]:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(update)
+            if parameter.is_floating_point():
+                # torch only hooks parameters that require a gradient; a frozen one may be unfrozen later.
+                is_trained = parameter.requires_grad
+                parameter.requires_grad_().register_post_accumulate_grad_hook(update)
+                parameter.requires_grad_(is_trained)
 
     def update_in_backward(
         self, loss: torch.Tensor, *, backward: Callable[[torch.Tensor], None], max_norm: float

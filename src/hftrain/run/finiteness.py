@@ -27,6 +27,7 @@ from hftrain.core.seed import preserved_rng
 from hftrain.run.nodes import own_checkpoint
 from hftrain.run.own_optimizers import OwnOptimizers
 from hftrain.run.parts import Ready, RunHooks, RunParts
+from hftrain.run.unfreezing import Unfreezing
 from hftrain.run.writing import saves_at_all
 
 _MAX_RESTORES = 3
@@ -44,11 +45,19 @@ class Finiteness:
 
     Args:
         own: The optimizers and schedules that user code keeps.
+        unfreezing: Undoes the changes since a checkpoint.
     """
 
     def __init__(
-        self, parts: RunParts, hooks: RunHooks, ready: Ready, manager: CheckpointManager, own: OwnOptimizers
+        self,
+        parts: RunParts,
+        hooks: RunHooks,
+        ready: Ready,
+        manager: CheckpointManager,
+        own: OwnOptimizers,
+        unfreezing: Unfreezing,
     ) -> None:
+        self._unfreezing = unfreezing
         self._parts, self._hooks, self._ready, self._manager, self._own = parts, hooks, ready, manager, own
         self._policy = parts.save_policy.on_nonfinite
         self._is_finite = True
@@ -134,6 +143,7 @@ class Finiteness:
         if told is None:
             raise self._error(step, found, "There is no finite checkpoint to restore.")
         folder = own_checkpoint(parts.args, strategy, parts.output.folder, parts.output.own_copy(Path(told)))
+        frozen = self._unfreezing.go_back(read_manifest(folder).facts)
         with preserved_rng(), self._schedules_go_on(), restoring(folder):
             self._hooks.load_model(str(folder))
             self._hooks.load_optimizer(str(folder))
@@ -142,8 +152,9 @@ class Finiteness:
         if strategy.is_main:
             logger.warning(
                 "Restored weights and optimizer from %s at step %d: %s. The run continues with the next batches, and "
-                "%s saves the restored state.",
+                "%s saves the restored state.%s",
                 *(folder.name, step, found, checkpoint_name(step)),
+                f" Frozen again, as in that checkpoint: {', '.join(frozen)}." if frozen else "",
             )
 
     @contextmanager

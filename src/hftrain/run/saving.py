@@ -91,7 +91,14 @@ class RunCheckpoints:
         self.own = OwnOptimizers(parts.strategy, ready.task, holders=hooks.holders, known=self._known)
         self.loops = LoopStates(parts.loops)
         self.metric = BestMetric(parts.args, parts.state, keep_best=parts.save_policy.keep_best)
-        self.finiteness = Finiteness(parts, hooks, ready, manager, self.own)
+        self._unfreezing = Unfreezing(
+            parts.strategy,
+            ready.model,
+            ready.optimizer,
+            schedule=hooks.schedule,
+            added=lambda: ready.outside.find(ready.optimizer, ready.task),
+        )
+        self.finiteness = Finiteness(parts, hooks, ready, manager, self.own, self._unfreezing)
         self._history = HistoryText()
         self.saved_step: int | None = None
         self.tried_step: int | None = None
@@ -102,13 +109,6 @@ class RunCheckpoints:
         self.past_state: dict[str, Any] | None = None
         check_plateau(parts.args, hooks.schedule())
         self.untrained = Untrained(parts, hooks, ready, self.own)
-        self._unfreezing = Unfreezing(
-            parts.strategy,
-            ready.model,
-            ready.optimizer,
-            schedule=hooks.schedule,
-            added=lambda: ready.outside.find(ready.optimizer, ready.task),
-        )
 
     def close(self) -> None:
         """Restore the optimizers to their form before the run."""

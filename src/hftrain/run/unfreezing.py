@@ -10,7 +10,7 @@ from torch import nn
 
 from hftrain.core.errors import CheckpointError
 from hftrain.core.types import Owns
-from hftrain.optim.added_groups import admit_group
+from hftrain.optim.added_groups import admit_group, dismiss_groups
 from hftrain.optim.fused import can_fuse
 from hftrain.strategies.base import Strategy
 
@@ -42,6 +42,10 @@ class Unfreezing:
     def _add(self, param_group: dict[str, Any]) -> None:
         type(self._optimizer).add_param_group(self._optimizer, param_group)
         *earlier, group = self._optimizer.param_groups
+        if all(p.grad is None for each in earlier for p in each["params"]):
+            # Between two steps, gradients can only be of earlier steps: of parameters that the model did not have.
+            for parameter in group["params"]:
+                parameter.grad = None
         if earlier[0].get("fused") and can_fuse(type(self._optimizer), group, self._model, group["params"]):
             group["fused"] = True
         admit_group(self._schedule(), group)
@@ -85,6 +89,29 @@ class Unfreezing:
                     "Add the group before the run begins: override create_optimizer, or pass optimizers=(...).",
                 )
             self._optimizer.add_param_group({"params": [parameters[name] for name in names]})
+
+    def go_back(self, facts: Mapping[str, Any]) -> list[str]:
+        """Undo the changes since a checkpoint of this run, so that its optimizer's state fits.
+
+        Args:
+            facts: The checkpoint's, from its manifest.
+
+        Returns:
+            The names of the parameters that are no longer trained.
+        """
+        if not self._is_on:
+            return []
+        trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
+        num_groups = facts.get("num_groups", self._num_groups) + len(facts.get("added_groups", []))
+        for group in self._optimizer.param_groups[num_groups:]:
+            for parameter in group["params"]:
+                self._optimizer.state.pop(parameter, None)
+        del self._optimizer.param_groups[num_groups:]
+        dismiss_groups(self._schedule(), num_groups)
+        self._tell()
+        self.load_state_dict({**facts, "requires_grad": self._before | facts.get("requires_grad", {})})
+        parameters = dict(self._model.named_parameters())
+        return [name for name in trained if not parameters[name].requires_grad]
 
     def close(self) -> None:
         """Restore the optimizer's `add_param_group`; safe to call twice."""

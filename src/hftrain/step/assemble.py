@@ -34,7 +34,7 @@ def assemble_stepper(
     max_grad_norm: float | None = None,
     args: Any = None,
     unclipped: Sequence[torch.Tensor] = (),
-    untrained: Iterable[torch.Tensor] = (),
+    unheld: Iterable[torch.Tensor] = (),
     average_unclipped: Callable[[], None] | None = None,
 ) -> Stepper:
     """Choose the implementation of each part of a step: the precision's, or that of the strategy's own engine.
@@ -46,8 +46,9 @@ def assemble_stepper(
         max_grad_norm: The largest norm of all gradients together; None or 0 turns clipping off.
         args: An object whose `max_grad_norm` replaces that argument; read at each step, as a callback may change it.
         unclipped: Parameters of the optimizer to exclude from clipping and from the norm; read at each step.
-        untrained: Parameters of the model that the optimizer does not hold. Their gradients are cleared after each
-            step. They are clipped and counted with the others, unless those are unscaled first: nothing unscales these.
+        unheld: Parameters of the model that the optimizer does not hold; a callback may unfreeze them at any time.
+            Their gradients are cleared after each step. They are clipped and counted with the others, unless those are
+            unscaled first: nothing unscales these.
         average_unclipped: Averages the gradients of `unclipped` over all processes; called once the gradients of a
             step are complete, if `unclipped` is not empty.
 
@@ -57,11 +58,10 @@ def assemble_stepper(
     owns = strategy.owns
     engine: Any = strategy
     args = SimpleNamespace(max_grad_norm=max_grad_norm) if args is None else args
-    max_grad_norm = args.max_grad_norm
+    max_grad_norm, left = args.max_grad_norm, list(unheld)
     _check_owns(strategy, scales=precision.policy.loss_scaling)
     if isinstance(optimizer, UpdatesInBackward) and strategy.world_size == 1:
-        return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0)
-    left = list(untrained)
+        return _assemble_in_backward(precision, optimizer, max_grad_norm or 0.0, left)
     unscales = precision.policy.loss_scaling and Owns.SCALING not in owns
     average = average_unclipped or (lambda: None)
     clip: Callable[[], torch.Tensor | None] = (
@@ -72,7 +72,7 @@ def assemble_stepper(
             unscale=partial(precision.unscale, optimizer) if unscales else None,
             unclipped=unclipped,
             average=average,
-            untrained=[] if unscales else left,
+            unheld=[] if unscales else left,
         )
         if Owns.CLIP not in owns
         else _read_norm(getattr(strategy, "last_norm", None) if max_grad_norm else None, unclipped, average)
@@ -82,13 +82,15 @@ def assemble_stepper(
         backward=engine.backward if Owns.BACKWARD in owns else precision.backward,
         clip=clip,
         step=engine.step if Owns.STEP in owns else partial(precision.step, optimizer),
-        zero_grad=getattr(strategy, "zero_grad", optimizer.zero_grad)
-        if Owns.STEP in owns
+        zero_grad=engine.zero_grad
+        if Owns.STEP in owns and hasattr(engine, "zero_grad")
         else _make_zero_grad(optimizer, left),
     )
 
 
-def _assemble_in_backward(precision: Precision, optimizer: UpdatesInBackward, max_norm: float) -> Stepper:
+def _assemble_in_backward(
+    precision: Precision, optimizer: UpdatesInBackward, max_norm: float, unheld: list[torch.Tensor]
+) -> Stepper:
     """Let the optimizer run the backward pass; its `step` does the rest."""
     if max_norm > 0 and not optimizer.clips:
         logger.warning(
@@ -99,7 +101,7 @@ def _assemble_in_backward(precision: Precision, optimizer: UpdatesInBackward, ma
         backward=partial(optimizer.update_in_backward, backward=precision.backward, max_norm=max(max_norm, 0.0)),
         clip=optimizer.last_norm,
         step=partial(precision.step, optimizer),
-        zero_grad=optimizer.zero_grad,
+        zero_grad=_make_zero_grad(optimizer, unheld),
     )
 
 
@@ -111,7 +113,7 @@ def _make_clip(
     unscale: Callable[[], None] | None,
     unclipped: Sequence[torch.Tensor],
     average: Callable[[], None],
-    untrained: list[torch.Tensor],
+    unheld: list[torch.Tensor],
 ) -> Callable[[], torch.Tensor | None]:
     def clip() -> torch.Tensor | None:
         if unclipped:
@@ -123,9 +125,10 @@ def _make_clip(
             unscale()
         # Read at each step because a callback may add a parameter group.
         parameters = list(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
-        if untrained:
+        reached = unheld and [parameter for parameter in unheld if parameter.grad is not None]
+        if reached:
             held = set(map(id, parameters))
-            parameters += [parameter for parameter in untrained if id(parameter) not in held]
+            parameters += [parameter for parameter in reached if id(parameter) not in held]
         if unclipped:
             left_out = set(map(id, unclipped))
             parameters = [parameter for parameter in parameters if id(parameter) not in left_out]
@@ -134,13 +137,13 @@ def _make_clip(
     return clip
 
 
-def _make_zero_grad(optimizer: Optimizer, untrained: list[torch.Tensor]) -> Callable[[], None]:
-    if not untrained:
+def _make_zero_grad(optimizer: Optimizer, unheld: list[torch.Tensor]) -> Callable[[], None]:
+    if not unheld:
         return optimizer.zero_grad
 
     def zero_grad() -> None:
         optimizer.zero_grad()
-        for parameter in untrained:
+        for parameter in unheld:
             parameter.grad = None
 
     return zero_grad

@@ -185,7 +185,7 @@ class SetUpMethods(RunMethods):
         self._forget_schedule()
         strategy.plan(num_steps=max_steps, num_warmup_steps=self.args.get_warmup_steps(max_steps))
         outside = OutsideWeights(strategy)
-        wrapped, optimizer, untrained = self._wrap_to_train(max_steps, outside)
+        wrapped, optimizer, unheld = self._wrap_to_train(max_steps, outside)
         self.compiler.compile(model)
         self._cast_model()
         if "scheduler" in strategy.makes:
@@ -204,7 +204,7 @@ class SetUpMethods(RunMethods):
             optimizer=optimizer,
             args=self.args,
             unclipped=outside.parameters,
-            untrained=untrained,
+            unheld=unheld,
             average_unclipped=outside.average if outside.is_averaged else None,
         )
         self._computing.use(stepper, optimizer)
@@ -244,11 +244,11 @@ class SetUpMethods(RunMethods):
         """Wrap the model and create the optimizer in `_wrap_model`, or after it if an override did not.
 
         Returns:
-            The wrapped model, the optimizer, and the trainable parameters that the optimizer does not hold.
+            The wrapped model, the optimizer, and the task's parameters that the optimizer does not hold.
         """
         strategy, precision, task = self.strategy, self.precision, self.task
         made: list[torch.optim.Optimizer] = []
-        untrained: list[torch.Tensor] = []
+        unheld: list[torch.Tensor] = []
 
         def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
             if "scheduler" in strategy.makes:
@@ -259,8 +259,8 @@ class SetUpMethods(RunMethods):
             # Checked here because a strategy may later put its own parameters into the groups.
             check_optimizer(self.optimizer, self.lr_scheduler, self.model)
             outside.find(self.optimizer, task)
-            trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-            untrained[:] = [p for p in task.parameters() if id(p) not in trained and p.requires_grad]
+            held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+            unheld[:] = [p for p in task.parameters() if id(p) not in held]
             return precision.attach(self.model, self.optimizer)
 
         def wrap(model: nn.Module) -> nn.Module:
@@ -284,7 +284,7 @@ class SetUpMethods(RunMethods):
                 f"strategy={strategy.name!r} cannot look through it to the model.",
                 "Wrap the model before it is given to the Trainer, or return what super()._wrap_model returned.",
             )
-        return wrapped, made[0], untrained
+        return wrapped, made[0], unheld
 
     def _ask_learning_rate(self, used: float) -> float:
         """Return the result of `_get_learning_rate`, whose base method returns `used`, the rate of the last step."""

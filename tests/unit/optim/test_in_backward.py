@@ -76,6 +76,10 @@ def test_layer_wise_leaves_frozen_parameters() -> None:
     before = model[0].weight.detach().clone()
     optimizer.update_in_backward(loss_of(model), backward=torch.Tensor.backward, max_norm=0.0)
     assert torch.equal(model[0].weight, before)
+    model[0].requires_grad_(True)
+    optimizer.update_in_backward(loss_of(model), backward=torch.Tensor.backward, max_norm=0.0)
+    assert not torch.equal(model[0].weight, before)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_updates_in_backward_is_abstract() -> None:

@@ -212,7 +212,7 @@ def test_gradients_of_what_the_optimizer_does_not_hold_are_clipped_and_cleared(i
     optimizer = torch.optim.SGD([trained])
     precision = opened("fp16" if is_scaled else "fp32")
     options: dict[str, Any] = {"precision": precision, "optimizer": optimizer, "max_grad_norm": 1.0}
-    stepper = assemble_stepper(strategy=Engine(Owns.NOTHING), **options, untrained=[other])
+    stepper = assemble_stepper(strategy=Engine(Owns.NOTHING), **options, unheld=[other])
     stepper.backward((3 * trained + 4 * other).sum())
     if is_scaled:
         other.grad = torch.full((1,), 4.0)
