@@ -13,7 +13,7 @@ import torch
 from support.resuming import StopAt
 from support.tiny import Net, Rows, Stream, Task, make_arguments, make_rows, make_trainer
 
-from hftrain import EvalPrediction, SummaryCallback, Trainer, TrainerCallback, set_seed
+from hftrain import EvalPrediction, StrategyError, SummaryCallback, Trainer, TrainerCallback, set_seed
 from hftrain.core.types import StepOutput
 
 pytestmark = pytest.mark.distributed
@@ -338,3 +338,51 @@ def test_search_for_unused_parameters_is_advised_against_once_where_there_are_no
     first, second = run_distributed(advise, folder=str(tmp_path))
     assert [len(texts) for texts in first + second] == [1, 0, 0, 0, 0, 0]
     assert "set ddp_find_unused_parameters=False" in first[0][0]
+
+
+class SometimesUsed(PartlyUsed):
+    """Uses one of its layers in the first steps only."""
+
+    used_in_steps = 0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        self.used_in_steps -= 1
+        loss, logits = super().forward(x, labels)
+        return (loss + 0 * self.unused.weight.sum() if self.used_in_steps >= 0 else loss), logits
+
+
+def use_partly(where: str, *, used_in_steps: int, **options: Any) -> str:
+    """Train a task that leaves a layer unused from some step on, and return its error."""
+    task = Task()
+    task.model = SometimesUsed()
+    task.model.unused.bias.requires_grad_(False)
+    task.model.used_in_steps = used_in_steps
+    trainer = make_trainer(Path(where), task, max_steps=4, train_dataset=make_rows(32), **options)
+    try:
+        trainer.train()
+    except StrategyError as error:
+        return str(error)
+    return f"trained {trainer.state.global_step}"
+
+
+@pytest.mark.parametrize("used_in_steps", [0, 2])
+def test_parameters_that_a_task_leaves_unused_are_named_with_the_setting(
+    tmp_path: Path, launch_distributed: Any, used_in_steps: int
+) -> None:
+    ended = launch_distributed(use_partly, kwargs={"where": str(tmp_path), "used_in_steps": used_in_steps})
+    for told in ended.results:
+        assert "without a gradient (unused.weight)" in told
+        assert "Set ddp_find_unused_parameters=True" in told
+
+
+def test_search_for_unused_parameters_serves_a_task_that_leaves_some_unused(
+    tmp_path: Path, run_distributed: Any
+) -> None:
+    told = run_distributed(use_partly, where=str(tmp_path), used_in_steps=1, ddp_find_unused_parameters=True)
+    assert told == ["trained 4"] * 2
+
+
+def test_a_task_prints_no_warning_of_torch_about_unused_parameters(tmp_path: Path, launch_distributed: Any) -> None:
+    ended = launch_distributed(use_partly, kwargs={"where": str(tmp_path), "used_in_steps": 9})
+    assert ended.results == ["trained 4"] * 2
+    assert "find_unused_parameters" not in ended.output

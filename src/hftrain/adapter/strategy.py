@@ -32,7 +32,7 @@ _HYBRID = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero2"}
 
 
 def strategy_request(
-    args: Any, strategy: str | Strategy | None, *, is_checkpointing: bool
+    args: Any, strategy: str | Strategy | None, *, is_checkpointing: bool, is_task: bool = False
 ) -> tuple[str, dict[str, Any]]:
     """Return the strategy's registry name and options.
 
@@ -40,6 +40,7 @@ def strategy_request(
         strategy: The `strategy=` keyword; None and ``"auto"`` leave the choice to the arguments and the launcher. An
             object keeps its own options.
         is_checkpointing: Whether the model recomputes activations (decides `find_unused_parameters`, as documented).
+        is_task: Whether the model is a TaskModule, which has no documented `find_unused_parameters` to keep.
     """
     _check_sagemaker(args)
     _check_kind(strategy)
@@ -79,7 +80,7 @@ def strategy_request(
     # Documented defaults; a strategy chosen by name has its own for some.
     defaults: dict[str, Any] = {"use_cpu": args.use_cpu, "place_model": bool(args.place_model_on_device)}
     if chosen is None:
-        defaults["find_unused_parameters"] = not is_checkpointing
+        defaults["find_unused_parameters"] = not (is_checkpointing or is_task)
     if is_checkpointing:
         defaults["broadcast_buffers"] = False
     return name, {option: value for option, value in {**defaults, **wanted}.items() if accepts(option)}

@@ -250,7 +250,7 @@ class DistributionArguments:
     ddp_find_unused_parameters: bool | None = setting(
         None,
         "find_unused_parameters of DistributedDataParallel. None uses the default of a strategy that is chosen by "
-        "name; without a name, it means False with gradient checkpointing and True otherwise.",
+        "name; without a name, it means True, but False for a TaskModule and with gradient checkpointing.",
     )
     ddp_bucket_cap_mb: int | None = setting(None, "bucket_cap_mb of DistributedDataParallel, in MiB.")
     ddp_broadcast_buffers: bool | None = setting(

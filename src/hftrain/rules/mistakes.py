@@ -20,6 +20,7 @@ from hftrain.rules.call_mistakes import explain_calls
 from hftrain.rules.data_mistakes import locate_in_data
 from hftrain.rules.layer_mistakes import explain_layers
 from hftrain.rules.tensor_mistakes import explain_tensors
+from hftrain.strategies.whole import explain_unused
 from hftrain.task.model_task import ModelTask, call_model
 from hftrain.task.module import TaskModule
 
@@ -54,10 +55,11 @@ def explain_mistake(
         return
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     batch = next((found for frame in reversed(frames) if (found := _batch_in(frame)) is not _NO_BATCH), _NO_BATCH)
-    cause = None
+    cause: HFTrainError | None = None
     if not isinstance(error, HFTrainError):
         cause = (
-            _lightnings_attribute(task, error)
+            explain_unused(error, model)
+            or _lightnings_attribute(task, error)
             or _broken_backward(error, loss_maker)
             or _unusable_loss(task, model, error, frames, loss_maker)
             or _unusable_batch(task, error, batch)

@@ -16,6 +16,7 @@ from hftrain.optim.in_backward import UpdatesInBackward
 from hftrain.run.own_optimizers import OwnOptimizers
 from hftrain.run.parts import Ready, RunHooks, RunParts
 from hftrain.strategies.base import has_engine
+from hftrain.strategies.whole import unused_parameters
 from hftrain.task.model_task import ModelTask
 
 _MAX_NAMES = 3
@@ -41,8 +42,10 @@ class Untrained:
         self._passes: dict[torch.Tensor, int] = {}
         self._has_lost = False
         self._num_micro_batches = parts.args.gradient_accumulation_steps
-        is_searching = getattr(ready.wrapped, "find_unused_parameters", False)  # DDP, by its documented default
-        self._is_advised = is_searching and strategy.is_main and parts.args.ddp_find_unused_parameters is None
+        is_searching = getattr(ready.wrapped, "find_unused_parameters", None)  # None: this is not DDP
+        self._is_advised = bool(is_searching) and strategy.is_main and parts.args.ddp_find_unused_parameters is None
+        self._unwrap = strategy.unwrap
+        self._needs_all = is_searching is False and not getattr(ready.wrapped, "static_graph", False)
         if is_split or not isinstance(optimizer, torch.optim.Optimizer):
             return
         self._frozen = [(name, p) for name, p in task.model.named_parameters() if not p.requires_grad]
@@ -86,14 +89,18 @@ class Untrained:
     def _check_first(self) -> None:
         self.close()
         self._check_passes()
-        if self._is_advised and all(p.grad is not None for p in self._task.model.parameters() if p.requires_grad):
+        is_separate = not isinstance(self._optimizer, UpdatesInBackward)
+        model = self._unwrap(self._task.model)
+        unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        if self._needs_all and is_separate and unused:
+            raise unused_parameters(unused)
+        if self._is_advised and not unused:
             # torch warns of it from C++, where the warning cannot be switched off, and cannot name the setting.
             logger.warning(
                 "DDP searches for unused parameters in each step, and the first update used them all. If every step "
                 "does, set ddp_find_unused_parameters=False to save the search, and torch's warning about it."
             )
         held, task = self._held(), self._task
-        is_separate = not isinstance(self._optimizer, UpdatesInBackward)
         groups = self._optimizer.param_groups
         if is_separate and all(parameter.grad is None for group in groups for parameter in group["params"]):
             warn_once(

@@ -1,11 +1,16 @@
-"""Checks that several strategies share: the model is not sharded and has trainable parameters."""
+"""Checks that several strategies share: the model is not sharded, has trainable parameters, and uses them."""
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 
-from hftrain.core.errors import ConfigError
+from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.parameters import is_partitioned
+
+_UNUSED = re.compile(r"which did not receive grad for rank \d+: ([\d ]+)")
+_MAX_NAMES = 5
 
 
 def check_whole(model: nn.Module, *, name: str, world_size: int) -> None:
@@ -42,3 +47,23 @@ def check_trainable(model: nn.Module, *, name: str) -> None:
             "none of its parameters requires a gradient.",
             "Call requires_grad_(True) on some, or use strategy='single'.",
         )
+
+
+def unused_parameters(names: list[str]) -> StrategyError:
+    """Return the error for parameters that a step left without a gradient while DDP waited for it."""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return StrategyError(
+        "Cannot average the gradients over the processes:",
+        f"a step left parameters without a gradient ({', '.join(names[:_MAX_NAMES])}{more}), and DDP waits for each.",
+        "Set ddp_find_unused_parameters=True (or strategy='ddp_find_unused') if some steps do not use them; otherwise "
+        "remove them, or freeze them with requires_grad_(False).",
+    )
+
+
+def explain_unused(error: Exception, model: nn.Module) -> StrategyError | None:
+    """Return the error that names the parameters which torch's DDP only numbers; None if it is about another thing."""
+    told = _UNUSED.search(str(error)) if isinstance(error, RuntimeError) else None
+    if told is None:
+        return None
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return unused_parameters([trained[number] for number in map(int, told[1].split()) if number < len(trained)])

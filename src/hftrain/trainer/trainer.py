@@ -192,7 +192,9 @@ class Trainer(SetUpMethods):
         """Choose strategy and precision and raise for settings that cannot work; nothing is launched."""
         is_checkpointing = self.args.gradient_checkpointing or is_recomputing(model)
         forget_devices(self.args, model)
-        name, options = strategy_request(self.args, strategy, is_checkpointing=bool(is_checkpointing))
+        name, options = strategy_request(
+            self.args, strategy, is_checkpointing=bool(is_checkpointing), is_task=isinstance(model, TaskModule)
+        )
         precision_name, precision_options = precision_request(self.args, precision)
         self.strategy = strategy if isinstance(strategy, Strategy) else create_strategy(name, **options)
         self.precision = (

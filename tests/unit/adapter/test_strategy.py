@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import Net, make_arguments
+from support.tiny import Net, Task, make_arguments
 
 from hftrain import ConfigError, Trainer, TrainingArguments
 from hftrain.adapter.strategy import strategy_request
@@ -65,6 +65,18 @@ def test_options_of_ddp_follow_the_arguments_then_the_documented_defaults(
     monkeypatch.setenv("WORLD_SIZE", "2")
     _, found = request(tmp_path, strategy, is_checkpointing=is_checkpointing, **options)
     assert found == ALWAYS | expected
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "expected"),
+    [(None, {}, False), ("ddp_find_unused", {}, True), (None, {"ddp_find_unused_parameters": True}, True)],
+)
+def test_ddp_of_a_task_searches_for_unused_parameters_only_if_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str | None, options: dict[str, Any], expected: bool
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    trainer = Trainer(Task(), make_arguments(tmp_path, **options), strategy=strategy)
+    assert ("find_unused_parameters=True" in repr(trainer.strategy)) is expected
 
 
 def test_single_device_takes_no_option_of_a_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
