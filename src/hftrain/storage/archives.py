@@ -2,7 +2,8 @@
 
 torch's safe reader runs no code from a file. But a file can make it allocate any amount of memory, and make versions
 before 2.10 read beyond the end of a tensor. So torch only gets files with plain containers, numbers, text, and tensors
-whose data is in the file.
+whose data is in the file. Time and memory are in proportion to the file's size: there is no other limit on how much a
+file holds, because a limit would also have to hold when a checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-_MAX_DIRECTORY_BYTES = 1 << 25
-_MAX_PICKLE_BYTES = 1 << 26
-_MAX_INSTRUCTIONS = 4_000_000
-_MAX_NODES = 10_000_000
-_MAX_DEPTH = 100
+MAX_DEPTH = 100
+# The instruction for a longer integer is refused by torch's safe reader.
+MAX_INTEGER_BITS = 255 * 8 - 1
+# Values that are shared count each time: a short file could stand for billions.
+_MAX_SHARED = 10_000_000
 _MAX_EXPANDED_BYTES = 1 << 28
+# torch.save follows each container with an instruction that numbers it, so it takes at least this many bytes.
+_CONTAINER_BYTES = 6
+_MAX_SHORT_CONTAINERS = 500_000
 
 _STORAGE_BYTES = {
     **dict.fromkeys(("Bool", "Byte", "Char", "QInt8", "QUInt8", "QUInt2x4", "QUInt4x2"), 1),
@@ -73,12 +77,10 @@ def check_archive(path: Path, *, with_numpy: bool = False) -> None:
             raise ValueError("its records overlap")
         if "data.pkl" not in sizes or "constants.pkl" in sizes:
             raise ValueError("it was not written by torch.save")
-        if sizes["data.pkl"] > _MAX_PICKLE_BYTES:
-            raise ValueError(f"its structure takes more than {_MAX_PICKLE_BYTES} bytes")
         structure = archive.read(f"{prefix}/data.pkl")
-    built = _Reader(sizes, with_numpy=with_numpy).read(structure)
-    if _count(built, {}, 0) > _MAX_NODES:
-        raise ValueError(f"it holds more than {_MAX_NODES} values")
+    built, num = _Reader(sizes, with_numpy=with_numpy).read(structure)
+    if _count(built, {}, 0) > max(_MAX_SHARED, num):
+        raise ValueError(f"it repeats values more than {_MAX_SHARED} times")
 
 
 def _check_directory(path: Path) -> None:
@@ -93,8 +95,8 @@ def _check_directory(path: Path) -> None:
         if end[:4] == b"PK\6\7":  # more records or bytes than the classic format can express
             file.seek(struct.unpack("<Q", end[8:16])[0] + 40)
             size = int(struct.unpack("<Q", file.read(8))[0])
-        if size > _MAX_DIRECTORY_BYTES:
-            raise ValueError(f"its directory takes more than {_MAX_DIRECTORY_BYTES} bytes")
+        if size > length:
+            raise ValueError("its directory is longer than the file")
 
 
 class _Reader:
@@ -130,20 +132,23 @@ class _Reader:
             self._callables |= dict.fromkeys(_NUMPY, _empty_array)
             self._callables["numpy dtype"] = _array_dtype
 
-    def read(self, structure: bytes) -> Any:
-        """Return the placeholder of the whole structure."""
-        for number, (opcode, argument, _) in enumerate(pickletools.genops(structure)):
-            if number > _MAX_INSTRUCTIONS:
-                raise ValueError(f"its structure takes more than {_MAX_INSTRUCTIONS} instructions")
+    def read(self, structure: bytes) -> tuple[Any, int]:
+        """Return the placeholder of the whole structure, and the number of instructions."""
+        num_containers = 0
+        for number, (opcode, argument, place) in enumerate(pickletools.genops(structure)):
+            if opcode.name in _CONTAINERS:
+                num_containers += 1
+                if num_containers > _MAX_SHORT_CONTAINERS + (place or 0) // _CONTAINER_BYTES:
+                    raise ValueError("it holds more containers than torch.save writes in as many bytes")
             if opcode.name in _VALUES:
                 self._stack.append(_VALUES[opcode.name](argument))
             elif opcode.name == "STOP":
-                break
+                return self._stack.pop(), number
             elif (act := _ACTIONS.get(opcode.name)) is not None:
                 act(self, argument)
             else:
                 raise ValueError(f"it holds more than plain data: the instruction {opcode.name}")
-        return self._stack.pop()
+        raise ValueError("its structure has no end")
 
     def _since_mark(self) -> list[Any]:
         found, self._stack = self._stack, self._marks.pop()
@@ -306,14 +311,15 @@ def _count(node: Any, known: dict[int, int | None], depth: int) -> int:
         if found is None:
             raise ValueError("it holds itself")
         return found
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     known[id(node)] = None
     parts = [*node.keys(), *node.values()] if isinstance(node, dict) else node
     total = known[id(node)] = 1 + sum(_count(part, known, depth + 1) for part in parts)
     return total
 
 
+_CONTAINERS = frozenset(("EMPTY_DICT", "EMPTY_LIST", "REDUCE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"))
 _PLAIN_VALUES = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING")
 _VALUES: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(_PLAIN_VALUES, lambda argument: argument),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,23 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from hftrain.core.errors import CheckpointError
-from hftrain.storage.archives import check_archive, is_key
+from hftrain.storage.archives import MAX_DEPTH, MAX_INTEGER_BITS, check_archive, is_key
 from hftrain.storage.hashing import create
 
 _ALIASES = "hftrain.aliases"
-_MAX_HEADER_BYTES = 1 << 25
+_MAX_HEADER_BYTES = 100_000_000  # of the format's library, which reads no larger ones
 _PLAIN = (type(None), bool, int, float, str, complex, bytes, torch.device, torch.dtype, torch.layout)
+_LAYOUTS = frozenset(
+    (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+)
 # NumPy numbers that a Python number can replace in any computation, bit for bit.
 _NUMBERS = (numpy.bool_, numpy.float64, numpy.int64)
+
+
+class _NotPlain(Exception):
+    """A value cannot be written; `place` is where it is in the structure."""
+
+    place = ""
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
@@ -59,7 +69,7 @@ def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided:
             raise _unsupported(name, tensor)
-        _format_dtype(name, tensor)
+    _header(tensors.items(), {})
 
 
 def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
@@ -100,9 +110,10 @@ def plain_containers(tree: Any, where: str = "state") -> Any:
         where: Its name in errors.
     """
     try:
-        return _plain(tree, where)
-    except RecursionError:
-        raise _not_plain(where, "It holds itself, or is nested too deep") from None
+        return _plain(tree)
+    except _NotPlain as error:
+        remedy = "Put only tensors, numbers, text, dictionaries, lists, tuples and sets into a state."
+        raise CheckpointError(f"Cannot save {where}{error.place:.200}.", f"{error}.", remedy) from None
 
 
 def load_containers(path: Path, *, with_numpy: bool = False) -> Any:
@@ -144,16 +155,7 @@ def tensor_identity(tensor: Any) -> tuple[Any, ...] | None:
 def _write(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
     """Write the safetensors format; its library opens the file itself, so the bytes could not be hashed."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {"__metadata__": metadata}
-    offset = 0
-    for name, tensor in ordered:
-        dtype, shape = _format_dtype(name, tensor), list(tensor.shape)
-        if dtype == "F4":  # two numbers in each byte
-            shape[-1] *= 2
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + tensor.nbytes]}
-        offset += tensor.nbytes
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text = _header(ordered, metadata)
     with create(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
@@ -161,6 +163,25 @@ def _write(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[st
                 plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
                 # Not `reshape`: a single number may keep another stride.
                 file.write(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data)
+
+
+def _header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for name, tensor in tensors:
+        dtype, shape = _format_dtype(name, tensor), list(tensor.shape)
+        if dtype == "F4":  # two numbers in each byte
+            shape[-1] *= 2
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + tensor.nbytes]}
+        offset += tensor.nbytes
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    if len(text) > _MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"Cannot save {len(header) - 1} tensors as safetensors.",
+            f"Their names and shapes take {len(text)} bytes, and the format allows {_MAX_HEADER_BYTES}.",
+            "Set save_safetensors=False.",
+        )
+    return text + b" " * (-len(text) % 8)
 
 
 def _format_dtype(name: str, tensor: torch.Tensor) -> str:
@@ -182,39 +203,72 @@ def _check_regular(path: Path) -> None:
         raise ValueError("it is not a regular file")
 
 
-def _plain(tree: Any, where: str) -> Any:
+def _plain(tree: Any, depth: int = 0) -> Any:
     kind = type(tree)
     if kind in _PLAIN:
         if tree == b"":
-            raise _not_plain(where, "It is an empty bytes object, which torch's safe loader refuses")
+            raise _NotPlain("It is an empty bytes object, which torch's safe loader refuses")
+        if kind is int and tree.bit_length() > MAX_INTEGER_BITS:
+            raise _NotPlain(f"It is an integer of more than {MAX_INTEGER_BITS} bits")
         return tree
     if kind in (torch.Tensor, torch.nn.Parameter):
-        return tree.detach()  # drops Python attributes, which would be pickled, too
-    if kind in (dict, OrderedDict, Counter):
-        items = {_key(key, where): _plain(value, f"{where}[{key!r}]") for key, value in tree.items()}
-        return items if kind is dict else kind(items)
-    if kind in (list, tuple, torch.Size):
-        return kind(_plain(value, f"{where}[{index}]") for index, value in enumerate(tree))
-    if kind is set:
-        return {_key(value, where) for value in tree}
-    if kind is bytearray:
-        return bytearray(tree)
+        return _plain_tensor(tree.detach())  # drops Python attributes, which would be pickled, too
     if kind in _NUMBERS:
         return tree.item()
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    raise _not_plain(where, f"It is a {name}, which could not be loaded without running code")
+    if kind is bytearray:
+        return bytearray(tree)
+    if depth > MAX_DEPTH:
+        raise _NotPlain(f"It holds itself, or is nested more than {MAX_DEPTH} deep")
+    if kind is set:
+        return set(map(_key, tree))
+    place: Any = None
+    try:
+        if kind in (dict, OrderedDict, Counter):
+            items = {}
+            for place, value in tree.items():
+                items[_key(place)] = _plain(value, depth + 1)
+            return items if kind is dict else kind(items)
+        if kind in (list, tuple, torch.Size):
+            parts: list[Any] = []
+            for value in tree:
+                place = len(parts)
+                parts.append(_plain(value, depth + 1))
+            return parts if kind is list else kind(parts)
+    except _NotPlain as error:
+        error.place = f"[{place!r:.80}]{error.place}"
+        raise
+    raise _NotPlain(f"It is a {kind.__module__}.{kind.__qualname__}, which could not be loaded without running code")
 
 
-def _key(key: Any, where: str) -> Any:
-    plain = _plain(key, f"{where} key")
+def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    if (
+        tensor.is_nested
+        or tensor.is_meta
+        or tensor.layout not in _LAYOUTS
+        or not (tensor.is_quantized or _is_stored(tensor.dtype))
+    ):
+        kind = "nested" if tensor.is_nested else f"{tensor.layout} {tensor.dtype}"
+        raise _NotPlain(f"It is a {kind} tensor on {tensor.device}, which torch's format, or its safe loader, lacks")
+    if tensor.layout == torch.strided and not tensor.is_contiguous():
+        # One that repeats its memory would take more when it is read than there is in the file.
+        return tensor.contiguous() if tensor.nbytes > tensor.untyped_storage().nbytes() else tensor
+    return tensor
+
+
+@functools.cache
+def _is_stored(dtype: torch.dtype) -> bool:
+    try:
+        torch.save(torch.empty(0, dtype=dtype), io.BytesIO())
+    except KeyError:
+        return False
+    return True
+
+
+def _key(key: Any) -> Any:
+    plain = _plain(key)
     if not is_key(plain):
-        raise _not_plain(f"{where} key {key!r:.80}", "A key is None, a number, text or a tuple of them")
+        raise _NotPlain("It is a key, which must be None, a number, text or a tuple of them")
     return plain
-
-
-def _not_plain(where: str, reason: str) -> CheckpointError:
-    remedy = "Put only tensors, numbers, text, dictionaries, lists, tuples and sets into a state."
-    return CheckpointError(f"Cannot save {where}.", f"{reason}.", remedy)
 
 
 def _numpy_accepted() -> contextlib.AbstractContextManager[Any]:

@@ -7,6 +7,7 @@ import os
 import pickle
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -193,7 +194,7 @@ def test_save_containers_refuses_anything_else_and_says_where(tmp_path, foreign)
 @pytest.mark.parametrize("key", [numpy.float32(1), ((1, 2), 3), 1 << 64, b"a", torch.float32], ids=repr)
 def test_save_containers_refuses_keys_that_could_not_be_read(tmp_path, key):
     for tree in ({key: 0}, {key}):
-        with pytest.raises(CheckpointError, match="state key"):
+        with pytest.raises(CheckpointError, match=r"Cannot save state.* which"):
             save_containers(tree, tmp_path / "x.pt")
 
 
@@ -202,6 +203,83 @@ def test_save_containers_refuses_what_holds_itself(tmp_path):
     tree["self"] = tree
     with pytest.raises(CheckpointError, match="holds itself"):
         save_containers(tree, tmp_path / "x.pt")
+
+
+def nested(depth: int) -> list[Any]:
+    tree: list[Any] = []
+    for _ in range(depth - 1):
+        tree = [tree]
+    return tree
+
+
+# What a state may hold, up to the limits.
+LARGE = {
+    "many values": lambda: {"a": [None] * 4_100_000},
+    "deep": lambda: nested(101),
+    "long integer": lambda: [2**2039 - 1, 1 - 2**2039],
+    "expanded": lambda: [torch.ones(1).expand((1 << 26) + 1)],
+    "overlapping": lambda: [torch.arange(1 << 13).unfold(0, 1 << 12, 1)] * 3,
+    "quantized": lambda: [torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("name", LARGE)
+def test_what_is_saved_can_be_read(tmp_path, name):
+    tree = LARGE[name]()
+    save_containers(tree, tmp_path / "x.pt")
+    loaded = load_containers(tmp_path / "x.pt")
+    if isinstance(tree, list) and isinstance(tree[0], torch.Tensor):
+        assert torch.equal(loaded[0], tree[0])
+    else:
+        assert loaded == tree
+
+
+@pytest.mark.guarantees
+@pytest.mark.timeout(1800)
+def test_state_of_a_hundred_thousand_parameters_can_be_read(tmp_path):
+    parameters = [torch.nn.Parameter(torch.full((1,), float(number))) for number in range(100_000)]
+    optimizer = torch.optim.AdamW(parameters, foreach=False)
+    for parameter in parameters:
+        parameter.grad = torch.ones(1)
+    optimizer.step()
+    state = optimizer.state_dict()
+    save_containers(state, tmp_path / "optimizer.pt")
+    loaded = load_containers(tmp_path / "optimizer.pt")
+    assert loaded["param_groups"] == state["param_groups"]
+    assert all(
+        torch.equal(loaded["state"][number]["exp_avg"], state["state"][number]["exp_avg"]) for number in range(9)
+    )
+    assert len(loaded["state"]) == 100_000
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (lambda: nested(102), "nested more than 100 deep"),
+        (lambda: {"a": 2**2039}, "more than 2039 bits"),
+        (lambda: [torch.nested.nested_tensor([torch.ones(1)])], "nested tensor"),
+        (lambda: [torch.ones(1, device="meta")], "on meta"),
+        (lambda: [torch.ones(1).to_mkldnn()], "mkldnn"),
+        (lambda: [torch.empty(1, dtype=torch.uint4)], "uint4"),
+    ],
+    ids=["deep", "long integer", "nested", "meta", "mkldnn", "uint4"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_could_not_be_read_is_not_saved(tmp_path, value, reason):
+    with pytest.raises(CheckpointError, match=reason):
+        save_containers(value(), tmp_path / "x.pt")
+    assert not (tmp_path / "x.pt").exists()
+
+
+def test_names_that_the_format_of_the_weights_has_no_room_for_are_refused_before_a_save(tmp_path):
+    weight = torch.ones(())
+    tensors = {f"{number}{'x' * 999_000}": weight for number in range(102)}
+    with pytest.raises(CheckpointError, match="the format allows 100000000"):
+        check_tensors(tensors)
+    tensors = {f"{number}{'x' * 999_000}": torch.ones(()) for number in range(50)}
+    save_tensors(tensors, tmp_path / "x.safetensors")
+    assert load_tensors(tmp_path / "x.safetensors").keys() == tensors.keys()
 
 
 @pytest.mark.parametrize("writer", ["torch", "legacy", "pickle"])
