@@ -36,7 +36,7 @@ DEFAULTS: dict[str, str] = {
     "optim": "adamw_torch in 4.57's text, adamw_torch_fused since 4.54 with newer versions of torch",
     "report_to": "all installed trackers in 4.57, none since 5",
     "trackio_space_id": "'trackio' in 4.57, None since 5",
-    "use_cache": "None leaves the model's own setting; transformers switches the cache off",
+    "use_cache": "None switches the cache off while training and evaluating; transformers does so for good",
 }
 
 # What transformers' arguments have next to fields: steps of their construction, none of them documented.

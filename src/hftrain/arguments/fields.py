@@ -306,7 +306,7 @@ class PrecisionArguments:
         None, "Alias of gradient_checkpointing_kwargs; takes precedence over it."
     )
     use_cache: bool | None = setting(
-        None, "Set the model's config.use_cache, also for generation; None leaves it unchanged."
+        None, "Set the model's config.use_cache, also for generation; None: off while training or evaluating."
     )
     use_liger_kernel: bool | None = setting(False, "Replace parts of the model with Liger kernels.")
     liger_kernel_config: dict[str, bool] | None = setting(None, "Which Liger kernels to use: a dict or JSON text.")

@@ -15,7 +15,10 @@ from hftrain.data.collators import returned_as
 class DataCollatorWithFlattening:
     """Concatenate the samples of a batch into one sequence; position ids restart at each sample.
 
-    The model's attention must separate the samples: by `position_ids`, or by the boundaries in `cu_seq_lens_*`.
+    The model's attention must separate the samples: by `position_ids`, or by the boundaries in `cu_seq_lens_*`. Many of
+    transformers' models do the former, such as Llama, Qwen, Gemma and GPT-2, while their cache is off, as it is when a
+    Trainer trains or evaluates; in an own loop, set ``model.config.use_cache = False``. Other models ignore the
+    positions, among them BLOOM, OPT, Falcon, MPT, BioGPT and Mamba: compare the outputs of packed and single samples.
 
     Args:
         return_position_ids: Return `position_ids`.

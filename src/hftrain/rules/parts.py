@@ -127,6 +127,23 @@ def check_parts(
         check_call("data_collator", functions["data_collator"])
 
 
+def check_packing(args: TrainingArguments, collator: Any) -> None:
+    """Raise if documents are to be packed in one row with a cache: transformers' models then do not separate them.
+
+    Args:
+        collator: Recognised by the documented name; transformers' own collator has it as well.
+    """
+    if "DataCollatorWithFlattening" not in (kind.__name__ for kind in type(collator).__mro__):
+        return
+    for name in ("use_cache", "predict_with_generate"):
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"Cannot use {name}=True with {type(collator).__name__}, which packs documents in one row.",
+                "With a cache of keys and values, each document would attend to those before it.",
+                f"Leave {name} out, or use a collator that pads.",
+            )
+
+
 def refusing_unknown(init: Init) -> Init:
     """Make a constructor raise for unknown keywords with a remedy; its signature is unchanged."""
     known = [name for name in inspect.signature(init).parameters if name != "self"]

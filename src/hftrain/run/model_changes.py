@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from hftrain.adapter.configs import keeps_cache
 from hftrain.arguments.training import TrainingArguments
 from hftrain.strategies.base import Strategy
 from hftrain.task.recompute import recompute_activations, switch_cache_off
@@ -31,7 +32,7 @@ class ModelChanges:
         *,
         noise_hooks: tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]] | None = None,
     ) -> None:
-        """Enable gradient checkpointing and NEFTune, before the model is wrapped.
+        """Switch the cache off, enable gradient checkpointing and NEFTune, before the model is wrapped.
 
         Args:
             noise_hooks: The documented hooks that turn NEFTune's noise on and off; None for no noise.
@@ -41,7 +42,7 @@ class ModelChanges:
             options = args.gradient_checkpointing_kwargs
             recompute = self._strategy.recompute or recompute_activations
             self._undo.callback(recompute(model, options if isinstance(options, dict) else {}))
-        if args.gradient_checkpointing or self._strategy.recomputes:
+        if args.gradient_checkpointing or self._strategy.recomputes or not keeps_cache(args):
             self._switch_cache_off = partial(switch_cache_off, model)
             self._put_cache_back = self._switch_cache_off()
         if noise_hooks is not None:

@@ -120,8 +120,8 @@ def _run_reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 def switch_cache_off(model: nn.Module) -> Undo:
     """Set `use_cache` to False in a transformers model's configurations and return a function that restores it.
 
-    Mutates the configurations; a composite model has several. The cache of keys and values serves generation only,
-    and recomputing a forward pass would add to it a second time.
+    Mutates the configurations; a composite model has several. The cache of keys and values serves generation only:
+    recomputing a forward pass would add to it a second time, and with it, documents packed in one row are not separate.
     """
     found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     configs = [config for config in found.values() if getattr(config, "use_cache", None)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.adapter.configs import full_eval_dtype
+from hftrain.adapter.configs import full_eval_dtype, keeps_cache
 from hftrain.core.log import sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.core.speed import speed_metrics
@@ -365,6 +365,7 @@ class EvaluationMethods(StepMethods):
                 strategy=self.strategy,
                 computing=self._computing,
                 dtype=full_eval_dtype(self.args) if casts and self._computing.input_dtype is None else None,
+                keeps_cache=keeps_cache(self.args),
                 place=None if is_training else self._place,
                 wrap=lambda model: self._wrap_model(model, training=False),
             ):

@@ -37,7 +37,7 @@ from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions
 from hftrain.rules.hooks import check_hooks, missing_attribute
 from hftrain.rules.optimizer import check_optimizer
-from hftrain.rules.parts import check_arguments, check_model, check_parts, refusing_unknown
+from hftrain.rules.parts import check_arguments, check_model, check_packing, check_parts, refusing_unknown
 from hftrain.rules.saving import check_fits
 from hftrain.rules.strategy import check_local_rank, check_strategy
 from hftrain.rules.task import check_unused_by_task
@@ -152,6 +152,7 @@ class Trainer(SetUpMethods):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             functions={"data_collator": data_collator, "compute_metrics": compute_metrics},
         )
+        check_packing(self.args, data_collator)
         self.loops = create_loops(loop)
         self._make_parts(model, strategy, precision, optimizers)
         callbacks = self._with_trackers(loggers, [*as_list(callbacks), *as_list(callback)])

@@ -102,7 +102,11 @@ def test_model_without_the_method_is_told_of_layer_classes() -> None:
         recompute_activations(Deep(), None)
 
 
-def test_cache_is_off_while_training_and_on_in_what_is_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"layer_classes": ["Block"]}}],
+)
+def test_cache_is_off_while_training_and_on_in_what_is_saved(tmp_path: Path, options: dict[str, Any]) -> None:
     saved = []
 
     class Watch(Trainer):
@@ -111,16 +115,19 @@ def test_cache_is_off_while_training_and_on_in_what_is_saved(tmp_path: Path) -> 
             super().save_model(*args, **kwargs)
 
     model = Deep()
-    arguments = make_arguments(
-        tmp_path,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"layer_classes": ["Block"]},
-        save_strategy="epoch",
-    )
-    Watch(model, arguments, train_dataset=make_rows(8)).train()
+    arguments = make_arguments(tmp_path, save_strategy="epoch", **options)
+    trainer = Watch(model, arguments, train_dataset=make_rows(8))
+    trainer.train()
+    trainer.evaluate(make_rows(2))
     assert set(model.caches) == {False}
     assert saved == [True, True]
     assert model.config.use_cache is True
+
+
+def test_cache_that_is_asked_for_stays_on(tmp_path: Path) -> None:
+    trainer = train(tmp_path, use_cache=True)
+    trainer.evaluate(make_rows(2))
+    assert set(trainer.model.caches) == {True}
 
 
 @pytest.mark.parametrize("value", [None, False])
