@@ -15,7 +15,6 @@ from hftrain.step.computing import Computing
 from hftrain.strategies.base import Strategy
 from hftrain.task.metric_state import checked_metrics
 from hftrain.task.module import TaskModule
-from hftrain.task.recompute import switch_cache_off
 
 
 @contextmanager
@@ -76,7 +75,6 @@ def ready(
     strategy: Strategy,
     computing: Computing,
     dtype: torch.dtype | None,
-    keeps_cache: bool,
     place: Callable[[], None] | None,
     wrap: Callable[[nn.Module], nn.Module],
 ) -> Iterator[None]:
@@ -85,7 +83,6 @@ def ready(
     Args:
         model: The task's unwrapped model.
         dtype: The dtype that weights and inputs are cast to; None keeps the precision's behaviour.
-        keeps_cache: Leave the cache of keys and values as the model's configuration has it.
         place: Places and compiles the model; None if it is being trained.
         wrap: The documented `_wrap_model`, for evaluation.
     """
@@ -102,12 +99,9 @@ def ready(
         computing.past = None
         if dtype is not None:
             computing.input_dtype, computing.autocast = dtype, nullcontext
-        put_cache_back = None if keeps_cache else switch_cache_off(model)
         try:
             yield
         finally:
-            if put_cache_back is not None:
-                put_cache_back()
             computing.past, computing.input_dtype, computing.autocast = before
             if getattr(task.model, "training", False):
                 warn_once(

@@ -117,26 +117,5 @@ def _run_reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return checkpoint(call, *values, **options)
 
 
-def switch_cache_off(model: nn.Module) -> Undo:
-    """Set `use_cache` to False in a transformers model's configurations and return a function that restores it.
-
-    Mutates the configurations; a composite model has several. The cache of keys and values serves generation only:
-    recomputing a forward pass would add to it a second time, and with it, documents packed in one row are not separate.
-    """
-    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    configs = [config for config in found.values() if getattr(config, "use_cache", None)]
-    if not configs:
-        return _nothing
-    before = [config.use_cache for config in configs]
-    for config in configs:
-        config.use_cache = False
-
-    def undo() -> None:
-        for config, value in zip(configs, before, strict=True):
-            config.use_cache = value
-
-    return undo
-
-
 def _nothing() -> None:
     """Do nothing."""

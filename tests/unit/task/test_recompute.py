@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hftrain import ConfigError, TaskError, Trainer, set_seed
-from hftrain.task.recompute import recompute_activations, switch_cache_off
+from hftrain.task.recompute import recompute_activations
 
 
 class Block(nn.Module):
@@ -130,15 +130,6 @@ def test_cache_that_is_asked_for_stays_on(tmp_path: Path) -> None:
     assert set(trainer.model.caches) == {True}
 
 
-@pytest.mark.parametrize("value", [None, False])
-def test_cache_that_is_off_stays_so(value: Any) -> None:
-    model = nn.Module()
-    model.config = SimpleNamespace(use_cache=value)
-    switch_cache_off(model)()
-    assert model.config.use_cache is value
-    switch_cache_off(nn.Module())()
-
-
 @pytest.mark.parametrize("name", ["fsdp", "fsdp1"])
 def test_cache_is_off_while_fsdp_recomputes(tmp_path: Path, name: str) -> None:
     config = {"activation_checkpointing": True, "transformer_layer_cls_to_wrap": "Block"}
@@ -148,16 +139,6 @@ def test_cache_is_off_while_fsdp_recomputes(tmp_path: Path, name: str) -> None:
     trainer.strategy.close()
     assert set(model.caches) == {False}
     assert model.config.use_cache is True
-
-
-def test_cache_is_off_in_every_configuration_of_a_composed_model(tmp_path: Path) -> None:
-    model = Deep()
-    model.blocks.config = SimpleNamespace(use_cache=True)
-    put_back = switch_cache_off(model)
-    assert not model.config.use_cache
-    assert not model.blocks.config.use_cache
-    put_back()
-    assert model.blocks.config.use_cache is True
 
 
 class Adapted(Deep):
