@@ -16,6 +16,8 @@ from hftrain.strategies.base import Strategy
 from hftrain.task.metric_state import checked_metrics
 from hftrain.task.module import TaskModule
 
+Undo = Callable[[], None]
+
 
 @contextmanager
 def cast_weights(model: nn.Module, dtype: torch.dtype | None, *, keep_on: torch.device | None = None) -> Iterator[None]:
@@ -67,6 +69,27 @@ def cast_inputs(inputs: Any, dtype: torch.dtype, *, labels: list[str]) -> Any:
     return map_tensors(inputs, cast)
 
 
+def switch_cache_off(model: nn.Module) -> Undo | None:
+    """Set `use_cache` to False in a transformers model's configurations and return a function that restores it, or None.
+
+    Mutates the configurations; a composite model has several. The cache of keys and values serves generation only:
+    recomputing a forward pass would add to it a second time, and with it, documents packed in one row are not separate.
+    """
+    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    configs = [config for config in found.values() if getattr(config, "use_cache", None)]
+    if not configs:
+        return None
+    before = [config.use_cache for config in configs]
+    for config in configs:
+        config.use_cache = False
+
+    def undo() -> None:
+        for config, value in zip(configs, before, strict=True):
+            config.use_cache = value
+
+    return undo
+
+
 @contextmanager
 def ready(
     task: TaskModule,
@@ -75,6 +98,7 @@ def ready(
     strategy: Strategy,
     computing: Computing,
     dtype: torch.dtype | None,
+    keeps_cache: bool,
     place: Callable[[], None] | None,
     wrap: Callable[[nn.Module], nn.Module],
 ) -> Iterator[None]:
@@ -83,6 +107,7 @@ def ready(
     Args:
         model: The task's unwrapped model.
         dtype: The dtype that weights and inputs are cast to; None keeps the precision's behaviour.
+        keeps_cache: Leave the cache of keys and values as the model's configuration has it.
         place: Places and compiles the model; None if it is being trained.
         wrap: The documented `_wrap_model`, for evaluation.
     """
@@ -99,9 +124,12 @@ def ready(
         computing.past = None
         if dtype is not None:
             computing.input_dtype, computing.autocast = dtype, nullcontext
+        put_cache_back = None if keeps_cache else switch_cache_off(model)
         try:
             yield
         finally:
+            if put_cache_back is not None:
+                put_cache_back()
             computing.past, computing.input_dtype, computing.autocast = before
             if getattr(task.model, "training", False):
                 warn_once(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from torch import nn
 
+from hftrain.adapter.configs import keeps_cache
 from hftrain.arguments.training import TrainingArguments
+from hftrain.evaluation.ready import Undo, switch_cache_off
 from hftrain.strategies.base import Strategy
 from hftrain.task.recompute import recompute_activations
-
-Undo = Callable[[], None]
 
 
 class ModelChanges:
@@ -22,7 +22,7 @@ class ModelChanges:
     def __init__(self, args: TrainingArguments, strategy: Strategy) -> None:
         self._args, self._strategy = args, strategy
         self._undo = ExitStack()
-        self._switch_cache_off: Callable[[], Undo] | None = None
+        self._switch_cache_off: Callable[[], Undo | None] | None = None
         self._put_cache_back: Undo | None = None
 
     def apply(
@@ -41,7 +41,7 @@ class ModelChanges:
             options = args.gradient_checkpointing_kwargs
             recompute = self._strategy.recompute or recompute_activations
             self._undo.callback(recompute(model, options if isinstance(options, dict) else {}))
-        if args.gradient_checkpointing or self._strategy.recomputes or not _keeps_cache(args):
+        if args.gradient_checkpointing or self._strategy.recomputes or not keeps_cache(args):
             self._switch_cache_off = partial(switch_cache_off, model)
             self._put_cache_back = self._switch_cache_off()
         if noise_hooks is not None:
@@ -65,38 +65,3 @@ class ModelChanges:
         if self._put_cache_back is not None:
             self._put_cache_back()
             self._put_cache_back = None
-
-
-@contextmanager
-def without_cache(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
-    """Evaluate a model without its cache, unless the arguments keep it."""
-    put_back = None if _keeps_cache(args) else switch_cache_off(model)
-    try:
-        yield
-    finally:
-        if put_back is not None:
-            put_back()
-
-
-def switch_cache_off(model: nn.Module) -> Undo:
-    """Set `use_cache` to False in a transformers model's configurations and return a function that restores it.
-
-    Mutates the configurations; a composite model has several. The cache of keys and values serves generation only:
-    recomputing a forward pass would add to it a second time, and with it, documents packed in one row are not separate.
-    """
-    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    configs = [config for config in found.values() if getattr(config, "use_cache", None)]
-    before = [config.use_cache for config in configs]
-    for config in configs:
-        config.use_cache = False
-
-    def undo() -> None:
-        for config, value in zip(configs, before, strict=True):
-            config.use_cache = value
-
-    return undo
-
-
-def _keeps_cache(args: TrainingArguments) -> bool:
-    """Return whether a model's `config.use_cache` stays as it is: asked for, or an evaluation reads what it returns."""
-    return bool(args.use_cache or getattr(args, "predict_with_generate", False) or args.past_index >= 0)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.adapter.configs import full_eval_dtype
+from hftrain.adapter.configs import full_eval_dtype, keeps_cache
 from hftrain.core.log import sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.core.speed import speed_metrics
@@ -28,7 +28,6 @@ from hftrain.optim.weight_modes import evaluation_weights
 from hftrain.rules.evaluation import check_evaluating
 from hftrain.rules.mistakes import explain_mistake
 from hftrain.run.announce import announce_evaluation
-from hftrain.run.model_changes import without_cache
 from hftrain.run.setup import place_task
 from hftrain.run.whereabouts import report_late_ranks, whereabouts
 from hftrain.task.metric_state import read_metrics, warn_of_unread, warn_of_unreported
@@ -368,6 +367,7 @@ class EvaluationMethods(StepMethods):
                     strategy=self.strategy,
                     computing=self._computing,
                     dtype=full_eval_dtype(self.args) if casts and self._computing.input_dtype is None else None,
+                    keeps_cache=keeps_cache(self.args),
                     place=None if is_training else self._place,
                     wrap=lambda model: self._wrap_model(model, training=False),
                 ),

@@ -1,10 +1,9 @@
-"""The documented context managers around the loss, the cache of keys and values, and which device's mixed precision is meant."""
+"""The documented context managers around the loss, and which device's mixed precision is meant."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import nn
 
 from hftrain import ConfigError, Trainer
 from hftrain.rules.strategy import check_strategy
-from hftrain.run.model_changes import switch_cache_off
 from hftrain.strategies.registry import create_strategy
 
 
@@ -62,23 +60,3 @@ def test_older_name_of_the_backend_works(tmp_path: Path) -> None:
     with pytest.warns(FutureWarning, match="fp16_backend is deprecated"):
         arguments = make_arguments(tmp_path, fp16_backend="cpu_amp", fp16=True, max_steps=1)
     assert Trainer(Net(), arguments, train_dataset=make_rows()).train().global_step == 1
-
-
-@pytest.mark.parametrize("value", [None, False])
-def test_cache_that_is_off_stays_so(value: Any) -> None:
-    model = nn.Module()
-    model.config = SimpleNamespace(use_cache=value)
-    switch_cache_off(model)()
-    assert model.config.use_cache is value
-    switch_cache_off(nn.Module())()
-
-
-def test_cache_is_off_in_every_configuration_of_a_composed_model() -> None:
-    model = nn.ModuleDict({"blocks": nn.Linear(1, 1)})
-    model.config = SimpleNamespace(use_cache=True)
-    model["blocks"].config = SimpleNamespace(use_cache=True)
-    put_back = switch_cache_off(model)
-    assert not model.config.use_cache
-    assert not model["blocks"].config.use_cache
-    put_back()
-    assert model["blocks"].config.use_cache is True
