@@ -70,7 +70,7 @@ def cast_inputs(inputs: Any, dtype: torch.dtype, *, labels: list[str]) -> Any:
 
 
 def switch_cache_off(model: nn.Module) -> Undo | None:
-    """Set `use_cache` to False in a transformers model's configurations and return a function that restores it, or None.
+    """Set `use_cache` to False in a transformers model's configurations; return what restores it, None if it was off.
 
     Mutates the configurations; a composite model has several. The cache of keys and values serves generation only:
     recomputing a forward pass would add to it a second time, and with it, documents packed in one row are not separate.

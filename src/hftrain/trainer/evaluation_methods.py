@@ -359,18 +359,15 @@ class EvaluationMethods(StepMethods):
             is_training = self._run_parts is not None
             if not is_training:
                 self.model = self.task.model = self.precision.convert(self.model)
-            with (
-                without_cache(self.model, self.args),
-                ready(
-                    self.task,
-                    self.model,
-                    strategy=self.strategy,
-                    computing=self._computing,
-                    dtype=full_eval_dtype(self.args) if casts and self._computing.input_dtype is None else None,
-                    keeps_cache=keeps_cache(self.args),
-                    place=None if is_training else self._place,
-                    wrap=lambda model: self._wrap_model(model, training=False),
-                ),
+            with ready(
+                self.task,
+                self.model,
+                strategy=self.strategy,
+                computing=self._computing,
+                dtype=full_eval_dtype(self.args) if casts and self._computing.input_dtype is None else None,
+                keeps_cache=keeps_cache(self.args),
+                place=None if is_training else self._place,
+                wrap=lambda model: self._wrap_model(model, training=False),
             ):
                 yield
 
