@@ -101,11 +101,6 @@ def full_eval_dtype(args: Any) -> torch.dtype | None:
     return torch.float16 if args.fp16_full_eval else None
 
 
-def keeps_cache(args: Any) -> bool:
-    """Return whether a model's `config.use_cache` stays as it is: asked for, or an evaluation reads what it returns."""
-    return bool(args.use_cache or getattr(args, "predict_with_generate", False) or args.past_index >= 0)
-
-
 def generation_options(args: Any, given: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Return the keyword arguments of `generate`: a call's override the training arguments, and these the config.
 

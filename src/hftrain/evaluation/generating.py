@@ -22,10 +22,41 @@ from hftrain.task.module import TaskModule
 _SETTINGS = {"generation_max_length": "max_length", "generation_num_beams": "num_beams"}
 _LIMITS = ("max_new_tokens", "max_length")
 
+Undo = Callable[[], None]
+
 
 def generates(args: Any) -> bool:
     """Return whether evaluations call `generate`; plain `TrainingArguments` do not have the setting."""
     return bool(getattr(args, "predict_with_generate", False))
+
+
+# -- the cache ------------------------------------------------------------------------------------------------------
+
+
+def keeps_cache(args: Any) -> bool:
+    """Return whether a model's `config.use_cache` stays as it is: asked for, or an evaluation reads what it returns."""
+    return bool(args.use_cache or generates(args) or args.past_index >= 0)
+
+
+def switch_cache_off(model: nn.Module) -> Undo | None:
+    """Set `use_cache` to False in a transformers model's configurations; return what restores it, None if it was off.
+
+    Mutates the configurations; a composite model has several. The cache of keys and values serves generation only:
+    recomputing a forward pass would add to it a second time, and with it, documents packed in one row are not separate.
+    """
+    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    configs = [config for config in found.values() if getattr(config, "use_cache", None)]
+    if not configs:
+        return None
+    before = [config.use_cache for config in configs]
+    for config in configs:
+        config.use_cache = False
+
+    def undo() -> None:
+        for config, value in zip(configs, before, strict=True):
+            config.use_cache = value
+
+    return undo
 
 
 # -- before anything runs --------------------------------------------------------------------------------------------

@@ -11,12 +11,11 @@ from torch import nn
 
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
+from hftrain.evaluation.generating import switch_cache_off
 from hftrain.step.computing import Computing
 from hftrain.strategies.base import Strategy
 from hftrain.task.metric_state import checked_metrics
 from hftrain.task.module import TaskModule
-
-Undo = Callable[[], None]
 
 
 @contextmanager
@@ -67,27 +66,6 @@ def cast_inputs(inputs: Any, dtype: torch.dtype, *, labels: list[str]) -> Any:
         changed = {key: value if key in labels else map_tensors(value, cast) for key, value in inputs.items()}
         return {**inputs, **changed}
     return map_tensors(inputs, cast)
-
-
-def switch_cache_off(model: nn.Module) -> Undo | None:
-    """Set `use_cache` to False in a transformers model's configurations; return what restores it, None if it was off.
-
-    Mutates the configurations; a composite model has several. The cache of keys and values serves generation only:
-    recomputing a forward pass would add to it a second time, and with it, documents packed in one row are not separate.
-    """
-    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    configs = [config for config in found.values() if getattr(config, "use_cache", None)]
-    if not configs:
-        return None
-    before = [config.use_cache for config in configs]
-    for config in configs:
-        config.use_cache = False
-
-    def undo() -> None:
-        for config, value in zip(configs, before, strict=True):
-            config.use_cache = value
-
-    return undo
 
 
 @contextmanager

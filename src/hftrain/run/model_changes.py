@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from hftrain.adapter.configs import keeps_cache
 from hftrain.arguments.training import TrainingArguments
-from hftrain.evaluation.ready import Undo, switch_cache_off
+from hftrain.evaluation.generating import Undo, keeps_cache, switch_cache_off
 from hftrain.strategies.base import Strategy
 from hftrain.task.recompute import recompute_activations
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.adapter.configs import full_eval_dtype, keeps_cache
+from hftrain.adapter.configs import full_eval_dtype
 from hftrain.core.log import sharing_verbosity, warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.core.speed import speed_metrics
 from hftrain.core.types import EvalLoopOutput, PredictionOutput, StepOutput
 from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
 from hftrain.data.workers import report_worker
-from hftrain.evaluation.generating import generates
+from hftrain.evaluation.generating import generates, keeps_cache
 from hftrain.evaluation.ready import ready
 from hftrain.evaluation.recurrence import read_memory
 from hftrain.evaluation.running import evaluation_hooks, may_talk, run_evaluation
